@@ -21,7 +21,17 @@ from posttrain.reports.page import SCRIPT
 from posttrain.store.files import load_json, save_json, save_rows
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
 
-PLAIN = Answer("sums", "", "0", 0, "", "", None, "", None, "wrong", 0.0, "", 1, "stop", 0.0, None)
+PLAIN = Answer(
+    suite="sums",
+    item="0",
+    sample=0,
+    prompt="",
+    completion="",
+    verdict="wrong",
+    score=0.0,
+    tokens=1,
+    finish_reason="stop",
+)
 
 
 @pytest.fixture(autouse=True)

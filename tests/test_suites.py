@@ -709,7 +709,7 @@ def test_databases_in_trouble(stories, tmp_path, monkeypatch):
 
 
 def test_surrogates_and_nul_are_stored(tmp_path):
-    answer = Answer("s", "", "0", 0, "", "p", None, "a\ud800\0b", None, "wrong", 0.0, "", 1, "stop", 0.0, None)
+    answer = Answer(suite="s", item="0", sample=0, prompt="p", completion="a\ud800\0b", verdict="wrong", score=0.0)
     with EvaluationStore(tmp_path) as store:
         store.start("s", {})
         store.add("s", [(0, answer)])

@@ -198,37 +198,17 @@ def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[
     samples: Counter[tuple[int, str]] = Counter()
     for one in evaluations:
         item = f"{one['dataset']}/{one['row']}"
-        sample, score = samples[one["step"], item], one["reward"]
-        verdict = "ungraded" if score is None else "scored"
-        texts, end = (one["prompt"], one["completion"]), one["finish_reason"]
-        answer = _answer(one["dataset"], item, sample, *texts, score, None, verdict, None, end)
+        answer = Answer(
+            suite=one["dataset"],
+            item=item,
+            sample=samples[one["step"], item],
+            verdict="ungraded" if one["reward"] is None else "scored",
+            score=one["reward"],
+            **{name: one[name] for name in ("prompt", "completion", "finish_reason")},
+        )
         found.setdefault(one["step"], []).append(answer)
         samples[one["step"], item] += 1
     return found
-
-
-def _answer(
-    suite: str, item: str, sample: int, prompt: str, completion: str, score: float | None, gold: str | None,
-    verdict: str, extracted: str | None = None, finish_reason: str = "",
-) -> Answer:  # fmt: skip
-    return Answer(
-        suite=suite,
-        setting="",
-        item=item,
-        sample=sample,
-        group="",
-        prompt=prompt,
-        gold=gold,
-        completion=completion,
-        extracted=extracted,
-        verdict=verdict,
-        score=score,
-        format_and_answer="",
-        tokens=0,
-        finish_reason=finish_reason,
-        seconds=0.0,
-        reason=None,
-    )
 
 
 def read_rows(file: Path) -> dict[str, Scores]:
@@ -246,42 +226,42 @@ def read_rows(file: Path) -> dict[str, Scores]:
         ("completions", "", {"completions"}, _generated),
     ):
         if any(fields & row.keys() for _, row in rows):
-            return {key: Scores(metric, [answer for item, row in rows for answer in read(item, row)])}
+            found = [(item, sample, facts) for item, row in rows for sample, facts in enumerate(read(row))]
+            return {key: Scores(metric, [Answer(suite=key, item=item, sample=n, **facts) for item, n, facts in found])}
     raise DataError(
         f"{file} has nothing to compare: no row has chosen_reward and rejected_reward (posttrain score), a score "
         "(posttrain grade) or completions (posttrain generate)"
     )
 
 
-def _pair(item: str, row: Mapping[str, Any]) -> list[Answer]:
+def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
     from posttrain.evaluation.items import pair_text  # imports torch
 
-    prompt = pair_text(row) if {"chosen", "rejected"} & row.keys() else ""
+    facts = {"prompt": pair_text(row) if {"chosen", "rejected"} & row.keys() else "", "completion": ""}
     for key in ("reward", "logprob"):
         chosen, rejected = _number(row.get(f"chosen_{key}")), _number(row.get(f"rejected_{key}"))
         if chosen is not None and rejected is not None:
             verdict, margin = "correct" if chosen > rejected else "wrong", f"{chosen - rejected:+.4g}"
-            return [_answer("pairs", item, 0, prompt, "", float(chosen > rejected), None, verdict, margin)]
-    return [_answer("pairs", item, 0, prompt, "", None, None, "ungraded")]
+            return [facts | {"verdict": verdict, "score": float(chosen > rejected), "extracted": margin}]
+    return [facts | {"verdict": "ungraded"}]
 
 
-def _graded(item: str, row: Mapping[str, Any]) -> list[Answer]:
+def _graded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     score, extracted = _number(row.get("score")), row.get("extracted")
     verdict = str(row.get("verdict") or ("ungraded" if score is None else "scored"))
-    shown = None if extracted is None else _text(extracted)
-    texts, end = (_prompt(row), _text(row.get("completion", ""))), "stop" if "completion" in row else ""
-    return [_answer("rows", item, 0, *texts, score, _gold(row), verdict, shown, end)]
+    facts = {"score": score, "verdict": verdict, "extracted": None if extracted is None else _text(extracted)}
+    facts |= {"completion": _text(row.get("completion", "")), "finish_reason": "stop" if "completion" in row else ""}
+    return [{"prompt": _prompt(row), "gold": _gold(row)} | facts]
 
 
-def _generated(item: str, row: Mapping[str, Any]) -> list[Answer]:
+def _generated(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = row.get("completions") or []
     ends = [str(one.get("finish_reason") or "stop") if isinstance(one, dict) else "stop" for one in found]
     texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found]
-    return [
-        _answer("completions", item, sample, _prompt(row), text, None, _gold(row), "ungraded", None, end)
-        for sample, (text, end) in enumerate(zip(texts or [""], ends or [""], strict=True))
-    ]
+    facts = {"prompt": _prompt(row), "gold": _gold(row), "verdict": "ungraded"}
+    ended = zip(texts or [""], ends or [""], strict=True)
+    return [facts | {"completion": text, "finish_reason": end} for text, end in ended]
 
 
 def _prompt(row: Mapping[str, Any]) -> str:

@@ -37,8 +37,15 @@ class Reply:
     text: str
     tokens: int = 0
     finish_reason: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # its share of the time of generation
     problem: str | None = None
+
+    @classmethod
+    def of(
+        cls, done: Completion, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]
+    ) -> Reply:
+        text = text_of(done, stops, tokenizer, prompt)
+        return cls(text, len(done.tokens), done.finish_reason, done.seconds)
 
 
 Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
@@ -145,15 +152,12 @@ class Generated:
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
             item, prompt = asked[index]
-            found(item, [self._reply(completion, prompt) for completion in completions])
+            stops = self._sampling.stop_token_ids
+            found(item, [Reply.of(one, stops, self._tokenizer, prompt.tokens) for one in completions])
 
         seeds = [seed_of(self._sampling.seed, item.position) for item, _ in asked]
         tokens = [prompt.tokens for _, prompt in asked]
         self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
-
-    def _reply(self, completion: Completion, prompt: Prompt) -> Reply:
-        text = text_of(completion, self._sampling.stop_token_ids, self._tokenizer, prompt.tokens)
-        return Reply(text, len(completion.tokens), completion.finish_reason, completion.seconds)
 
 
 class Chosen:

@@ -19,7 +19,7 @@ from posttrain.evaluation.judging import RULES
 from posttrain.evaluation.records import Answer
 from posttrain.grading.extract import marked_answer
 from posttrain.grading.pool import Pool
-from posttrain.grading.verdict import Grade, GradeRequest
+from posttrain.grading.verdict import GradeRequest
 from posttrain.latex import last_box
 from posttrain.progress import progress
 
@@ -45,7 +45,8 @@ def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, dead
         grades = list(progress(pool.stream(requests, count=False), f"{items.suite.name}: verifiers", len(requests)))
     n = len(graded)
     strings, packages, own = grades[:n], grades[n : 2 * n], grades[2 * n :]
-    verdicts = [(one, a, b, c) for one, (a, b, c) in zip(graded, _verdicts(graded, strings, packages), strict=True)]
+    each = zip(graded, strings, packages, strict=True)
+    verdicts = [(one, string.verdict, one.verdict, package.verdict) for one, string, package in each]
     differ = [(one, *three) for one, *three in verdicts if len(set(three)) > 1]
     return {
         "answers": n,
@@ -66,12 +67,3 @@ def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, dead
         "golds": len(golds),
         "golds_rejected": [name for name, grade in zip(golds, own, strict=True) if grade.verdict != "correct"],
     }
-
-
-def _verdicts(
-    graded: Sequence[Answer], strings: Sequence[Grade], packages: Sequence[Grade]
-) -> list[tuple[str, str, str]]:
-    return [
-        (one.verdict, answer.verdict, other.verdict)
-        for answer, one, other in zip(graded, strings, packages, strict=True)
-    ]

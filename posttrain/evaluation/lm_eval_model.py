@@ -18,7 +18,8 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.errors import ConfigError, DataError
-from posttrain.evaluation.lm_eval_requests import Generated, Requests
+from posttrain.evaluation.answering import Reply
+from posttrain.evaluation.lm_eval_requests import Requests
 from posttrain.evaluation.records import Answer
 from posttrain.extras import need
 from posttrain.models.devices import compute_dtype, take_device
@@ -39,7 +40,7 @@ class PosttrainLM(TemplateLM):
         super().__init__()
         self.model, self.max_length = model, model.positions
         self.tokenizer: Any = model.tokenizer
-        self.generated: dict[tuple[str, int], list[Generated]] = {}  # by task and document
+        self.generated: dict[tuple[str, int], list[Reply]] = {}  # by task and document
 
     @property
     def eot_token_id(self) -> int:
@@ -184,7 +185,7 @@ def answers_of(results: dict[str, Any]) -> list[Answer]:
     return found
 
 
-def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) -> list[Answer]:
+def _answers(task: str, sample: dict[str, Any], generated: Sequence[Reply]) -> list[Answer]:
     score = next((float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], int | float)), None)
     reason = None if score is not None else "the task has no metric that is a number for one sample"
     filtered = sample["filtered_resps"][0]
@@ -194,21 +195,19 @@ def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) 
     else:  # continuations by log-probability: the answer is the likeliest
         likeliest = max(range(len(sample["resps"])), key=lambda i: sample["resps"][i][0][0])
         extracted = sample["arguments"][likeliest][-1]
-        completions = [(extracted, Generated(extracted, 0, "", 0.0))]
+        completions = [(extracted, Reply(extracted))]
     return [
         Answer(
             suite=task,
             setting="" if sample["filter"] == "none" else f"filter={sample['filter']}",
             item=str(sample["doc_id"]),
             sample=number,
-            group="",
             prompt=sample["arguments"][0][0],
             gold=str(sample["target"]),
             completion=text,
             extracted=str(extracted),
-            verdict=_verdict(None if number else score),
+            verdict="ungraded" if number or score is None else {1.0: "correct", 0.0: "wrong"}.get(score, "scored"),
             score=None if number else score,
-            format_and_answer="",
             tokens=done.tokens,
             finish_reason=done.finish_reason,
             seconds=done.seconds,
@@ -216,7 +215,3 @@ def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) 
         )
         for number, (text, done) in enumerate(completions)
     ]
-
-
-def _verdict(score: float | None) -> str:
-    return "ungraded" if score is None else {1.0: "correct", 0.0: "wrong"}.get(score, "scored")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.engines import Engine, Sampling, make_engine, seed_of, stop_token_ids
 from posttrain.errors import ConfigError, DataError
+from posttrain.evaluation.answering import Reply
 from posttrain.models.attention import width_step
 from posttrain.models.families import positions_of
 from posttrain.progress import counter, progress
@@ -32,16 +32,6 @@ NO_LIMIT = 2048  # positions of a model that has no limit, as in lm-eval
 SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # of lm-eval's generation settings, those that an engine has
 
 Pair = tuple[list[int], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A completion for lm-eval: its string, and what lm-eval has no place for."""
-
-    text: str
-    tokens: int
-    finish_reason: str
-    seconds: float  # its share of the time of generation
 
 
 class Requests:
@@ -115,7 +105,7 @@ class Requests:
             )
         return context[-(self.positions + 1 - len(continuation)) :], continuation
 
-    def complete(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[list[Generated]]:
+    def complete(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[list[Reply]]:
         """Completions of each prompt. A prompt that leaves no room for a whole completion loses its first tokens."""
         room = self.positions - sampling.max_completion_length
         if room < 1:
@@ -131,11 +121,7 @@ class Requests:
         with counter("generating for lm-eval", len(prompts)) as count:
             groups = self.engine.generate(prompts, sampling, seeds=seeds, finished=lambda *_: count())
         made = zip(prompts, groups, strict=True)
-        return [[self._generated(completion, prompt) for completion in group] for prompt, group in made]
-
-    def _generated(self, completion: Completion, prompt: Sequence[int]) -> Generated:
-        text = text_of(completion, self.stops, self.tokenizer, prompt)
-        return Generated(text, len(completion.tokens), completion.finish_reason, completion.seconds)
+        return [[Reply.of(one, self.stops, self.tokenizer, prompt) for one in group] for prompt, group in made]
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
         """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""

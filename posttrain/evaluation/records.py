@@ -37,26 +37,26 @@ CREATE TABLE IF NOT EXISTS answers (
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One completion of one item, and what is known about it."""
 
     suite: str
-    setting: str  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""
+    setting: str = ""  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""
     item: str  # the item's id in its suite
     sample: int  # from 0
-    group: str  # subject or level; "" without groups
+    group: str = ""  # subject or level; "" without groups
     prompt: str  # as the model reads it
-    gold: str | None
+    gold: str | None = None
     completion: str
-    extracted: str | None  # the answer that the rule found
+    extracted: str | None = None  # the answer that the rule found
     verdict: str  # correct, wrong, timeout, crashed, bad_gold, ungraded; scored: by a function
-    score: float | None  # None: not graded
-    format_and_answer: str  # 11, 10, 01, 00; "" if the rule has no format
-    tokens: int
-    finish_reason: str  # stop, length; "" if nothing was generated
-    seconds: float  # its share of the time of generation
-    reason: str | None  # why it is not graded
+    score: float | None = None  # None: not graded
+    format_and_answer: str = ""  # 11, 10, 01, 00; "" if the rule has no format
+    tokens: int = 0
+    finish_reason: str = ""  # stop, length; "" if nothing was generated
+    seconds: float = 0.0  # its share of the time of generation
+    reason: str | None = None  # why it is not graded
 
 
 COLUMNS = tuple(field.name for field in fields(Answer))
@@ -163,7 +163,7 @@ class EvaluationStore:
         """The answers of one evaluation, or of all that are finished, by suite, item and sample."""
         if key is not None:
             rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
-            yield from (Answer(*row) for row in rows)
+            yield from (Answer(**dict(zip(COLUMNS, row, strict=True))) for row in rows)
             return
         for finished in self.summaries():
             yield from self.answers(finished)

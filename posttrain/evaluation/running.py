@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -49,7 +49,11 @@ def run(
     with counter(key, len(left)) as count:
 
         def stored(graded: Sequence[Graded]) -> None:
-            rows = [(item.position, _answer(items, setting, answers, item, *rest)) for item, rest in _flat(graded)]
+            rows = [
+                (item.position, _answer(items, setting, answers, item, sample, *one))
+                for item, replies, outcomes in graded
+                for sample, one in enumerate(zip(replies, outcomes, strict=True))
+            ]
             store.add(key, rows)
             for _ in graded:
                 count()
@@ -126,20 +130,17 @@ class Grading:
 
     def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
         outcomes = iter(self._judge.collect([one for _, pending in submitted for one in pending]))
-        answered = [one for some, _ in submitted for one in some]
-        graded = [(item, replies, [_outcome(reply, outcomes) for reply in replies]) for item, replies in answered]
+        graded = [
+            (
+                item,
+                replies,
+                [Outcome(UNGRADED, reason=one.problem) if one.problem else next(outcomes) for one in replies],
+            )
+            for answered, _ in submitted
+            for item, replies in answered
+        ]
         if graded:
             self._graded(graded)
-
-
-def _outcome(reply: Reply, outcomes: Iterator[Outcome]) -> Outcome:
-    return Outcome(UNGRADED, reason=reply.problem) if reply.problem else next(outcomes)
-
-
-def _flat(graded: Sequence[Graded]) -> Iterator[tuple[Item, tuple[int, Reply, Outcome]]]:
-    for item, replies, outcomes in graded:
-        for sample, (reply, outcome) in enumerate(zip(replies, outcomes, strict=True)):
-            yield item, (sample, reply, outcome)
 
 
 def _answer(

@@ -28,7 +28,12 @@ def summarise(
     scores = [[one.score for one in group if one.score is not None] for group in by_item]
     graded = sum(map(len, scores))
     estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
-    ungraded = Counter(_why(answer) for answer in answers if answer.score is None)
+    # By verdict; what was never asked by the reason without its details.
+    ungraded = Counter(
+        one.verdict if one.verdict != "ungraded" else (one.reason or "no reason").partition(": ")[0]
+        for one in answers
+        if one.score is None
+    )
     return {
         "suite": suite.name,
         "setting": setting,
@@ -57,11 +62,6 @@ def summarise(
         "rule": suite.rule if suite.kind == "generate" else suite.kind,
         "digest": items.digest,
     }
-
-
-def _why(answer: Answer) -> str:
-    """The reason in a count: the verdict, or for what was never asked the reason without its details."""
-    return answer.verdict if answer.verdict != "ungraded" else (answer.reason or "no reason").partition(": ")[0]
 
 
 def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, dict[str, float]]:

@@ -206,20 +206,13 @@ def _answers(
     for sample in range(count):
         yield Answer(
             suite=suite.name,
-            setting="",
             item=str(row),
             sample=sample,
-            group="",
             prompt=text,
-            gold=None,
             completion="",
             extracted=None if margin is None else f"{margin:+.6g}",
             verdict=UNGRADED if margin is None else "correct" if margin > 0 else "wrong",
             score=None if margin is None else float(margin > 0),
-            format_and_answer="",
-            tokens=0,
-            finish_reason="",
-            seconds=0.0,
             reason=reason if margin is None else None,
         )
 

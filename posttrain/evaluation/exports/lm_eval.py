@@ -92,11 +92,13 @@ def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[
         doc["group"] = first.group
     target, scores = str(first.gold or ""), [answer.score for answer in answers if answer.score is not None]
     extracted = ["" if answer.extracted is None else answer.extracted for answer in answers]
+    # How the completion was to be generated; of choices by log-probability, the one that is the answer.
+    asked = first.completion if _by_logprob(suite) else _generation(suite)
     row = {
         "doc_id": number,
         "doc": doc,
         "target": target,
-        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": _asked(suite, first)}},
+        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": asked}},
         "resps": [[answer.completion for answer in answers]],
         "filtered_resps": extracted if len(extracted) == 1 else [extracted],
         "filter": FILTER,
@@ -106,11 +108,6 @@ def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[
         "target_hash": _hash(target),
     }
     return row | {metric: fmean(scores)} if scores else row
-
-
-def _asked(suite: Mapping[str, Any], answer: Answer) -> dict[str, Any] | str:
-    """How the completion was to be generated; of choices by log-probability, the one that is the answer."""
-    return answer.completion if _by_logprob(suite) else _generation(suite)
 
 
 def _by_logprob(suite: Mapping[str, Any]) -> bool:
