@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from posttrain.reports.intervals import Interval, intervals
 from posttrain.reports.markup import Markup
 from posttrain.store.atomic import cannot_write, write_file
 from posttrain.store.files import save_json
+from posttrain.store.provenance import now
 from posttrain.words import counted
 
 FORMAT = 1
@@ -118,7 +118,7 @@ def as_json(comparison: Comparison, judged: Sequence[Judged] = ()) -> dict[str, 
     return {
         "format": FORMAT,
         "posttrain": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "confidence": comparison.options.confidence,
         "sides": [_side(side) for side in comparison.sides],
         "suites": {suite.key: _suite(suite) for suite in comparison.suites},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +41,7 @@ from posttrain.models.load import check_embeddings, load_config, load_model, loa
 from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import load_json, save_json
+from posttrain.store.provenance import now
 from posttrain.threads import sharing_cores
 from posttrain.training.inputs import content_of
 from posttrain.words import counted
@@ -225,7 +225,7 @@ class _Work:
         return {
             "format": 1,
             "posttrain": __version__,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "created": now(),
             "model": {"name": source.name, "path": source.model.path, "content": content_of(source.model)},
             "hub_id": origin(start_of(source)),
             "to": self._asked.to,

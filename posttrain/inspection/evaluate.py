@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from posttrain.inspection.pairs import PairOptions, evaluate_pairs, pair_facts, 
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.store.files import save_json
+from posttrain.store.provenance import now
 from posttrain.threads import sharing_cores
 from posttrain.training.inputs import content_of
 from posttrain.words import counted
@@ -288,7 +288,7 @@ def _written(
     if options.calibrate:
         for key, items in asked.items():
             _calibrate(key, items, store, options)
-    about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+    about = {"posttrain": __version__, "created": now()}
     summary = write_files(folder, store, model, about)
     written: set[str] = set()
     for key, items in asked.items():

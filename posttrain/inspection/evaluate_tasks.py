@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from posttrain.evaluation.items import Item, Items
 from posttrain.evaluation.records import Answer, EvaluationStore, write_files
 from posttrain.evaluation.running import started
 from posttrain.evaluation.summary import summarise
+from posttrain.store.provenance import now
 from posttrain.training.inputs import content_of
 
 
@@ -64,7 +64,7 @@ def evaluate_tasks(
             before = [key for key in store.summaries() if (store.facts(key) or {}).get("task") == task]
             done = {store.summaries()[key]["suite"] for key in before if started(store, key, facts)}
             ran |= done or _asked(model, task, tasks, devices, facts, store)
-            about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+            about = {"posttrain": __version__, "created": now()}
             summary = write_files(folder, store, {"name": name, "path": model.path, "content": content}, about)
         return summary, ran
 

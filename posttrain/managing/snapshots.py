@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from posttrain.store.atomic import remove_folder, write_folder
 from posttrain.store.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
 from posttrain.store.files import load_json, save_json
 from posttrain.store.lock import LOCK
+from posttrain.store.provenance import now
 from posttrain.store.runs import SNAPSHOTS, root_of
 
 FACTS, COPY, FORMAT = "snapshot.json", "run", 1
@@ -92,7 +93,7 @@ def take(target: Path, name: str = "", note: str = "") -> Path:
         def write(temporary: Path) -> None:
             _copy(target, temporary / COPY)
             hashes = file_hashes(temporary / COPY, _unsealed(temporary / COPY))
-            facts = {"format": FORMAT, "run": str(place), "made": _now(), "note": note, "files": hashes}
+            facts = {"format": FORMAT, "run": str(place), "made": now(), "note": note, "files": hashes}
             save_json(temporary / FACTS, facts)
 
         write_folder(folder, write)
@@ -194,7 +195,3 @@ def _is_time(text: str) -> bool:
         return bool(datetime.fromisoformat(text))
     except ValueError:
         return False
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,7 +12,6 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -28,7 +27,7 @@ from posttrain.store.lock import FolderLock
 from posttrain.store.logs import RunLog
 from posttrain.store.metrics import MetricsFile, read_metrics
 from posttrain.store.notes import NAME as NOTES
-from posttrain.store.provenance import environment, redact, redact_yaml
+from posttrain.store.provenance import environment, now, redact, redact_yaml
 
 State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
@@ -81,7 +80,7 @@ class Run:
                 "format": FORMAT,
                 "state": "running",
                 "reason": None,
-                "started": _now(),
+                "started": now(),
                 "ended": None,
                 "resumes": [],
                 "provenance": redact(environment() | dict(provenance)),
@@ -111,7 +110,7 @@ class Run:
             cleared = recover(folder)
             facts = read_facts(folder)
             check()
-            facts["resumes"].append(redact({"time": _now(), **environment()}))
+            facts["resumes"].append(redact({"time": now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
             save_json(folder / "run.json", facts)
             MetricsFile(folder).truncate(sys.maxsize)  # an incomplete line must not be joined to the next one
@@ -160,7 +159,7 @@ class Run:
         """Record the run's state in `run.json`; every state but `running` sets the end time."""
         if state not in get_args(State):
             raise ValueError(f"no state {state!r}")
-        self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else _now()}
+        self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else now()}
         save_json(self.folder / "run.json", self._facts)
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
@@ -319,7 +318,3 @@ class Run:
 
 def _is_larger(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and one > other
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
