@@ -52,18 +52,14 @@ class Judge:
 
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
         self._suite, self._rule = suite, suite.rule
+        self.calls_function = ":" in suite.rule  # of the user's, by `submit`, rather than workers
         self._pool: Pool | None = None
         self._takes: set[str] = set()  # arguments of the rule
         self._function: RewardFunction | None = None
-        if ":" in self._rule:
+        if self.calls_function:
             self._function = RewardFunction(self._rule)
         elif self._rule != "none" and suite.kind != "choices":
             self._pool = self._started(workers, deadline)
-
-    @property
-    def calls_function(self) -> bool:
-        """Whether `submit` calls a function of the user's, rather than workers."""
-        return self._function is not None
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
         """Start grading one completion for each item; the rule's workers run beside the caller."""

@@ -285,9 +285,11 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
 def _written(
     folder: Path, store: EvaluationStore, model: Mapping[str, Any], asked: Mapping[str, Items], options: Options
 ) -> dict[str, Any]:
-    if options.calibrate:
-        for key, items in asked.items():
-            _calibrate(key, items, store, options)
+    for key, items in asked.items() if options.calibrate else ():
+        known = store.summaries()[key]  # `calibration` is added where the suite's rule compares answers
+        if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in known:
+            found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
+            store.finish(key, known | {"calibration": found})
     about = {"posttrain": __version__, "created": now()}
     summary = write_files(folder, store, model, about)
     written: set[str] = set()
@@ -297,14 +299,6 @@ def _written(
             written.add(name)
             save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
     return summary
-
-
-def _calibrate(key: str, items: Items, store: EvaluationStore, options: Options) -> None:
-    """Add `calibration` to the summary, where the suite's rule compares answers."""
-    summary = store.summaries()[key]
-    if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in summary:
-        found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
-        store.finish(key, summary | {"calibration": found})
 
 
 def _outputs(key: str, items: Items, store: EvaluationStore, generator: str) -> Iterator[dict[str, Any]]:

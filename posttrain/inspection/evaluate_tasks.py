@@ -90,7 +90,8 @@ def _asked(
     for (suite, setting), group in groupby(answers_of(results), key=lambda answer: (answer.suite, answer.setting)):
         answers, key = list(group), f"{suite} {setting}".strip()
         store.start(key, facts)
-        store.add(key, [(_position(answers, answer), answer) for answer in answers])
+        places = [int(one.item) if one.item.isdecimal() else answers.index(one) for one in answers]
+        store.add(key, list(zip(places, answers, strict=True)))
         items = _items(suite, answers, tasks.max_rows)
         samples = max(answer.sample for answer in answers) + 1
         store.finish(key, summarise(items, setting, answers, samples, {"lm-eval": task}, seconds))
@@ -104,7 +105,3 @@ def _items(suite: str, answers: list[Answer], max_rows: int | None) -> Items:
     partial = None if max_rows is None or len(ids) < max_rows else f"the first {len(ids):,} documents"
     settings = SuiteConfig(name=suite, source=f"lm-eval {suite}", rule="none", answer=None)
     return Items(settings, made, len(ids), partial, "")
-
-
-def _position(answers: list[Answer], answer: Answer) -> int:
-    return int(answer.item) if answer.item.isdecimal() else answers.index(answer)

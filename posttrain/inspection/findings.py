@@ -13,7 +13,6 @@ from rich.table import Table
 
 from posttrain.config import DataConfig, TagsConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.engines import Completion
 from posttrain.words import counted
 
 Keeps = Callable[[str], bool]
@@ -47,24 +46,6 @@ def format_of(data: DataConfig) -> Keeps | None:
         return lambda text: all(text.count(part) == 1 for part in parts)
     pattern = {"r1_zero": r"</think> <answer>.*</answer>", "question_only": r"\\boxed\{.*\}"}.get(data.template)
     return None if pattern is None else lambda text: re.search(pattern, text, re.DOTALL) is not None
-
-
-def measure(
-    row: int,
-    completions: Sequence[Completion],
-    texts: Sequence[str],
-    keeps: Keeps | None,
-    rewards: Sequence[float | None] | None,
-) -> Measured:
-    n = len(completions)
-    return Measured(
-        row=row,
-        lengths=tuple(len(completion.tokens) for completion in completions),
-        truncated=sum(completion.finish_reason == "length" for completion in completions) / n,
-        distinct=len(set(texts)) / n,
-        formatted=None if keeps is None else sum(map(keeps, texts)) / n,
-        rewards=None if rewards is None else tuple(reward for reward in rewards if reward is not None),
-    )
 
 
 COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread")

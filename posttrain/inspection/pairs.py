@@ -108,7 +108,8 @@ def evaluate_pairs(
         rows = [(row, (texts[row], chosen[row], found.get(row), reasons.get(row))) for row in block]
         store.add(key, [(row, answer) for row, facts_of in rows for answer in _answers(suite, row, *facts_of)])
     partial = _partial(options, chosen.total(), read)
-    items = Items(suite, tuple(map(_item, chosen)), read, partial, str(facts["items"]))
+    asked = tuple(Item(row, str(row), "", "", None, {}, {}) for row in chosen)
+    items = Items(suite, asked, read, partial, str(facts["items"]))
     spent = time.perf_counter() - began
     stored = list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
@@ -126,37 +127,13 @@ def pairs_for(
     Raises ModelError for a tokenizer that is not the model's, or that the reference does not share.
     """
     check_embeddings(loaded, tokenizer, model.path)
-    reference = _reference(model, options)
-    if reference is not None and not is_classifier(loaded):
-        _refuse_other_tokenizer(tokenizer, reference)
-    return _pairs(suite, tokenizer, min(positions_of(loaded.config) or LONGEST, LONGEST))
-
-
-def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
-    return None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
-
-
-def _refuse_other_tokenizer(tokenizer: PreTrainedTokenizerBase, reference: ModelConfig) -> None:
-    if _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
+    reference = None if is_classifier(loaded) else _reference(model, options)
+    if reference is not None and _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
         raise ModelError(
             f"--reference {reference.path} has another tokenizer than the policy, so their log-probabilities are not "
             "those of the same tokens: give the model that the policy was trained from"
         )
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Without added tokens, such as a pad token of the trained model."""
-    added = cast(dict[str, int], cast(Any, tokenizer).get_added_vocab())
-    return {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
-
-
-def pair_texts(suite: SuiteConfig) -> dict[int, str]:
-    """The pairs for display, by row."""
-    return {record.row: pair_text(record.value or {}, _columns(suite)) for record in records_of(suite, suite.split)}
-
-
-def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> tuple[Dataset, dict[int, str], int]:
-    """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows."""
+    longest = min(positions_of(loaded.config) or LONGEST, LONGEST)
     data = DataConfig(
         source=suite.source,
         split=suite.split if not Path(suite.source).expanduser().is_file() else "train",
@@ -176,6 +153,21 @@ def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int)
         if row not in there:
             reasons.setdefault(row, f"a pair is too long: a completion with its prompt has over {longest:,} tokens")
     return prepared.train, reasons, prepared.report.read
+
+
+def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
+    return None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Without added tokens, such as a pad token of the trained model."""
+    added = cast(dict[str, int], cast(Any, tokenizer).get_added_vocab())
+    return {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
+
+
+def pair_texts(suite: SuiteConfig) -> dict[int, str]:
+    """The pairs for display, by row."""
+    return {record.row: pair_text(record.value or {}, _columns(suite)) for record in records_of(suite, suite.split)}
 
 
 def _columns(suite: SuiteConfig) -> dict[str, str]:
@@ -215,10 +207,6 @@ def _answers(
             score=None if margin is None else float(margin > 0),
             reason=reason if margin is None else None,
         )
-
-
-def _item(row: int) -> Item:
-    return Item(row, str(row), "", "", None, {}, {})
 
 
 def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:

@@ -26,7 +26,6 @@ from posttrain.inspection.findings import (
     Keeps,
     Measured,
     format_of,
-    measure,
     over_temperatures,
     shown_number,
     table,
@@ -68,7 +67,15 @@ class SampledGroup:
     parts: Sequence[str]  # of each reward: its sum in words
 
     def measure(self, keeps: Keeps | None) -> Measured:
-        return measure(self.prompt.row, self.completions, self.texts, keeps, self.rewards)
+        n = len(self.completions)
+        return Measured(
+            row=self.prompt.row,
+            lengths=tuple(len(one.tokens) for one in self.completions),
+            truncated=sum(one.finish_reason == "length" for one in self.completions) / n,
+            distinct=len(set(self.texts)) / n,
+            formatted=None if keeps is None else sum(map(keeps, self.texts)) / n,
+            rewards=None if self.rewards is None else tuple(one for one in self.rewards if one is not None),
+        )
 
 
 @sharing_cores()

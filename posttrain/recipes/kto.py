@@ -59,9 +59,7 @@ def train(job: Job, data: Prepared) -> Loop:
     reference = make_reference(job, method, scorer, data, portions)
     loop = Loop(job, policy, optimizer, data)
     objective_of = objectives(job, method, scorer, reference, loop.state)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of, with_previous=in_order)
-    for step, examples in loop.steps():
+    for step, examples in loop.evaluated_steps(objective_of, with_previous=in_order):
         previous = [loop.previous(), *examples[:-1]] if in_order else None
         found = levels(job, method, scorer, reference, examples, loop.state.memory, previous, training=True)
         packs, objective = objective_of(examples, found)
@@ -70,8 +68,6 @@ def train(job: Job, data: Prepared) -> Loop:
         loop.update(packs, objective)
         if found.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(found.rewards)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of, with_previous=in_order)
     return loop
 
 

@@ -45,7 +45,11 @@ class Step:
 
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
-        self.counted_S, self.in_loss_S = trained_on(rollout, mask_truncated, job.config.method.needs_rewards)
+        needs_rewards, has_reward_S = job.config.method.needs_rewards, rollout.has_reward_S
+        counted = has_reward_S if needs_rewards else torch.ones_like(has_reward_S)
+        in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
+        # Indices (int64) of the completions that count, and of those in the loss.
+        self.counted_S, self.in_loss_S = counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
         self.old_R: Tensor | None = None  # None: one update only, so the old policy is the sampling one
@@ -209,14 +213,6 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
         if len(chosen):
             made.append((chosen, len(counted)))
     return made
-
-
-def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = True) -> tuple[Tensor, Tensor]:
-    """Indices (int64) of the completions that count (with a reward, if the method needs one), and of those in the
-    loss."""
-    counted = rollout.has_reward_S if needs_rewards else torch.ones_like(rollout.has_reward_S)
-    in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
-    return counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
 
 
 def sampled_prompts(

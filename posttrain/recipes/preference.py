@@ -36,15 +36,11 @@ def train(job: Job, data: Prepared) -> Loop:
     reference = make_reference(job, method, scorer, data, whole_sets(job, data))
     loop = Loop(job, policy, optimizer, data)
     objective_of = objectives(job, method, scorer, reference, loop.state)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
+    for step, examples in loop.evaluated_steps(objective_of):
         packs, objective = objective_of(examples)
         if step == 1:
             check_packing(scorer, examples, job.pack_together, job.record)
         loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
     return loop
 
 

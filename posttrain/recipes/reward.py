@@ -32,15 +32,11 @@ def train(job: Job, data: Prepared) -> Loop:
     scorer = RewardScorer(policy)
     objective_of = objectives(job, method, scorer)
     loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
+    for step, examples in loop.evaluated_steps(objective_of):
         packs, objective = objective_of(examples)
         if step == 1:
             check_reward_packing(scorer, examples, partial(job.pack_together, keep_last=True), job.record)
         loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
     return loop
 
 

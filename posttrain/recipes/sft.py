@@ -25,15 +25,11 @@ def train(job: Job, data: Prepared) -> Loop:
     scorer = Scorer(policy)
     objective_of = objectives(job, scorer)
     loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
+    for step, examples in loop.evaluated_steps(objective_of):
         packs, objective = objective_of(examples)
         if step == 1:
             check_packing(scorer, examples, job.pack_together, job.record)
         loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
     return loop
 
 
@@ -42,7 +38,7 @@ def objectives(job: Job, scorer: Scorer) -> ObjectiveOf:
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        targets = sum(map(_weight_of, packs))
+        targets = sum(len(p.target_N) if p.weight_N is None else float(p.weight_N.double().sum()) for p in packs)
 
         def share(pack: Pack):
             scores = scorer(pack.to(job.device))
@@ -56,8 +52,3 @@ def objectives(job: Job, scorer: Scorer) -> ObjectiveOf:
         return packs, Objective(share, targets)
 
     return objective_of
-
-
-def _weight_of(pack: Pack) -> float:
-    """The number of targets, or the sum of their weights."""
-    return len(pack.target_N) if pack.weight_N is None else float(pack.weight_N.double().sum())

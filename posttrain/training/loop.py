@@ -133,6 +133,17 @@ class Loop:
                 self._log()
                 self.save_checkpoint()
 
+    def evaluated_steps(
+        self, objective_of: ObjectiveOf, with_previous: bool = False
+    ) -> Iterator[tuple[int, list[Example]]]:
+        """`steps`, with an evaluation by this objective before the first and after the body of each where it is due."""
+        if self.evaluation_due:
+            self.evaluate(objective_of, with_previous)
+        for step, examples in self.steps():
+            yield step, examples
+            if self.evaluation_due:
+                self.evaluate(objective_of, with_previous)
+
     def _examples(self, step: int) -> list[Example]:
         epoch, place = place_of(self.job.config, len(self.data.train), step)
         self._rows = self._epoch_order(epoch)[place]

@@ -21,7 +21,6 @@ _REWARDS = "write rewards, e.g. [{type: math}, {type: python, function: 'my_rewa
 _REWARD_MODEL = "write rewards: [{type: model, path: FOLDER}], or {type: model, from: STAGE}"
 _QUANTISED = "quantise it with posttrain quantize MODEL --to int8 or nf4, and give that folder as its path"
 _STAGES = "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}"
-_TAG = "write data.tags, with data.template: tags"
 _RULES = (
     "each rule is an entry of rewards: match_format_exactly, match_format_approximately, check_answer, check_numbers"
 )

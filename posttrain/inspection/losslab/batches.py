@@ -15,9 +15,10 @@ from posttrain.batch import Example, Node
 from posttrain.data import Prepared
 from posttrain.engines import Completion
 from posttrain.errors import RunError
-from posttrain.inspection.losslab.weights import fingerprint_of, finished_steps
+from posttrain.inspection.losslab.weights import finished_steps
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Rollout
+from posttrain.store.folder import read_facts
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.training.job import Job, data_of
 from posttrain.training.schedule import epoch_order, place_of
@@ -93,7 +94,7 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
     if step > done:
         raise RunError(f"{folder} has made {counted(done, 'step')}: there is no step {step}")
     data = data_of(job.config, job.model, job.tokenizer)
-    before = fingerprint_of(folder)
+    before = read_facts(folder)["provenance"].get("dataset_fingerprint")
     if before is not None and data.fingerprint != before:
         raise RunError(
             f"the training data differs from the data that {folder} was trained on (another file, split, template or "

@@ -17,7 +17,7 @@ from posttrain.config import DevicesConfig, DistillMethod, RunConfig, dump
 from posttrain.errors import RunError
 from posttrain.inspection.losslab.batches import Rows, StoredStep, rows_of, stored_step
 from posttrain.inspection.losslab.objectives import Bench, clipped, clipped_at_last_update
-from posttrain.inspection.losslab.variants import LeftOut, Variant, variants
+from posttrain.inspection.losslab.variants import Variant, variants
 from posttrain.inspection.losslab.weights import Weights, logged, settings_of, weights_for
 from posttrain.memory import available_memory
 from posttrain.models.devices import determinism, take_device
@@ -56,7 +56,7 @@ class Lab:
     batch: str
     rows: list[Row]
     cosines: list[list[float | None]]
-    left_out: list[LeftOut]
+    left_out: Mapping[str, str]  # losses that do not fit the batch, with the reason
     updates: int  # of a step of the run
     logged: float | None  # gradient norm of the run's own loss in metrics.jsonl, if that is of this step's only update
 

@@ -48,9 +48,9 @@ def show(lab: Lab, console: Console) -> None:
 def _by_reason(lab: Lab) -> dict[str, list[str]]:
     """The names of the losses that do not fit, by the reason."""
     found: dict[str, list[str]] = {}
-    for one in lab.left_out:
-        reason = one.reason.replace(f"loss_type: {one.name}", "the loss").replace(f" {one.name} ", " the loss ")
-        found.setdefault(reason, []).append(one.name)
+    for name, why in lab.left_out.items():
+        reason = why.replace(f"loss_type: {name}", "the loss").replace(f" {name} ", " the loss ")
+        found.setdefault(reason, []).append(name)
     return found
 
 
@@ -116,7 +116,7 @@ def as_json(lab: Lab) -> dict[str, Any]:
             for row in lab.rows
         ],
         "cosines": lab.cosines,
-        "left_out": [{"name": one.name, "reason": one.reason} for one in lab.left_out],
+        "left_out": [{"name": name, "reason": reason} for name, reason in lab.left_out.items()],
     }
 
 

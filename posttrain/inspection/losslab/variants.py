@@ -50,18 +50,10 @@ class Variant:
     method: AnyMethod
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A loss that does not fit the batch, and the reason."""
-
-    name: str
-    reason: str
-
-
 def variants(
     own: AnyMethod, losses: Sequence[str], settings: Mapping[str, Sequence[Any]]
-) -> tuple[list[Variant], list[LeftOut]]:
-    """The rows of the lab for a run of `own`, its own loss first; and the losses that do not fit.
+) -> tuple[list[Variant], dict[str, str]]:
+    """The rows of the lab for a run of `own`, its own loss first; and the losses that do not fit, with the reason.
 
     `losses` are names, empty for all. Every combination of `settings` makes a row of each loss that reads them. Raises
     ConfigError for an unknown loss or setting, or a value that is out of range.
@@ -75,7 +67,7 @@ def variants(
     first = own.model_copy(update={key: value for key, value in ONE_UPDATE.items() if hasattr(own, key)})
     shown = {key: getattr(own, key) for key in settings if _reads(own, key)}
     rows = [Variant(own_name(own), _label(own_name(own), shown), first)]
-    left_out: dict[str, LeftOut] = {}
+    left_out: dict[str, str] = {}
     unread = set(settings)
     for name, changes in entries:
         if losses and name not in losses:
@@ -84,8 +76,7 @@ def variants(
             chosen = dict(zip(settings, values, strict=True))
             made = _adapted(own, changes, chosen)
             if isinstance(made, str):
-                label = _label(name, chosen)
-                left_out[label] = LeftOut(label, made)
+                left_out[_label(name, chosen)] = made
                 continue
             method, read = made
             unread -= read.keys()
@@ -95,7 +86,7 @@ def variants(
     for name in settings:
         if name in unread and not left_out:
             raise ConfigError(f"--set {name}: none of these losses reads it: {', '.join(losses or names)}")
-    return rows, list(left_out.values())
+    return rows, left_out
 
 
 def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:

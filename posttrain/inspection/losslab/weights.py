@@ -12,7 +12,7 @@ from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
 from posttrain.store.checkpoint import list_checkpoints, verify
 from posttrain.store.files import load_tensors, restore_rng
-from posttrain.store.folder import check_run_folder, read_facts
+from posttrain.store.folder import check_run_folder
 from posttrain.store.lock import is_locked
 from posttrain.store.metrics import read_metrics
 from posttrain.training.inputs import REFERENCES, START, content_of, dated, located, models_of, recorded
@@ -94,11 +94,6 @@ def finished_steps(folder: Path) -> int:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
-
-
-def fingerprint_of(folder: Path) -> str | None:
-    """The fingerprint of the data that the run was trained on."""
-    return read_facts(folder)["provenance"].get("dataset_fingerprint")
 
 
 def logged(folder: Path, step: int) -> dict[str, Any] | None:

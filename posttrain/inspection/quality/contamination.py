@@ -8,7 +8,7 @@ words. A question of 8 to 12 words is one n-gram; a shorter one is not checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import read_files
 from posttrain.errors import DataError, PosttrainError
-from posttrain.evaluation.items import FIELD, Item, load_items
+from posttrain.evaluation.items import FIELD, load_items
 from posttrain.evaluation.suite import find_suite, suite_names, with_settings
 from posttrain.inspection.quality.texts import Corpus
 from posttrain.inspection.quality.words import Array, Texts, ngrams, words_of
@@ -124,13 +124,9 @@ def _of_suite(suite: SuiteConfig) -> Questions:
     names = [name for name in FIELD.findall(str(suite.prompt)) if name not in NOT_OF_THE_QUESTION]
     every = load_items(suite).items
     items = [item for item in every if item.problem is None]
-    texts = tuple(_question(item, names) for item in items)
+    # Without the instructions around the questions, which many training rows have, too.
+    texts = tuple("\n".join(str(item.fields.get(name, "")) for name in names) for item in items)
     return Questions(suite.name, texts, tuple(item.id for item in items), len(every) - len(items))
-
-
-def _question(item: Item, names: Iterable[str]) -> str:
-    """The question without the instructions around it, which many training rows have, too."""
-    return "\n".join(str(item.fields.get(name, "")) for name in names)
 
 
 def contamination(questions: Questions, corpus: Corpus, n: int) -> Contamination:
