@@ -4,7 +4,7 @@ import ctypes
 import os
 import time
 
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 
 
 def fine(text="it works"):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli import main
-from posttrain.cli.environment import load_tokens
+from posttrain.cli import load_tokens, main
 from posttrain.cli.errors import guarded
 
 

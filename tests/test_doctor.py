@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.doctor import all_checks, chosen, compute, examine, libraries, machine, requirements, services
-from posttrain.doctor.finding import Broken, Check
+from posttrain.doctor.checks import Broken, Check
 from posttrain.errors import ConfigError
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from posttrain.cli import main
 from posttrain.cli.runs import COLUMNS, cells_of
 from posttrain.errors import DamagedError, RunError
-from posttrain.managing.columns import table_lines
-from posttrain.managing.rows import ORDERS, filtered, ordered, rows_below
-from posttrain.managing.summary import facts_of
+from posttrain.managing.facts import facts_of
+from posttrain.managing.rows import ORDERS, filtered, ordered, rows_below, table_lines
 from posttrain.reports.listing import summarise
 from posttrain.reports.report import write_report
 from posttrain.store.checkpoint import MANIFEST, newest_complete, saved_step, verify

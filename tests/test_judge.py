@@ -20,10 +20,9 @@ from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.config.schema.rewards import JudgeReward, Reward
 from posttrain.errors import RewardError
 from posttrain.judging import client as client_module
-from posttrain.judging import pace
+from posttrain.judging import post
 from posttrain.judging.pairs import Pair, PairJudge, summarise
-from posttrain.judging.prompts import filled
-from posttrain.judging.scores import read_preference, read_score
+from posttrain.judging.prompts import filled, read_preference, read_score
 from posttrain.judging.single import JudgeInput, SingleJudge
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.store.metrics import read_metrics
@@ -303,7 +302,7 @@ def test_requests_overlap(server, settings):
 
 def test_limits_per_minute(server, settings, monkeypatch):
     """No period has more than the limit: of requests, and of tokens as the server counts them."""
-    monkeypatch.setattr(pace, "PERIOD_S", 0.3)
+    monkeypatch.setattr(post, "PERIOD_S", 0.3)
     with SingleJudge(settings(concurrency=8, requests_per_minute=5)) as judge:
         judge([JudgeInput("q", str(number)) for number in range(12)])
     times = sorted(asked[0] for asked in server.asked)
@@ -315,8 +314,8 @@ def test_limits_per_minute(server, settings, monkeypatch):
 
 
 def test_a_request_larger_than_the_limit_goes_alone(monkeypatch):
-    monkeypatch.setattr(pace, "PERIOD_S", 0.1)
-    limits, stop = pace.Pace(None, 10), threading.Event()
+    monkeypatch.setattr(post, "PERIOD_S", 0.1)
+    limits, stop = post.Pace(None, 10), threading.Event()
     began = time.monotonic()
     assert limits.enter(50, stop) and limits.enter(50, stop)
     assert time.monotonic() - began >= 0.1

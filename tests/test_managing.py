@@ -18,9 +18,8 @@ from posttrain.config.reading.load import find, load
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
 from posttrain.errors import RunError
-from posttrain.managing.columns import Column, cell_width, table_lines
 from posttrain.managing.places import checked_name
-from posttrain.managing.rows import bytes_of, filtered, ordered, rows_below, seconds_of
+from posttrain.managing.rows import Column, bytes_of, cell_width, filtered, ordered, rows_below, seconds_of, table_lines
 from posttrain.reports import listing
 from posttrain.reports.listing import head_of, size_of, summarise
 from posttrain.store import lock

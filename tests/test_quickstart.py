@@ -14,9 +14,8 @@ from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.errors import RunError
 from posttrain.quickstart import Size, quickstart
-from posttrain.quickstart.measure import Share
 from posttrain.quickstart.model import make_tokenizer
-from posttrain.quickstart.replies import Reply, grade, make_pairs, rewards
+from posttrain.quickstart.replies import Reply, Share, grade, make_pairs, rewards
 from posttrain.quickstart.show import STAGES, next_steps
 from posttrain.store.metrics import read_metrics
 

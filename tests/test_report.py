@@ -13,8 +13,8 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import RunError
+from posttrain.reports.chart import Interval, intervals
 from posttrain.reports.completions import marked, spans
-from posttrain.reports.intervals import Interval, intervals
 from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Facts, Html, Table, Text, cut, write_page
 from posttrain.reports.report import write_report
 from posttrain.reports.several import differing, write_pipeline_report

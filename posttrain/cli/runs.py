@@ -15,9 +15,8 @@ from posttrain.cli import runs_disk
 from posttrain.cli.errors import UsageError
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
 from posttrain.errors import RunError
-from posttrain.managing.columns import Column, table_lines
 from posttrain.managing.places import named, short
-from posttrain.managing.rows import ORDERS, Row, filtered, ordered, rows_below
+from posttrain.managing.rows import ORDERS, Column, Row, filtered, ordered, rows_below, table_lines
 from posttrain.reports.listing import in_units, summarise
 from posttrain.store.notes import NAME as NOTES
 from posttrain.store.notes import Notes, read_notes, write_notes
@@ -115,7 +114,7 @@ def cells_of(row: Row) -> list[str]:
 def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     """Show one run: state, main settings, last metrics, saved models, provenance."""
     from posttrain.console import PlainConsole
-    from posttrain.managing.summary import facts_of
+    from posttrain.managing.facts import facts_of
 
     found = summarise(named(run, output_dir.expanduser()))
     table = _grid()
@@ -134,7 +133,7 @@ def diff(
 ) -> None:
     """Show in what two runs differ: settings, versions and data, the latest value of each metric."""
     from posttrain.console import PlainConsole
-    from posttrain.managing.differences import differences
+    from posttrain.managing.facts import differences
 
     folders = [named(run, output_dir.expanduser()) for run in (one, other)]
     found = differences(*folders)

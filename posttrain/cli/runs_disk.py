@@ -187,7 +187,7 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
     import shutil
 
-    from posttrain.managing.columns import Column, table_lines
+    from posttrain.managing.rows import Column, table_lines
     from posttrain.managing.snapshots import read_snapshot, snapshots_of
 
     found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]

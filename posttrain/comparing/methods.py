@@ -25,10 +25,9 @@ from posttrain.evaluation.paired import Paired, paired_difference
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.reports import page as pages
-from posttrain.reports.chart import COLOURS, Line, chart
+from posttrain.reports.chart import COLOURS, Interval, Line, chart, intervals
 from posttrain.reports.curves import plain_axes, png_of
 from posttrain.reports.design import LIGHT
-from posttrain.reports.intervals import Interval, intervals
 from posttrain.reports.markup import Markup
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file

@@ -19,8 +19,7 @@ from posttrain.comparing.sides import Side
 from posttrain.console import cells_of, numbers_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
-from posttrain.reports.chart import COLOURS
-from posttrain.reports.intervals import Interval, intervals
+from posttrain.reports.chart import COLOURS, Interval, intervals
 from posttrain.reports.markup import Markup
 from posttrain.store.atomic import cannot_write, write_file
 from posttrain.store.files import save_json

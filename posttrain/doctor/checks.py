@@ -1,16 +1,68 @@
-"""The checks, in the order of the table."""
+"""What a check is and returns, and the checks, in the order of the table."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from posttrain.doctor.finding import Check
 from posttrain.errors import ConfigError
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
+State = Literal["ok", "limited", "absent", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a check returns. `mend` is the command, or the instruction, that changes it."""
+
+    detail: str
+    state: State = "ok"
+    mend: str = ""
+
+
+class Broken(Exception):
+    """A check's own finding that something does not work; any other exception is one, too."""
+
+    def __init__(self, detail: str, mend: str = ""):
+        super().__init__(detail)
+        self.mend = mend
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One call that shows whether a part works.
+
+    `target` is the `module:function` that is called with `arguments` in a helper process and returns a Found. Checks of
+    one `lane` run one after the other, in one process as long as it lives, and lanes run side by side.
+    """
+
+    name: str
+    target: str
+    lane: str
+    required: bool = False
+    arguments: tuple[str, ...] = ()
+    deadline: float = 30.0  # seconds
+    mend: str = ""  # if the check raises an error that names no remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of a check. `broken` and `required` together are what ends with exit status 1."""
+
+    name: str
+    state: State
+    required: bool
+    detail: str
+    mend: str
+    seconds: float
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.required and self.state == "broken"
 
 
 def all_checks(output_dir: Path) -> list[Check]:
@@ -41,8 +93,8 @@ def all_checks(output_dir: Path) -> list[Check]:
         _library("vllm", "vllm", required=False, deadline=TORCH_S),
         Check("hub", f"{HERE}.services:hub", light),
         Check("hub token", f"{HERE}.services:hub_token", light),
-        Check("server", f"{HERE}.serving:server", services),
-        Check("pages", f"{HERE}.serving:pages", services),
+        Check("server", f"{HERE}.services:server", services),
+        Check("pages", f"{HERE}.services:pages", services),
         Check("tensorboard", f"{HERE}.services:tensorboard", torch),
         Check("wandb", f"{HERE}.services:wandb", services),
         Check("trackio", f"{HERE}.services:trackio", services),

@@ -10,7 +10,7 @@ import tempfile
 import time
 from typing import Any
 
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 from posttrain.doctor.machine import usable_cores
 from posttrain.doctor.requirements import version_of
 from posttrain.reports.listing import in_units

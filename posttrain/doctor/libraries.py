@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 from posttrain.doctor.requirements import absent, version_of
 
 # Largest relative error of a quantised layer's outputs. Measured: 0.4 % and 9 % on a CPU.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from posttrain import system
 from posttrain.atomic import put_file, put_folder
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 from posttrain.reports.listing import in_units
 from posttrain.store.lock import FolderLock, is_locked
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
-from posttrain.doctor.finding import Check, Finding, Found
+from posttrain.doctor.checks import Check, Finding, Found
 
 STARTUP_S = 60.0  # until a process has imported this package
 WAIT_S = 0.2  # of one wait, so that Ctrl-C is handled in between on Windows, too

@@ -6,7 +6,7 @@ import importlib.util
 import platform
 from importlib import metadata
 
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 
 # What the other checks do not call: the command line, the settings, and what PEFT needs.
 NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")

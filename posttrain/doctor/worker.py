@@ -21,7 +21,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.checks import Broken, Found
 from posttrain.errors import reason_of
 
 

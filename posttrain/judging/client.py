@@ -24,8 +24,7 @@ from posttrain.caches import default_folder
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.errors import RewardError
 from posttrain.judging.cache import ReplyCache, StoredReply
-from posttrain.judging.pace import Pace
-from posttrain.judging.post import Answer, Post
+from posttrain.judging.post import Answer, Pace, Post
 from posttrain.progress import progress
 
 log = logging.getLogger("posttrain")

@@ -12,8 +12,7 @@ from posttrain.config.schema.judge import JudgeSettings
 from posttrain.distributions import sign_test
 from posttrain.judging.asking import Asked, answers, ask
 from posttrain.judging.client import JudgeClient, Message
-from posttrain.judging.prompts import PAIR, PAIR_SYSTEM, Prompt, as_text, filled, with_reference
-from posttrain.judging.scores import read_preference
+from posttrain.judging.prompts import PAIR, PAIR_SYSTEM, Prompt, as_text, filled, read_preference, with_reference
 
 Better = Literal["a", "b", "tie"]
 Result = Literal["win", "loss", "tie"]

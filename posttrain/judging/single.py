@@ -10,8 +10,7 @@ from posttrain.config.schema.judge import ScoreSettings
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
 from posttrain.judging.asking import Asked, Question, answers, ask
 from posttrain.judging.client import JudgeClient, Message
-from posttrain.judging.prompts import SINGLE, SINGLE_SYSTEM, Prompt, as_text, filled, with_reference
-from posttrain.judging.scores import read_score
+from posttrain.judging.prompts import SINGLE, SINGLE_SYSTEM, Prompt, as_text, filled, read_score, with_reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Static
 
 from posttrain.errors import PosttrainError, RunError
+from posttrain.managing.facts import facts_of
 from posttrain.managing.needs import described, refuse_needed
 from posttrain.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
 from posttrain.managing.renaming import rename
 from posttrain.managing.rows import DAMAGED, ORDERS, Row, filtered, ordered, rows_below
 from posttrain.managing.snapshots import take
-from posttrain.managing.summary import facts_of
 from posttrain.reports.listing import in_units, summarise
 from posttrain.store.notes import Notes, read_notes, write_notes
 from posttrain.terminal import visible

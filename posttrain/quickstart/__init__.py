@@ -17,9 +17,8 @@ from posttrain.config import load
 from posttrain.console import PlainConsole
 from posttrain.data import arithmetic_problems
 from posttrain.errors import RunError
-from posttrain.quickstart.measure import Measured, measure
 from posttrain.quickstart.model import make_model
-from posttrain.quickstart.replies import ask, make_pairs, rewards
+from posttrain.quickstart.replies import Measured, ask, make_pairs, measure, rewards
 from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.quickstart.stages import Size, settings_files
 from posttrain.store.atomic import write_file

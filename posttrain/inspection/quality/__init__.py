@@ -12,8 +12,8 @@ from posttrain.data.prepare import rows_of_run
 from posttrain.errors import DataError
 from posttrain.inspection.quality.contamination import Questions, contamination, questions_of
 from posttrain.inspection.quality.noise import label_noise
+from posttrain.inspection.quality.preferences import margins_of
 from posttrain.inspection.quality.report import Quality, bias_of, duplicates
-from posttrain.inspection.quality.rewards import margins_of
 from posttrain.inspection.quality.texts import read_corpus
 
 NGRAMS = (13, 8)
