@@ -1,4 +1,7 @@
-"""Sources of rows: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task."""
+"""Sources of rows: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task.
+
+`keep` saves one to a folder for offline use.
+"""
 
 from __future__ import annotations
 

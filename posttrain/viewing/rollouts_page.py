@@ -19,9 +19,6 @@ from posttrain.words import counted
 
 PATH = "/rollouts"
 PAGE = 50  # rows
-FILTERS = (
-    "find", "from", "to", "row", "part", "least", "most", "shortest", "longest", "verdict", "ended", "sort",
-)  # fmt: skip
 FALLS = 3  # steps of falling reward that are named
 
 
