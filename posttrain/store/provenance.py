@@ -57,9 +57,10 @@ SECRET_VALUE = re.compile(
     r"|(?P<header>(?i:\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?)|\bBearer\s+(?=\S{16}))"
     r"(?!\*\*\*)[^\s\"',}]+"
 )
-# A name with its value, in a string: of settings, JSON, headers, arguments such as {password: x}.
+# A name with its value, in a string: of settings, JSON, headers, arguments such as {password: x}. Only the start of a
+# word is tried, so that a long word takes linear time.
 PAIR = re.compile(
-    r"(?P<name>[A-Za-z][\w.-]*)(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?<![\w.-])(?P<lead>(?:[.-]|[^\WA-Za-z])*+)(?P<name>[A-Za-z][\w.-]*+)(?P<between>[\"']?\s*[:=]\s*)"
     r"(?:(?P<quote>[\"'])(?P<quoted>[^\"'\n]+)(?P=quote)|[\"']?(?P<value>[^\s\"',;{}\[\]&<>()|]{4,}))"
 )
 COMMON = ("key", "keys", "pass", "pat", "bearer")  # words of messages, which name nothing by themselves
@@ -141,7 +142,7 @@ def _redact(data: Any, values: list[str], name: str = "") -> Any:
 def _pair(found: re.Match[str]) -> str:
     quote, value = found["quote"] or "", found["quoted"] or found["value"]
     secret = found["name"].lower() not in COMMON and _is_secret_value(found["name"], value)
-    return found["name"] + found["between"] + quote + HIDDEN + quote if secret else found[0]
+    return found["lead"] + found["name"] + found["between"] + quote + HIDDEN + quote if secret else found[0]
 
 
 def _is_secret_value(name: str, value: str) -> bool:
