@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 from posttrain.evaluation.records import Answer
@@ -13,28 +13,25 @@ Answers = Mapping[str, Sequence[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """The items that two sides answered and that are graded on both, in A's order.
+class Matched:
+    """The items that two sides both have, in A's order.
 
     `left_out` counts, by reason, the items that are not compared; `other_prompts` are items whose prompt reads
     differently though their right answer is the same: another template, chat format or tokenizer.
     """
 
     items: Sequence[str]
-    a_C: Sequence[float]  # mean score of each item
-    b_C: Sequence[float]
-    single: bool  # every item has one graded answer on each side
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    other_prompts: Sequence[str] = ()
+    left_out: Mapping[str, int]
+    other_prompts: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
-    """The items that two sides both have, in A's order; see `Shared`."""
+class Shared(Matched):
+    """Those of them that are graded on both sides."""
 
-    items: Sequence[str]
-    left_out: Mapping[str, int]
-    other_prompts: Sequence[str]
+    a_C: Sequence[float]  # mean score of each item
+    b_C: Sequence[float]
+    single: bool  # every item has one graded answer on each side
 
 
 def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
@@ -80,7 +77,7 @@ def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
         single = single and len(mine) == len(yours) == 1
     compared = set(items)
     other = [item for item in same.other_prompts if item in compared]
-    return Shared(items, a_C, b_C, single, dict(left_out), other)
+    return Shared(items, dict(left_out), other, a_C, b_C, single)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def read_source(path: str) -> Source:
         return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
     evaluated = _evaluated(folder) if step is None else None
     suites: dict[str, Scores] = {} if evaluated is None else _evaluation(evaluated)
-    if _has_rollouts(folder):
+    if (folder / "run.json").is_file() and (folder / "rollouts.sqlite").is_file():
         suites |= _validation(folder, step)
     if not suites:
         below = [] if (folder / "rollouts.sqlite").is_file() else runs_below(folder)
@@ -99,10 +99,6 @@ def _evaluated(folder: Path) -> Path | None:
     return final or next(iter(found), None)
 
 
-def _has_rollouts(folder: Path) -> bool:
-    return (folder / "run.json").is_file() and (folder / "rollouts.sqlite").is_file()
-
-
 def _run_of(folder: Path) -> Path | None:
     """The run whose model an evaluation folder is about: that which contains it, or its model."""
     model = str(read_summary(folder)["model"].get("path") or "")
@@ -122,7 +118,7 @@ def _name(folder: Path) -> str:
     return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
 
 
-def _config(run: Path) -> dict[str, Any] | None:
+def config_of(run: Path) -> dict[str, Any] | None:
     """A run's settings; None if they cannot be read."""
     try:
         config = read_yaml(read_regular(run / "config.yaml").decode())
@@ -133,7 +129,7 @@ def _config(run: Path) -> dict[str, Any] | None:
 
 def _settings(run: Path) -> tuple[str | None, int | None]:
     """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
-    config = _config(run)
+    config = config_of(run)
     if config is None:
         return None, None
     rest = {name: value for name, value in config.items() if name not in OWN}
@@ -142,13 +138,12 @@ def _settings(run: Path) -> tuple[str | None, int | None]:
 
 def _rewards(run: Path) -> str:
     """The rewards of a run, each with its settings."""
-    terms = (_config(run) or {}).get("rewards") or []
-    return ", ".join(_term(term) for term in terms if isinstance(term, dict)) or "none"
-
-
-def _term(term: Mapping[str, Any]) -> str:
-    given = {name: value for name, value in term.items() if value is not None and name not in ("type", "name")}
-    return f"{term.get('type')} ({', '.join(f'{name} {value}' for name, value in given.items())})"
+    said = []
+    for term in (config_of(run) or {}).get("rewards") or []:
+        if isinstance(term, dict):
+            given = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
+            said.append(f"{term.get('type')} ({', '.join(given)})")
+    return ", ".join(said) or "none"
 
 
 def _evaluation(folder: Path) -> dict[str, Scores]:

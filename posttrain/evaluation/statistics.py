@@ -89,13 +89,7 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
 
 
 def _effective_size(
-    p: float,
-    error: float | None,
-    prompts: int,
-    answers: int,
-    least: float,
-    telling: int | None,
-    confidence: float,
+    p: float, error: float | None, prompts: int, answers: int, least: float, telling: int | None, confidence: float
 ) -> float:
     """The number of independent answers whose mean is as sure as this one; see `mean_by_prompt`.
 

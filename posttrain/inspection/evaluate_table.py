@@ -122,20 +122,17 @@ def interval(suite: Mapping[str, Any]) -> str:
 
 def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{counted(found['parse_failures'], 'answer')} of {found['answers']:,} could not be parsed"
-    agree = sum(count for kinds, count in found["agreement"].items() if len(set(_kinds(kinds))) == 1)
+    verdicts = {kinds: {part.split()[-1] for part in kinds.split(", ")} for kinds in found["agreement"]}
+    agree = sum(count for kinds, count in found["agreement"].items() if len(verdicts[kinds]) == 1)
     yield f"string, rule and math_verify agree on {agree:,} of {found['answers']:,} answers"
     for kinds, count in found["agreement"].items():
-        if len(set(_kinds(kinds))) > 1:
+        if len(verdicts[kinds]) > 1:
             yield f"    {kinds}: {count:,}"
     if found["golds_rejected"]:
         names = ", ".join(found["golds_rejected"][:5])
         yield f"{len(found['golds_rejected']):,} of {found['golds']:,} golds are rejected as their own answer: {names}"
     else:
         yield f"each of {found['golds']:,} golds is accepted as its own answer"
-
-
-def _kinds(text: str) -> list[str]:
-    return [part.split()[-1] for part in text.split(", ")]
 
 
 def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:

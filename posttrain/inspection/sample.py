@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -119,9 +119,8 @@ def sample(
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
     if str(given := setup.data.max_prompt_length).startswith("p"):
-        console.print(
-            Text(f"data.max_prompt_length: {given} is not applied: training computes it from all its prompts")
-        )
+        said = f"data.max_prompt_length: {given} is not applied: training computes it from all its prompts"
+        console.print(Text(said))
     show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
     for fault in token_faults(setup, tokenizer, stops, list(itertools.chain(*sampled.values()))):
@@ -165,17 +164,12 @@ def first_prompts(
     return found, unused
 
 
-@contextmanager
-def rewards_of(setup: Setup) -> Iterator[compose.Rewards | None]:
+def rewards_of(setup: Setup) -> AbstractContextManager[compose.Rewards | None]:
     """The rewards of training, or None."""
     if not setup.rewards:
-        yield None
-        return
+        return nullcontext()
     limit = setup.rollout.max_completion_length
-    with compose.Rewards(
-        setup.rewards, tags=setup.data.tags, devices=setup.devices, max_completion_length=limit
-    ) as rewards:
-        yield rewards
+    return compose.Rewards(setup.rewards, tags=setup.data.tags, devices=setup.devices, max_completion_length=limit)
 
 
 def rewarded(
@@ -207,10 +201,7 @@ def rewarded(
 
 
 def token_faults(
-    setup: Setup,
-    tokenizer: PreTrainedTokenizerBase,
-    stops: tuple[int, ...],
-    sampled: Sequence[SampledGroup],
+    setup: Setup, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], sampled: Sequence[SampledGroup]
 ) -> list[str]:
     """Problems of stop tokens and tags."""
     completions = [

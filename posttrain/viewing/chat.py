@@ -17,10 +17,10 @@ from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.serving.client import ScoredToken
 from posttrain.store.atomic import cannot_write
 
-COLOURS = {  # of a token: by what, and the value at which the colour is full
-    "difference": ("log-probability, B minus A (nats)", 2.0),
-    "logprob": ("log-probability of A (nats)", 5.0),
-    "entropy": ("entropy of A (nats)", 3.0),
+COLOURS = {  # of a token: by what, the value at which the colour is full, and how to read it
+    "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: likelier under B. Orange: likelier under A."),
+    "logprob": ("log-probability of A (nats)", 5.0, "Stronger: less likely."),
+    "entropy": ("entropy of A (nats)", 3.0, "Stronger: less certain."),
 }
 _LOCK = threading.Lock()  # of the file of votes
 Turns = Sequence[Mapping[str, str]]
@@ -51,22 +51,15 @@ def token_map(found: Sequence[Cell], colour: str, names: Sequence[str]) -> Marku
     """The reply with a coloured background for each token; its numbers show under the cursor and the focus."""
     if colour == "difference" and not any(cell.b for cell in found):
         colour = "logprob"
-    title, full = COLOURS[colour]
+    title, full, legend = COLOURS[colour]
     total = [cell.value(colour) for cell in found]
     known = [value for value in total if value is not None]
     mean = f"mean {sum(known) / len(known):+.3f}" if known else ""
     tokens = [_token(cell, colour, full, names) for cell in found]
-    head = el(
-        "p", f"Colour: {title}. {mean} over {len(known):,} tokens. ", el("small", _legend(colour)), class_="quiet"
-    )
+    said = f"Colour: {title}. {mean} over {len(known):,} tokens. "
+    head = el("p", said, el("small", legend), class_="quiet")
     hint = el("span", "Point at a token: its numbers, and what else could have come.", class_="card hint")
     return join([head, el("div", hint, *tokens, class_="tokens map")])
-
-
-def _legend(colour: str) -> str:
-    if colour == "difference":
-        return "Blue: likelier under B. Orange: likelier under A."
-    return "Stronger: less likely." if colour == "logprob" else "Stronger: less certain."
 
 
 def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup:

@@ -55,12 +55,8 @@ def _listing(every: Sequence[Evaluation], chosen: Sequence[Evaluation], query: Q
             head = [toggle, name] if not first else ["", ""]
             rows.append([*head, *(_summary_cells(key, facts) if facts else [one.problem, *[""] * 6])])
     header = ["", "evaluation", "suite", "metric", "mean", "95 % interval", "", "answers", "not graded"]
-    said = el(
-        "p",
-        counted(len(every), "evaluation"),
-        " · choose two to compare them" if len(chosen) < 2 else None,
-        class_="quiet",
-    )
+    hint = " · choose two to compare them" if len(chosen) < 2 else None
+    said = el("p", counted(len(every), "evaluation"), hint, class_="quiet")
     return join([el("h2", "All evaluations") if chosen else None, said, table(header, rows, numbers=(4, 7, 8))])
 
 
@@ -78,10 +74,8 @@ def interval_bar(value: float | None, low: float | None, high: float | None) -> 
     """A mean between 0 and 1 as a dot on its interval."""
     if value is None or not 0 <= value <= 1:
         return Markup("")
-    start, end = (
-        2 + 116 * max(0.0, low if low is not None else value),
-        2 + 116 * min(1.0, high if high is not None else value),
-    )
+    start = 2 + 116 * max(0.0, low if low is not None else value)
+    end = 2 + 116 * min(1.0, high if high is not None else value)
     parts = [
         el("line", x1=2, x2=118, y1=7, y2=7, class_="grid"),
         el("line", x1=f"{start:.1f}", x2=f"{end:.1f}", y1=7, y2=7, class_="line range"),
@@ -149,35 +143,21 @@ def _groups(facts: Mapping[str, Any]) -> Markup | None:
     groups = facts.get("groups")
     if not isinstance(groups, dict) or not groups:
         return None
-    rows = [
-        [
-            name,
-            number(one.get("value"), 3),
-            interval_bar(_float(one.get("value")), None, None),
-            number(one.get("items")),
-        ]
-        for name, one in groups.items()
-        if isinstance(one, dict)
-    ]
-    return el(
-        "details",
-        el("summary", counted(len(rows), "group")),
-        table(["group", "mean", "", "items"], rows, numbers=(1, 3)),
-    )
+    rows = []
+    for name, one in groups.items():
+        if isinstance(one, dict):
+            value, items = one.get("value"), one.get("items")
+            rows.append([name, number(value, 3), interval_bar(_float(value), None, None), number(items)])
+    shown = table(["group", "mean", "", "items"], rows, numbers=(1, 3))
+    return el("details", el("summary", counted(len(rows), "group")), shown)
 
 
 def _fits(answer: Answer, query: Query) -> bool:
-    words = query.one("find").casefold().split()
-    said = (
-        f"{answer.item} {answer.prompt} {answer.completion} {answer.extracted} {answer.gold}".casefold()
-        if words
-        else ""
-    )
-    kind, quarter = query.one("verdict"), query.one("class")
+    words, kind, quarter = query.one("find").casefold().split(), query.one("verdict"), query.one("class")
     return (
         (not kind or answer.verdict == kind)
         and (not quarter or answer.format_and_answer == quarter)
-        and all(word in said for word in words)
+        and _says(words, answer.item, answer.prompt, answer.completion, answer.extracted, answer.gold)
     )
 
 
@@ -240,28 +220,26 @@ def _pairs(
         answers = []
         for name in (difference.a, difference.b):
             side = next(one for one in chosen if one.name == name)
-            by_item = {
-                answer.item: answer for answer in viewer.evaluations.source(side).suites[suite.key].answers[::-1]
-            }
-            answers.append(by_item)
+            every = viewer.evaluations.source(side).suites[suite.key].answers
+            answers.append({answer.item: answer for answer in every[::-1]})
         scores = zip(difference.items.items, difference.items.a_C, difference.items.b_C, strict=True)
         found = [
             flipped.get(item)
             or Flip(item, answers[0][item].prompt, answers[0][item].gold, a, b, answers[0][item], answers[1][item])
             for item, a, b in scores
         ]
-    won = query.one("won")
+    won, words = query.one("won"), query.one("find").casefold().split()
     return [
         one
         for one in found
         if (won != "a" or one.a_score > one.b_score)
         and (won != "b" or one.b_score > one.a_score)
-        and (not query.one("find") or _says(one, query.one("find").casefold().split()))
+        and _says(words, one.item, one.prompt, one.gold, one.a.completion, one.b.completion)
     ]
 
 
-def _says(one: Flip, words: Sequence[str]) -> bool:
-    said = f"{one.item} {one.prompt} {one.gold} {one.a.completion} {one.b.completion}".casefold()
+def _says(words: Sequence[str], *texts: str | None) -> bool:
+    said = " ".join(map(str, texts)).casefold() if words else ""
     return all(word in said for word in words)
 
 
@@ -273,11 +251,7 @@ def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:
 def _pages(total: int, query: Query) -> Markup:
     page = min(query.integer("page") or 0, 100_000)
     last = min(total, PAGE * (page + 1))
-    said = (
-        f"{PAGE * page + 1:,} to {last:,} of {counted(total, 'item')} "
-        if total > PAGE
-        else f"{counted(total, 'item')} "
-    )
+    said = (f"{PAGE * page + 1:,} to {last:,} of " if total > PAGE else "") + f"{counted(total, 'item')} "
     before = link("← before", query.but(PATH, page=page - 1)) if page else None
     after = link("after →", query.but(PATH, page=page + 1)) if last < total else None
     return el("p", said, before, " ", after, class_="quiet")

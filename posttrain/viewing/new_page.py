@@ -167,11 +167,8 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
     if row is not None:
         there = el("a", name, href=address("/run", run=name))
         broken = row.state in ("failed", "damaged", "killed")
-        now = (
-            f" {row.state}"
-            if launch.ended
-            else f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
-        )
+        works = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
+        now = f" {row.state}" if launch.ended else works
         said = f": {row.problem}" if row.problem else None
         return el("p", there, now, said, class_="message error" if broken else "message", role="status")
     if not launch.ended:

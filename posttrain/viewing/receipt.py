@@ -41,30 +41,20 @@ def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
     rows = []
     for group in groups:
         asked = prompts.get(group.prompt)
-        rewards = [one["reward"] for one, _ in group.members]
         rows.append(
             [
                 link(f"prompt {group.prompt}", address(PATH, run=row.name, step=step, prompt=group.prompt)),
                 share_bar(group.push, whole),
-                _mean(rewards),
-                _spread(rewards),
+                *_mean_and_spread([one["reward"] for one, _ in group.members]),
                 str(group.clipped),
                 f"{group.furthest_ratio:.3f}",
                 f"{np.mean([len(one['tokens']) for one, _ in group.members]):.0f}",
                 el("span", short(asked["prompt"] if asked else "", 110)),
             ]
         )
-    header = [
-        "group",
-        "share of the push",
-        "reward",
-        "lowest to highest",
-        "clipped",
-        "ratio furthest from 1",
-        "tokens",
-        "prompt",
-    ]
-    return join([_metrics(series, step), table(header, rows, numbers=(2, 4, 5, 6)), el("p", PUSH, class_="quiet")])
+    names = ["group", "share of the push", "reward", "lowest to highest", "clipped", "ratio furthest from 1", "tokens"]
+    shown = table([*names, "prompt"], rows, numbers=(2, 4, 5, 6))
+    return join([_metrics(series, step), shown, el("p", PUSH, class_="quiet")])
 
 
 def group_view(stored: StoredRun, row: Row, step: int, prompt: int) -> Markup:
@@ -111,21 +101,14 @@ def completion_view(stored: StoredRun, row: Row, step: int, prompt: int, rollout
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):
         chosen = pushed[0] if pushed else 0 if tokens else None
-    facts = el(
-        "dl",
-        *(el("div", el("dt", name), el("dd", value)) for name, value in _facts(one, tokens).items()),
-        class_="cards",
-    )
-    choices = [
-        el(
-            "span",
-            link(name, query.but(PATH, colour=name, token=chosen), aria_current="true" if name == colouring else None),
-        )
-        for name in there
-    ]
+    cards = (el("div", el("dt", name), el("dd", value)) for name, value in _facts(one, tokens).items())
+    choices = []
+    for name in there:
+        current = "true" if name == colouring else None
+        choices.append(el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current)))
     return join(
         [
-            facts,
+            el("dl", *cards, class_="cards"),
             el("details", el("summary", f"Prompt (row {asked['row']} of the data)"), el("pre", asked["prompt"])),
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
             heat(texts, there[colouring], COLOURINGS[colouring], numbers.clipped, pushed, chosen, query),
@@ -151,17 +134,16 @@ def heat(
     for at in range(start, min(start + TOKENS, len(texts))):
         value = float(values[at])
         level = round(6 * min(1.0, abs(value) / largest)) if np.isfinite(value) else 0
-        looks = [
-            f"h{level}" if level else "",
-            "down" if signed_ and value < 0 else "",
-            "clipped" if clipped[at] else "",
-        ]
-        looks += ["most" if at in most else "", "chosen" if at == chosen else ""]
+        looks = [f"h{level}"] if level else []
+        looks += ["down"] if signed_ and value < 0 else []
+        looks += ["clipped"] if clipped[at] else []
+        looks += ["most"] if at in most else []
+        looks += ["chosen"] if at == chosen else []
         parts.append(
             link(
                 _written(texts[at]),
                 query.but(PATH, token=at),
-                class_=" ".join(filter(None, looks)) or None,
+                class_=" ".join(looks) or None,
                 title=f"{at}: {value:+.4g}" if signed_ else f"{at}: {value:.4g}",
                 tabindex=None if at in most else "-1",
             )
@@ -206,8 +188,7 @@ def _responsible(
     rows, whole = [], float(np.abs(numbers.push).sum())
     for at in [*([] if chosen is None or chosen in pushed else [chosen]), *pushed]:
         cells = [
-            signed(values[at]) if name in ("advantage",) else number(float(values[at]))
-            for name, values in there.items()
+            signed(values[at]) if name == "advantage" else number(float(values[at])) for name, values in there.items()
         ]
         label = link(_written(texts[at]), query.but(PATH, token=at), class_="token")
         clipped = "clipped" if numbers.clipped[at] else ""
@@ -215,17 +196,10 @@ def _responsible(
     if not rows:
         return message("This completion has no tokens.")
     header = ["", "token", "share of the push", *there, ""]
-    said = (
-        "The tokens that pushed most"
-        if pushed
-        else "This completion pushed nothing: its advantage is 0, or it is not in the loss"
-    )
-    about = el(
-        "p",
-        PUSH,
-        " Log-probabilities (nats) are those of the engine, and of the policy before and after.",
-        class_="quiet",
-    )
+    nothing = "This completion pushed nothing: its advantage is 0, or it is not in the loss"
+    said = "The tokens that pushed most" if pushed else nothing
+    means = " Log-probabilities (nats) are those of the engine, and of the policy before and after."
+    about = el("p", PUSH, means, class_="quiet")
     return join([el("h3", said), table(header, rows, numbers=(0, *range(3, 3 + len(there)))), about])
 
 
@@ -269,12 +243,9 @@ def _facts(one: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, object]:
     facts: dict[str, object] = {"reward": number(one["reward"]), "advantage": signed(one["advantage"])}
     for name, part in (one.get("parts") or {}).items():
         facts[name] = _part(part)
+    facts |= {"tokens": f"{len(tokens):,}", "ended by": one["finish_reason"]}
     verdict = verdict_of(one.get("parts") or {})
-    return (
-        facts
-        | {"tokens": f"{len(tokens):,}", "ended by": one["finish_reason"]}
-        | ({"verdict": verdict} if verdict else {})
-    )
+    return facts | ({"verdict": verdict} if verdict else {})
 
 
 def _part(part: object) -> str:
@@ -284,23 +255,15 @@ def _part(part: object) -> str:
     weight, value = part.get("weight", 1.0), part.get("value")
     said = f"{number(value)}" if weight == 1 else f"{number(weight)} × {number(value)}"
     extracted = part.get("extracted")
-    return (
-        said
-        + (f" {part['verdict']}" if part.get("verdict") else "")
-        + (f" ({short(str(extracted), 40)})" if extracted else "")
-    )
+    said += f" {part['verdict']}" if part.get("verdict") else ""
+    return said + (f" ({short(str(extracted), 40)})" if extracted else "")
 
 
 def share_bar(value: float, whole: float) -> Markup:
     """A share as a bar with its number."""
     share = value / whole if whole > 0 else 0.0
-    bar = el(
-        "svg",
-        el("rect", width=f"{60 * share:.1f}", height=8, rx=2),
-        viewBox="0 0 60 8",
-        class_="bar",
-        aria_hidden="true",
-    )
+    filled = el("rect", width=f"{60 * share:.1f}", height=8, rx=2)
+    bar = el("svg", filled, viewBox="0 0 60 8", class_="bar", aria_hidden="true")
     return el("span", bar, f" {share:.0%}", class_="nowrap")
 
 
@@ -308,13 +271,10 @@ def signed(value: object) -> str:
     return f"{float(value):+.3g}" if isinstance(value, int | float | np.floating) else "–"
 
 
-def _mean(values: Sequence[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    return number(sum(there) / len(there)) if there else "–"
-
-
-def _spread(values: Sequence[float | None]) -> str:
+def _mean_and_spread(values: Sequence[float | None]) -> tuple[str, str]:
     there = [value for value in values if value is not None]
     if not there:
-        return "no reward"
-    return "no spread" if min(there) == max(there) else f"{number(min(there), 3)} to {number(max(there), 3)}"
+        return "–", "no reward"
+    same = min(there) == max(there)
+    spread = "no spread" if same else f"{number(min(there), 3)} to {number(max(there), 3)}"
+    return number(sum(there) / len(there)), spread

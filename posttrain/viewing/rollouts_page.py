@@ -32,9 +32,9 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
         return join([_head(row), _overview(row, series), _search(viewer, row, query)])
     with StoredRun(row.folder, looking=True) as stored:
         stored.require(step)
-        head = [_head(row), _path(row, step, prompt, rollout), _beside(stored, step, prompt, query)]
+        head = [_head(row), _path(row, step, prompt, rollout)]
         if prompt is None:
-            return join([*head, step_view(stored, series, row, step)])
+            return join([*head, _beside(stored, step, query), step_view(stored, series, row, step)])
         if rollout is None:
             return join([*head, group_view(stored, row, step, prompt)])
         return join([*head, completion_view(stored, row, step, prompt, rollout, query)])
@@ -69,10 +69,8 @@ def _path(row: Row, step: int, prompt: int | None, rollout: int | None) -> Marku
     return el("nav", *(el("span", place) for place in places), class_="path", aria_label="where")
 
 
-def _beside(stored: StoredRun, step: int, prompt: int | None, query: Query) -> Markup | None:
+def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
     """The steps before and after."""
-    if prompt is not None:
-        return None
     steps = stored.steps()
     at = steps.index(step)
     links = []
@@ -107,12 +105,9 @@ def _overview(row: Row, series: Series) -> Markup:
             share=True,
         ),
     ]
-    return join([_falls(row, series), el("div", *charts, class_="charts four"), _hint(charts)])
-
-
-def _hint(charts: Sequence[Markup | None]) -> Markup | None:
     said = "A click on a curve opens that step: its groups, then their completions, then the tokens."
-    return el("p", said, class_="quiet") if any(charts) else None
+    hint = el("p", said, class_="quiet") if any(charts) else None
+    return join([_falls(row, series), el("div", *charts, class_="charts four"), hint])
 
 
 def falls(series: Series) -> list[tuple[int, float]]:

@@ -32,17 +32,8 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
         said = f"There is no run {name}." if name else "Which run?"
         return join([message(said), el("ul", *known)])
     series = viewer.series.of(row.folder)
-    return join(
-        [
-            _head(row),
-            _cards(row, series),
-            _alarms(row),
-            _curves(row, series, query),
-            _checks(row),
-            _data(row),
-            _log(row),
-        ]
-    )
+    above = [_head(row), _cards(row, series), _alarms(row), _curves(row, series, query)]
+    return join([*above, _checks(row), _data(row), _log(row)])
 
 
 def replay_command(row: Row) -> str:
@@ -110,11 +101,8 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
     controls = form(
         PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
     )
-    damaged = None
-    if series.damaged:
-        damaged = message(
-            f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown.", "warning"
-        )
+    lost = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
+    damaged = message(lost, "warning") if series.damaged else None
     hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
@@ -137,7 +125,5 @@ def _data(row: Row) -> Markup | None:
 
 def _log(row: Row) -> Markup:
     lines = log_tail(row.folder).splitlines()[-LOG_LINES:]
-    body = (
-        el("pre", "\n".join(lines), class_="log", tabindex="0") if lines else message("There is no training.log yet.")
-    )
-    return join([el("h2", "Log"), body])
+    said = el("pre", "\n".join(lines), class_="log", tabindex="0")
+    return join([el("h2", "Log"), said if lines else message("There is no training.log yet.")])

@@ -11,13 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from posttrain.comparing.sources import config_of
 from posttrain.errors import PosttrainError
-from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headline_metrics, headlines
-from posttrain.reports.listing import Summary, runs_below, summarise
+from posttrain.reports.listing import runs_below, summarise
 from posttrain.reports.series import sparkline
 from posttrain.store import metrics, rollouts
-from posttrain.store.files import flat, open_regular, read_regular
+from posttrain.store.files import flat, open_regular
 from posttrain.store.lock import is_locked
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", "damaged")
@@ -77,7 +77,8 @@ class Runs:
                 found = [row for folder in _folders(self.root) if (row := self._row(folder)) is not None]
                 known = {row.folder for row in found}
                 self._rows = {folder: kept for folder, kept in self._rows.items() if folder in known}
-                self._listed = time.monotonic(), sorted(found, key=_age, reverse=True)
+                found.sort(key=lambda row: (row.started.timestamp() if row.started else 0.0, row.name), reverse=True)
+                self._listed = time.monotonic(), found
             return self._listed[1]
 
     def find(self, name: str) -> Row | None:
@@ -101,11 +102,7 @@ class Runs:
 
 def settings(folder: Path) -> dict[str, Any]:
     """The settings of a run with dotted names; empty if they cannot be read."""
-    try:
-        found = read_yaml(read_regular(folder / "config.yaml").decode())
-    except (OSError, ValueError):
-        return {}
-    return flat(found, lists=True) if isinstance(found, dict) else {}
+    return flat(config_of(folder) or {}, lists=True)
 
 
 def curve_metrics(method: str) -> list[str]:
@@ -114,13 +111,9 @@ def curve_metrics(method: str) -> list[str]:
     return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
 
 
-def log_tail(folder: Path, size: int = TAIL) -> str:
+def log_tail(folder: Path) -> str:
     """The end of training.log, from a whole line on."""
-    return _tail(folder, size).decode("utf-8", "replace")
-
-
-def _age(row: Row) -> tuple[float, str]:
-    return row.started.timestamp() if row.started else 0.0, row.name
+    return _tail(folder, TAIL).decode("utf-8", "replace")
 
 
 def _folders(root: Path) -> list[Path]:
@@ -166,15 +159,12 @@ def _read(folder: Path, name: str) -> Row:
         size=found.size,
         started=_when(info.started) if info else None,
         ended=_when(info.ended) if info else None,
-        alarms=_alarms(found),
+        alarms={
+            name.removeprefix("alarms/"): int(count)
+            for name, count in found.metrics.items()
+            if name.startswith("alarms/") and isinstance(count, int | float)
+        },
     )
-
-
-def _alarms(found: Summary) -> dict[str, int]:
-    counts = {name: value for name, value in found.metrics.items() if name.startswith("alarms/")}
-    return {
-        name.removeprefix("alarms/"): int(count) for name, count in counts.items() if isinstance(count, int | float)
-    }
 
 
 def _when(time: str | None) -> datetime | None:

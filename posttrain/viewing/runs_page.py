@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 
 from posttrain.reports.chart import COLOURS, Line, chart, spark
 from posttrain.reports.checks import MESSAGES
@@ -80,14 +79,8 @@ def _table(viewer: Viewer, found: Sequence[Row], total: int, chosen: Sequence[Ro
     body = [_cells(row, viewer.runs.spark(row), names, query) for row in shown]
     count = counted(len(found), "run") if len(found) == total else f"{len(found):,} of {counted(total, 'run')}"
     more = link(f"show all {len(found):,}", query.but(PATH, all=1)) if len(shown) < len(found) else None
-    said = el(
-        "p",
-        count,
-        " · choose some to compare them" if not chosen else None,
-        " · " if more else None,
-        more,
-        class_="quiet",
-    )
+    hint = " · choose some to compare them" if not chosen else None
+    said = el("p", count, hint, " · " if more else None, more, class_="quiet")
     return join([said, table(header, body, numbers=(5, 7, 9), class_="runs")])
 
 
@@ -111,22 +104,11 @@ def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query
     steps = f"{row.step:,}" + (f" / {row.total:,}" if row.total else "")
     result = el("span", number(row.value, 3), " ", el("small", row.metric)) if row.metric else "–"
     name = el("a", row.name, href=address("/run", run=row.name), class_="name")
-    started = el("span", _ago(row.started), class_="nowrap")
+    started = el("span", f"{row.started:%Y-%m-%d %H:%M}" if row.started else "", class_="nowrap")
     state = [badge(row.state, row.problem), alarm_list(row.alarms)]
     model = el("span", row.model, class_="clip", title=row.model)
-    return [
-        toggle,
-        name,
-        state,
-        row.method,
-        model,
-        result,
-        spark(curve),
-        steps,
-        row.eta,
-        in_units(row.size),
-        started,
-    ]
+    size = in_units(row.size)
+    return [toggle, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
 
 
 def badge(state: str, problem: str = "") -> Markup:
@@ -144,10 +126,6 @@ def alarm_list(alarms: dict[str, int]) -> Markup:
         )
         for name, count in alarms.items()
     )
-
-
-def _ago(time: datetime | None) -> str:
-    return f"{time:%Y-%m-%d %H:%M}" if time else ""
 
 
 def _overlay(viewer: Viewer, chosen: Sequence[Row], query: Query) -> Markup | None:

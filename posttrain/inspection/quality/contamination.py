@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from huggingface_hub import constants
@@ -93,7 +92,10 @@ def _named(text: str) -> Questions:
     name, equals, source = text.partition("=")
     path = path_of(text)
     if path.is_file() and path.suffix not in SUITE_FILES:
-        return _of_file(path)
+        records = list(read_files((path,)))
+        good = [record for record in records if record.value is not None]
+        texts = ["\n".join(_strings(record.value)) for record in good]
+        return Questions(path.name, tuple(texts), tuple(str(one.row) for one in good), len(records) - len(good))
     if path.suffix and path.suffix not in SUITE_FILES and not equals and ":" not in text:
         raise DataError(f"--against {text}: there is no such file")
     suite = with_settings(find_suite(name), {"source": source} if equals else {})
@@ -102,13 +104,6 @@ def _named(text: str) -> Questions:
     if equals and path_of(source).is_file():
         suite = with_settings(suite, {"split": "train"})  # a file has no other
     return _of_suite(suite)
-
-
-def _of_file(path: Path) -> Questions:
-    records = list(read_files((path,)))
-    good = [record for record in records if record.value is not None]
-    texts = ["\n".join(_strings(record.value)) for record in good]
-    return Questions(path.name, tuple(texts), tuple(str(one.row) for one in good), len(records) - len(good))
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -37,14 +37,15 @@ class Line:
 
 def duplicates(corpus: Corpus) -> list[Line]:
     """Training rows that repeat an earlier one, pairs with opposite labels, and validation rows in training."""
-    whole_index = np.argsort(
-        corpus.sets, kind="stable"
-    )  # so that the first of a group is a training row, if it has one
+    # In this order the first of a group is a training row, if it has one.
+    whole_index = np.argsort(corpus.sets, kind="stable")
     prompt_index = whole_index[corpus.prompts.lengths[whole_index] > 0]
-    prompts = _both(corpus.prompts, corpus.prompt_keys, prompt_index)
-    wholes = _both(corpus.rows, corpus.row_keys, whole_index)
+    kinds = (
+        ("prompt", prompt_index, _both(corpus.prompts, corpus.prompt_keys, prompt_index)),
+        ("row", whole_index, _both(corpus.rows, corpus.row_keys, whole_index)),
+    )
     lines = []
-    for what, index, (exact, near) in (("prompt", prompt_index, prompts), ("row", whole_index, wholes)):
+    for what, index, (exact, near) in kinds:
         train = corpus.sets[index] == 0
         again = np.flatnonzero(train & (exact != np.arange(len(exact))))
         nearly = np.flatnonzero(train & (near != np.arange(len(near))) & (exact == np.arange(len(exact))))
@@ -53,7 +54,7 @@ def duplicates(corpus: Corpus) -> list[Line]:
             lines.append(Line(f"{what}, {kind} duplicate", pairs, int(train.sum())))
     lines += _opposite(corpus)
     for number, name in enumerate(corpus.names[1:], 1):
-        for what, index, (exact, near) in (("prompt", prompt_index, prompts), ("row", whole_index, wholes)):
+        for what, index, (exact, near) in kinds:
             for kind, groups in (("exact", exact), ("near", near)):
                 lines.append(_overlap(corpus, index, groups, number, f"{name}: {what} in train, {kind}"))
     return lines
@@ -127,13 +128,7 @@ class Quality:
             "near": {"jaccard": NEAR, "words": SHINGLE},
             "duplicates": {one.what: {"of": one.among, "rows": one.rows} for one in self.duplicates},
             "contamination": {
-                one.name: {
-                    "checked": one.checked,
-                    "short": one.short,
-                    "unread": one.unread,
-                    "copies": one.copies,
-                    "hits": one.hits,
-                }
+                one.name: {name: getattr(one, name) for name in ("checked", "short", "unread", "copies", "hits")}
                 for one in self.contamination
             },
             "ngram": self.n,

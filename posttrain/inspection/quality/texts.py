@@ -73,18 +73,8 @@ def read_corpus(
             keys.append((_key(prompt) if prompt else 0, _key(prompt, *replies), _key(*turned)))
     sets, numbers, is_pair = np.array(found, np.int64).reshape(-1, 3).T
     prompt_keys, row_keys, turned_keys = np.array(keys, np.uint64).reshape(-1, 3).T
-    return Corpus(
-        names,
-        sets,
-        numbers,
-        Texts(prompts),
-        Texts(wholes),
-        prompt_keys,
-        row_keys,
-        turned_keys,
-        is_pair.astype(bool),
-        tuple(cut),
-    )
+    hashes, is_pair = (prompt_keys, row_keys, turned_keys), is_pair.astype(bool)
+    return Corpus(names, sets, numbers, Texts(prompts), Texts(wholes), *hashes, is_pair, tuple(cut))
 
 
 def strings_of(row: Row) -> tuple[str, tuple[str, ...]]:
