@@ -9,8 +9,6 @@
 Settings are those of a file (docs/config.md). Errors are of the classes in posttrain/errors.py.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which pack each example goes into. Those with the same root (a prompt) share its tokens where they share a pack."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

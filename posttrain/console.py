@@ -1,7 +1,5 @@
 """The console for tables, progress bars and strings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich import box

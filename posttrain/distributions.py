@@ -1,7 +1,5 @@
 """Quantiles and tails: the normal, Student's t, and the binomial distribution of a fair coin."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import exp, inf, lgamma, log, log1p
 from statistics import NormalDist

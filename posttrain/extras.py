@@ -1,7 +1,5 @@
 """Optional packages: imported when a setting needs them; the error for a missing one names its extra."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

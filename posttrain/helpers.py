@@ -1,7 +1,5 @@
 """Helper processes: kept idle for the next task, as one takes half a second or more to start; none outlives us."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

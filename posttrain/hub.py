@@ -1,7 +1,5 @@
 """Checks whether the Hugging Face hub can be reached, because its library retries for half a minute."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

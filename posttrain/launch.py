@@ -1,7 +1,5 @@
 """Starts the processes of a run on several devices or machines, by torchrun's agent, and says which one failed."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -7,8 +7,6 @@ Both wrap `sys.stdout` and `sys.stderr`. Once a write fails, the file descriptor
 that no other user of it fails.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Paths as users write them."""
 
-from __future__ import annotations
-
 import errno
 from os.path import expanduser
 from pathlib import Path

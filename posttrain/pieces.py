@@ -1,7 +1,5 @@
 """The text of tokens as a continuation of those before them, whole or piece by piece as from a streaming decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

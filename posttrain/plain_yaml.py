@@ -1,7 +1,5 @@
 """YAML that others have written, read as plain data: in C, which keeps lists of hundreds of runs fast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MOST_DEPTH = 100  # of lists and mappings in one another: the C library would overflow the stack

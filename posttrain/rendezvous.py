@@ -1,7 +1,5 @@
 """How the ranks of a run find one another when they start: a store that all reach, in which they check in."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -4,8 +4,6 @@ gloo sends every number through the loopback interface. Here each rank writes it
 sums one part of all, and writes the sums where the others read them.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import uuid

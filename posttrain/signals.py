@@ -1,7 +1,5 @@
 """Temporary signal handlers."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What the operating system has, asked in one place. Linux and macOS have all of it, Windows lacks the POSIX parts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -10,8 +10,6 @@ while they do, an additional idle team of threads raises libgomp's count above t
 threads does not change, so the results are the same to the bit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -6,8 +6,6 @@ at random moments, some of them during a save, and resumed each time. Then all s
 Each process is forked from a server that has imported torch but computed nothing, so that a kill costs no import.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """`posttrain chat`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Differences between the sides of a comparison: their sizes, their tests, and what they amount to in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Which items two sides share, and their scores on them. Nothing is dropped without being counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A judge's preferences between two sides: their completions of the same items, in both orders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

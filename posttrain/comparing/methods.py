@@ -4,8 +4,6 @@ Everything is read from the run folders. Every evaluation of a run samples the c
 with the same random numbers, so that two runs, or the start and the end of one, are compared prompt by prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

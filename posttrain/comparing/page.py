@@ -1,7 +1,5 @@
 """A comparison as tables in 80 columns, `compare.json` and `compare.html`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path

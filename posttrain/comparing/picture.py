@@ -1,7 +1,5 @@
 """A comparison as a picture: means and differences with their intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

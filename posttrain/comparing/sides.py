@@ -1,7 +1,5 @@
 """The sides of a comparison: a source each, or several runs that differ by their seed alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile

@@ -1,7 +1,5 @@
 """What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ The hash of the rows identifies a run's data: it stays the same when only the co
 rename, so it is complete or absent; a damaged one is detected by its hash and rebuilt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tokenised rows as examples: memory-mapped Arrow tables, with the length limits as a view on them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A prepared data set, printed or as plain values: counts, lengths, and rows token by token with the trained ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

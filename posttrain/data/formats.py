@@ -3,8 +3,6 @@
 To add one, write a function and give it a line in `FORMATS`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Format, columns, template and limits have no part in it, so that all methods and
 same rows, and a row is on one side wherever it occurs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

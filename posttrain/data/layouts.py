@@ -1,7 +1,5 @@
 """The layout of a data set's rows: their format, inferred from the columns, and the column of each field."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The length limits of a data set: the settings, a percentile of the training prompts, room for a completion."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

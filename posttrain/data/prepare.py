@@ -1,7 +1,5 @@
 """From the data settings to examples ready to pack: reads data sets, holds out validation rows, mixes by weight."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import zlib

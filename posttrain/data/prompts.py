@@ -1,7 +1,5 @@
 """Prompts to sample completions for, from rows of any format, tokenised as in training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

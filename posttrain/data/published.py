@@ -5,8 +5,6 @@ Zephyr of HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. In additi
 assistant's turns with their stop tokens, so that only these tokens are trained.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase

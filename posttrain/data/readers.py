@@ -1,7 +1,5 @@
 """Reads rows from local files. Each row has its file and line; a bad one is a problem, not an exception."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

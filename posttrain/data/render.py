@@ -1,7 +1,5 @@
 """Renders conversations with a chat template, in its own process with limits on time, memory and output."""
 
-from __future__ import annotations
-
 import json
 import queue
 import subprocess

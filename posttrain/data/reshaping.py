@@ -1,7 +1,5 @@
 """Rows in a method's shape: the last turn as completion, a prompt alone, a system message first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

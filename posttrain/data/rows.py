@@ -1,7 +1,5 @@
 """The common form of rows of every format, and the checks of their strings and messages."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 The folder appears by one rename, so it is complete or absent; each file's hash is verified when it is used.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

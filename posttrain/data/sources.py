@@ -3,8 +3,6 @@
 `keep` saves one to a folder for offline use.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The unpacked bytes of a data file, by line or whole, within bounds against decompression bombs."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reads rows from tables of Arrow's kind, Parquet and Arrow itself, so many at a time that memory is bounded."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 Train and test are disjoint by construction: a hash of the problem determines its split.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ The built-in ones are ordinary chat templates. Whichever is used is put on the t
 model and every later use writes the same text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping

@@ -3,8 +3,6 @@
 Each check gives a sentence for every fault that it finds, which says what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase

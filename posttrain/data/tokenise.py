@@ -1,7 +1,5 @@
 """Rows to token ids, tokenised as TRL 1.16 does: prompt and completion together, the prompt their common prefix."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

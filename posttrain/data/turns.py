@@ -5,8 +5,6 @@ system prompt into the last user message. So a turn is found by rendering the co
 its message: where the two renderings differ is that message.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A completion ends in the stop token: appended to texts, and to conversations whose template ends in no special token.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

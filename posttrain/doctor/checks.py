@@ -1,7 +1,5 @@
 """What a check is and returns, and the checks, in the order of the table."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

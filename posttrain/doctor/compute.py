@@ -1,7 +1,5 @@
 """PyTorch, the GPU, and kernels that are compiled for it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

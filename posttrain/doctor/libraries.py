@@ -1,7 +1,5 @@
 """The libraries of a run and the optional ones: version in range, and one call of what posttrain uses them for."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import tempfile

@@ -1,7 +1,5 @@
 """Cores, memory, what the platform lacks, and folders: space, speed, renames, locks, SQLite."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

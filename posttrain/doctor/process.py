@@ -4,8 +4,6 @@ Each lane has one process for all its checks, because importing torch takes seco
 passes its deadline, a new process takes the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """Installed versions against the ranges that posttrain declares."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 from importlib import metadata

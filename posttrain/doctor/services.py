@@ -1,7 +1,5 @@
 """Graders, the hub, trackers, and what pages and servers need."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -9,8 +9,6 @@ and when it ends:
 Whatever a check or a library prints goes to stderr, with the place of a crash. It ends when its stdin is closed.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Engines generate completions: token ids in, tokens with their log-probabilities out (docs/engines.md)."""
 
-from __future__ import annotations
-
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 

@@ -18,8 +18,6 @@ Letters: R rows (live completions), G groups (their prompts), K key heads, r que
 a group, M slots for the live ones of these, d the size of a head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

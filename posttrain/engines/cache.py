@@ -3,8 +3,6 @@
 Letters: R rows (live completions), G groups (their prompts), K heads of keys and values, d the size of a head.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ read its keys and values (cache.py), and every step gives each live completion i
 rows are removed, the last ones move into their slots, and new prompts enter when a complete group fits (generation.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

@@ -6,8 +6,6 @@ one call. A recording has fixed addresses and sizes, so the state and the cache 
 computed and discarded.
 """
 
-from __future__ import annotations
-
 import logging
 from itertools import chain
 from typing import Any

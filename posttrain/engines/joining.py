@@ -1,7 +1,5 @@
 """A generation that requests join and leave at any step, each with its own sampling settings and adapter."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The embedded engine as a service: a thread that generates for all requests that are there, until it is closed."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

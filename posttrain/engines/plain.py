@@ -4,8 +4,6 @@ Sampling, streams, limits and stops are those of the other engines: `generate` r
 logits processor leaves it only the sampled token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

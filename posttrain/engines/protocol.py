@@ -7,8 +7,6 @@ Training uses exactly the sampled tokens: a completion has them, each with its l
 that it was sampled from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol

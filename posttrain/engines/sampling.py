@@ -5,8 +5,6 @@ i with probability p_i. Rounding that depends on the rest of the batch (1e-6 of 
 arrive within 1e-6 of each other; sampling by cumulative probabilities would accumulate the errors of all tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ The numbers are a hash, so there is no state, rows can leave and enter without c
 GPU give the same numbers.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

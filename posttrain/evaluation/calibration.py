@@ -8,8 +8,6 @@ what its verifier is. `posttrain eval --calibrate` grades every stored answer th
     math_verify   the package alone, on the whole completion (Kydlicek 2025)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType

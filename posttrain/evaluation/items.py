@@ -1,7 +1,5 @@
 """The items of a suite: rows as questions with their answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -7,8 +7,6 @@ A verdict is lm-eval's for every string, its mistakes included (`18.` is 18, `18
 values instead.
 """
 
-from __future__ import annotations
-
 import re
 
 from posttrain.grading.verdict import BadGold, Judgement, Rule

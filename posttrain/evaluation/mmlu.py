@@ -1,7 +1,5 @@
 """Rows of MMLU: its own CSV files, which have no header, or the hub's table."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

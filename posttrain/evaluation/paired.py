@@ -4,8 +4,6 @@ Two models find the same prompts hard, so their difference is surer prompt by pr
 "Adding Error Bars to Evals", arXiv 2411.00640, section 4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt

@@ -3,8 +3,6 @@
 An item's answers are stored in one transaction, so a killed evaluation has whole items and resumes with the others.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

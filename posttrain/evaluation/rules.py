@@ -10,8 +10,6 @@ The format of `gsm8k` is right if the answer is marked (a box, an answer tag, ##
 an answer tag; the answer is right if it is found there or, without the format, as the last number or expression.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

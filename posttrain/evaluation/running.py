@@ -1,7 +1,5 @@
 """Runs one suite with one setting: asks, grades and stores, and resumes where it was stopped."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

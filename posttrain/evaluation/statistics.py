@@ -4,8 +4,6 @@ Answers to one prompt are not independent: what is sampled at random is the prom
 prompt (Miller, "Adding Error Bars to Evals", arXiv 2411.00640). Comparisons of two evaluations: `paired.py`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The suites by name: the files of `suites/`, or a user's file or function."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path

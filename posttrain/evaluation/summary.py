@@ -1,7 +1,5 @@
 """What the answers of a suite amount to: the metric with its interval, and everything that was not graded, counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -3,8 +3,6 @@
 Without secrets, and without paths, host or user of the machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

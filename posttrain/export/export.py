@@ -1,7 +1,5 @@
 """A run's model, or any other, as a folder for plain transformers and vLLM: merged, checked, documented, complete."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

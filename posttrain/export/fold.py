@@ -1,7 +1,5 @@
 """An adapter of a merged base, and those that were merged into that base, as one adapter of the original base."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

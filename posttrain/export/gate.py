@@ -5,8 +5,6 @@ the model is shown not to be worse, rather than not shown to be worse. If only t
 `unsure`, which does not pass: more rows make the interval narrower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What the gate measures on: the user's rows, or else the run's own, or else (policies) built-in prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress

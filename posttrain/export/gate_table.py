@@ -1,7 +1,5 @@
 """The checks of the gate as a table, and what they amount to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

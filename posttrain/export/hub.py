@@ -1,7 +1,5 @@
 """`--push-to-hub`: uploads an exported folder as one commit, by huggingface_hub."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters merged into their base, and the checks that the exported files are the trained model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

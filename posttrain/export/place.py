@@ -3,8 +3,6 @@
 A folder of ours has a file that marks it, such as `export.json`; only such a folder is replaced, and only if asked.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable

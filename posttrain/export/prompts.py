@@ -1,7 +1,5 @@
 """The prompts on which an exported model is compared with the trained one: the user's, the run's, or built-in ones."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model with quantised linear layers as a folder for plain transformers, and the gate that it has to pass."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace

@@ -3,8 +3,6 @@
 Template, stop tokens and sampling are those of training. Conversion to GGUF is llama.cpp's; the commands are written.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

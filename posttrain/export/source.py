@@ -1,7 +1,5 @@
 """What is exported: a model's folder or hub id, and the run that made it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path

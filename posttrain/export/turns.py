@@ -5,8 +5,6 @@ as it is, between texts that depend only on the roles before and after. The tabl
 with the template itself and is compared with it on others; a template of another kind is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Exports of what is written already: an adapter for its base on the hub, and a quantised model."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Instruction data as blocks of equal length, and batches of them."""
 
-from __future__ import annotations
-
 from os import PathLike
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sums and means over the elements that a mask selects. Other elements may have any value, including NaN and −∞."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Policy gradients, one microbatch at a time: rewards, advantages, loss per token, gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar

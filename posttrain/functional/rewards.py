@@ -1,7 +1,5 @@
 """Reward functions of a response and its ground truth, graded in a process that is killed at a deadline."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

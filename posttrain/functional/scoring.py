@@ -1,7 +1,5 @@
 """Log-probabilities and entropies of given tokens under a model, and the DPO loss of one pair."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning, one microbatch at a time."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from posttrain.functional.masking import masked_mean, masked_normalize

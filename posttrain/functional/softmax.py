@@ -5,8 +5,6 @@ Backward recomputes each chunk's softmax and writes into one tensor, the gradien
     d log p_i / d z_v = [i = v] − p_v          d H / d z_v = −p_v (log p_v + H)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

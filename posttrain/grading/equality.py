@@ -5,8 +5,6 @@ in sets and lists; the kind of a bracket matters; a unit, from a list of known o
 nothing is rounded.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction

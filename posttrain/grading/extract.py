@@ -1,7 +1,5 @@
 """Finds the answer in a completion. One pass over the string, whatever its content."""
 
-from __future__ import annotations
-
 import re
 
 from posttrain.latex import last_box

@@ -5,8 +5,6 @@ the parent to show. Linux: resource limits (setrlimit(2)), Landlock (landlock(7)
 own network namespace if an unprivileged process may create one. macOS: resource limits. Windows: none of these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 r"""Answers that look like expressions but are not: lettered choices, ratios, residues, numbers in other bases."""
 
-from __future__ import annotations
-
 import re
 
 from posttrain.grading.notation import split_top

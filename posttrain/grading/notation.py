@@ -4,8 +4,6 @@ r"""Normalises the notation of an answer: only spellings of the same answer beco
 and `split_top` read tuples, intervals, sets and lists.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -3,8 +3,6 @@ r"""Numbers as people and models write them, exactly: `1,234.50`, `10\,000`, `3.
 A number is a fraction; nothing is rounded, so 0.333 is not 1/3.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Parse answers from a model's output."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 r"""Splits answers of several parts: members of lists and sets, unknowns with their values, cells of matrices."""
 
-from __future__ import annotations
-
 import re
 
 from posttrain.grading.notation import brackets, split_top, tidy

@@ -9,8 +9,6 @@ exceed their deadline. A job's deadline starts when it is sent, so waiting in th
 is replaced by one that was started ahead; a free one is kept for the next pool when its pool closes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -3,8 +3,6 @@ r"""Sets of real numbers in all notations: `(2, \infty)`, `x > 2`, `\{x \mid x >
 A set is a list of intervals whose ends are strings: the caller decides whether two ends are equal.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

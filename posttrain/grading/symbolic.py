@@ -5,8 +5,6 @@ conversion from strings to expressions is disabled here. Equality is decided by 
 to a hundred digits, or else by simplification. Decimals are exact fractions: nothing is rounded.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate, count, islice
 from typing import Any

@@ -6,8 +6,6 @@ the same, and 1 km is 1000 m. The case of a symbol matters (mW is not MW), that 
 unit: it multiplies the number before it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The result of grading a completion."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ It reads jobs from stdin and writes replies to stdout, one JSON object per line:
 Completions and grades are JSON, grades of bounded length: nothing is pickled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

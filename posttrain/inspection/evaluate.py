@@ -1,7 +1,5 @@
 """`posttrain eval`: suites of questions answered by a model, or by recorded completions, graded and stored."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluations as tables and a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """lm-eval's tasks as suites of `posttrain eval`: `--suite lm-eval:TASK`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from itertools import groupby

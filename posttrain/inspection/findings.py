@@ -1,7 +1,5 @@
 """Findings about the completions of a few prompts: lengths, truncation, format, spread of rewards."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`posttrain generate`: completions of the prompts of a file, in its order, each row with all its fields."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

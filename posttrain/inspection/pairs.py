@@ -4,8 +4,6 @@ A reward model by its rewards; a policy by its implicit reward beta (log pi - lo
 2305.18290), or without a reference by its log-probability per token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

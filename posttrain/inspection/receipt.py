@@ -1,7 +1,5 @@
 """`posttrain rollouts`, `why` and `regrade`: from a step's metrics down to the tokens behind its gradient."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`posttrain sample`: a few completions of a model, sampled and rewarded as in training, and findings about them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext

@@ -1,7 +1,5 @@
 """`posttrain score`: log-probabilities or rewards of the rows of a file, in its order, each row with all its fields."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Questions whose replies must be readable: one that is not gets a second question in the same conversation."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence

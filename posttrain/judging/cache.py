@@ -1,7 +1,5 @@
 """Replies of judges on disk, so that no question is asked twice: `judge.sqlite`."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 import threading

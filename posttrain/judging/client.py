@@ -1,7 +1,5 @@
 """Asks a model behind an OpenAI-compatible address: replies from disk where they are known, else paced and retried."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 import json

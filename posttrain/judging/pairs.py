@@ -1,7 +1,5 @@
 """Which of two completions is better: asked in both orders, because judges favour a place (arXiv 2306.05685, 3.3)."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One HTTP request with a deadline for all of it, from connecting to the last byte; limits of requests per minute."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import email.utils

@@ -2,8 +2,6 @@
 explanation first, then the verdict in double square brackets. Reads the replies, too: a score, or which of two answers
 is better."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A judge's score of one completion: a reward (`type: judge`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self

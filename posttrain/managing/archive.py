@@ -1,7 +1,5 @@
 """A run as one archive (.tar.gz or .tar), complete or absent."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 from dataclasses import dataclass

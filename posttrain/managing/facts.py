@@ -1,7 +1,5 @@
 """The facts of one run to show, and how two runs differ: in settings, in what they were made with, in metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which runs need what lies in another run: models they start from or read, the base of adapters, files of rows."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set

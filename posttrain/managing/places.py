@@ -1,7 +1,5 @@
 """Run folders as the targets of commands: what a folder stands for, its locks, and names for new ones."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Deleting runs, and what a run no longer needs: checkpoints by rule, folders set aside, leftovers of crashes."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

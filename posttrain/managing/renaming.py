@@ -1,7 +1,5 @@
 """Renaming a run, and mending the paths that it and others have saved."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

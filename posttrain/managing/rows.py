@@ -3,8 +3,6 @@
 Their table is lines of text, in milliseconds: rich measures and styles each cell, which takes longer than reading.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

@@ -1,7 +1,5 @@
 """The interactive mode of `posttrain runs`: a table of runs that is worked with keys."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from datetime import datetime

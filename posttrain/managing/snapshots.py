@@ -4,8 +4,6 @@
 .snapshots/{run}-{time}/run/             the copy
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

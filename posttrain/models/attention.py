@@ -9,8 +9,6 @@ On CPU and MPS every node of a tree is one call of scaled_dot_product_attention.
 pack with one BlockMask if it supports the case (models/flex.py); otherwise it is also one call per node.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

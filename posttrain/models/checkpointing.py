@@ -1,7 +1,5 @@
 """Gradient checkpointing: a layer saves only its input, and is recomputed in backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

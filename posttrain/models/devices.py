@@ -1,7 +1,5 @@
 """The device of the settings, its dtype, and deterministic kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Experts have no capacity limit, so no token is ever dropped; the possible problem is that few experts get most tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -4,8 +4,6 @@ arXiv 2412.05496. One compilation with dynamic shapes serves every width, with t
 tokens are padded to complete blocks here. Padding sees only itself and is cut off afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

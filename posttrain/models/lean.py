@@ -6,8 +6,6 @@ values and are not needed any more. Linear layers of every family use models/mat
 a model's modules: weights, names and files stay those of transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MethodType
 from typing import Any

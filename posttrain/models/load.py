@@ -1,7 +1,5 @@
 """Models and tokenizers from the hub or a folder, loaded by transformers, with errors that name the remedy."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ would grow without limit. So it only gets recurring numbers of rows, multiples o
 (`width_step` in models/attention.py); MKL multiplies all others.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Optional packages of a model: 4-bit weights by bitsandbytes, Liger's and flash-attn's GPU kernels."""
 
-from __future__ import annotations
-
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 

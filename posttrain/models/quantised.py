@@ -6,8 +6,6 @@
 Heads (of tokens or rewards), embeddings and norms keep their own precision.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Literal
 

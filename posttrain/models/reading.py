@@ -1,7 +1,5 @@
 """The files of a model's folder or hub id: where they are, their JSON, and one sentence with the remedy for errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

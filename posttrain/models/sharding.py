@@ -6,8 +6,6 @@ So every pass over the model is a collective operation: all ranks make as many. 
 so that each rank can use the model alone, as an engine does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar

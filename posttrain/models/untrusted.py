@@ -3,8 +3,6 @@
 A config of ten million layers costs hours and all memory before any weight is read; an index can name files elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

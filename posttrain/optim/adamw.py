@@ -6,8 +6,6 @@ weights are the rounded masters. In float32 the masters are the model's weights 
 Over weights that are sharded (models/sharding.py), each rank updates its part of every tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ a block is converted to float32, updated as in AdamW, and rounded again. As the 
 moments, and so do small tensors, which would save nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

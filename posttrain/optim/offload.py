@@ -5,8 +5,6 @@ Each pack's gradients are transferred during backward and summed on the CPU in f
 there; rounded weights are copied back. The idea is ZeRO-Offload's (arXiv 2101.06840).
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch

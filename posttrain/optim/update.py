@@ -1,7 +1,5 @@
 """One optimizer step over the packs of a batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

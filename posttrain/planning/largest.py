@@ -1,7 +1,5 @@
 """The step of a run that needs most memory, found from the lengths of its examples."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

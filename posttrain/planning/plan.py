@@ -1,7 +1,5 @@
 """The plan of a run: examples, tokens, packs, steps and memory. Loads tokenizer and data, but no weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from copy import deepcopy

@@ -5,8 +5,6 @@ end the process. There, each size's peak is measured and compared with a limit, 
 limit is not tried.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

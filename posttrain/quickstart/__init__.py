@@ -5,8 +5,6 @@ pairs are the model's own replies, a right and a wrong one, without a label for 
 from them that showing the working helps. PPO and GRPO learn it from their own completions.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An untrained language model: a small Qwen3 with random weights, and a tokenizer made for the task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

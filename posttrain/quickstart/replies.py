@@ -1,7 +1,5 @@
 """Asking a model: sampled or greedy answers to problems, whether they are right, and the results on held-out ones."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The quickstart's output: results, `curves.png`, report, table, next steps."""
 
-from __future__ import annotations
-
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The settings of every training, as files that users can change and run again with `posttrain train`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The methods, one recipe each: a file that reads top to bottom and owns its training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from posttrain.data import Prepared

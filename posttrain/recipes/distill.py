@@ -7,8 +7,6 @@ tokens of the step. For a share of the prompts, y is the data's completion inste
 sampling. Dropout is off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

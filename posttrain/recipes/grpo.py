@@ -8,8 +8,6 @@ leave-one-out baseline, `reinforce_plus_plus` normalises every token's return ov
 batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

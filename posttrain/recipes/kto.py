@@ -8,8 +8,6 @@ It is a mean over the complete step, computed before the first backward, so that
 BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ with online(job, loop, policy, data) as run:
         run.update(number, step, updates)
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

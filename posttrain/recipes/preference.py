@@ -7,8 +7,6 @@ Every `loss_type` is a function of the pairs' summed log-probabilities (posttrai
 is the policy as it was before training, another model, or none; policy and reference are scored with dropout off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

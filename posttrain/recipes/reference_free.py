@@ -7,8 +7,6 @@ token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood
 a reference would: w is 1 in ORPO, `cpo_alpha` in CPO and SimPO. Dropout is off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ any (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_
 direction (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,8 +7,6 @@ messages have loss weights, every target has that of its message, and N is the s
 Tokenisation determines which tokens are targets (the completion, assistant turns or all).
 """
 
-from __future__ import annotations
-
 from posttrain.batch import Example, Pack
 from posttrain.data import Prepared
 from posttrain.losses import global_mean, nll

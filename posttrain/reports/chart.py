@@ -3,8 +3,6 @@
 Means and differences have their intervals as inline SVG, too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The vital checks of a run and what they found, as run.json has them, and its alarms. A failed check ends the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The best and the worst completions of a run, with every part of their rewards and what the rules matched in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """HTML in which every string of a model, a row, a name or a note is inert: only `Markup` is not escaped."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A page needs no network and no script: its curves are inline SVG, and a small sc
 policy, adds the values under the pointer. All strings are escaped; control characters are shown, secrets hidden.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The panels of a run's curves: which metrics share a chart, on pages and in `curves.png`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A run folder as far as it can be read: what is missing or damaged is said, everything else is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 What is missing or damaged is said on the page; everything else is shown.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Reports about several runs: the stages of a pipeline, or runs side by side."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

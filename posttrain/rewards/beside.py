@@ -4,8 +4,6 @@ The main thread waits, so that it handles signals at once. Threads cannot be kil
 daemon thread, which does not prevent the process from ending.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

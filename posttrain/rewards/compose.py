@@ -4,8 +4,6 @@ with Rewards(settings, tags=data.tags) as rewards:
     rewarded = rewards(completions)          # rewarded.totals, rewarded.parts, rewarded.metrics()
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """`posttrain grade`: the completions of a file graded as in training, row by row in its order."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A trained reward model as a reward: its score of a prompt with its completion."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ wrong format is recognised, too, but has no reward. (Tags and rewards as in "Und
 Liu et al. 2025.)
 """
 
-from __future__ import annotations
-
 import re
 
 from posttrain.grading.equality import LONGEST, is_readable, same_answer

@@ -1,7 +1,5 @@
 """Output of a reward function becomes lines of the log with its name, so that it does not break a progress bar."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

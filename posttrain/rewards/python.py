@@ -5,8 +5,6 @@ arguments that it accepts. It runs in this process, unsupervised: it is the user
 async, have a deadline, and be retried when it fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib

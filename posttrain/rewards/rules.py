@@ -3,8 +3,6 @@
 Frameworks have trained for days on all-zero rewards because their grader was broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

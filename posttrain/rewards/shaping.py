@@ -1,7 +1,5 @@
 """Rewards of a completion's tokens: length, overlong completions, repetition. Pure functions of one completion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -13,8 +13,6 @@ Together -6.5 to +12.5. An answer that cannot be read is wrong, and rewarded so.
 function is one pass over the string, so no input can take long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 

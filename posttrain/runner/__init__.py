@@ -1,7 +1,5 @@
 """Runs a configuration: trains every model at every stage, resumes on request, and compares several methods."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The settings define the budget: the same prompts or examples in the same order, 
 number of steps, seed and validation prompts. Methods are compared by the rewards of their validation completions.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run: one model, one method, one folder, from the start or from a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Events of the engine as the objects of OpenAI's interface, whole or as a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

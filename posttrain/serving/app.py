@@ -1,7 +1,5 @@
 """The routes of the server: OpenAI's chat and completions, and ours for scores and rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

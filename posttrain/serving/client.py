@@ -1,7 +1,5 @@
 """What a program asks of `posttrain serve`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

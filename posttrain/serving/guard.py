@@ -5,8 +5,6 @@ origin, and without permission it cannot send JSON; a site whose name was pointe
 the host.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import re

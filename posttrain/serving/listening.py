@@ -1,7 +1,5 @@
 """Listening on an address, and running an application there until a signal."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

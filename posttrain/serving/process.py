@@ -1,7 +1,5 @@
 """Servers of models as processes of this program, which ends without them only if it is killed outright."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

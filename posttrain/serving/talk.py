@@ -1,7 +1,5 @@
 """A conversation with a served model: asked, answered, taken back, changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Token ids as text while they come: pieces that add up to the text of the whole, cut at stop strings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Several replies at once, as they come."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence

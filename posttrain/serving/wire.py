@@ -1,7 +1,5 @@
 """The bodies of requests, checked. A parameter that is not read is refused, but for those without effect on tokens."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 

@@ -1,7 +1,5 @@
 """The run folder as the ranks after the first one see it: they read it, and write nothing but their own log."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout

@@ -1,7 +1,5 @@
 """`notes.json`: the tags and the note that a user gives a run. No part of a run reads it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

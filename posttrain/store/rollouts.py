@@ -8,8 +8,6 @@ run writes it. When the file reaches its size limit the oldest steps are deleted
 Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import queue

@@ -1,7 +1,5 @@
 """`sweep.json`: the trials of a sweep, their settings, states and metrics."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

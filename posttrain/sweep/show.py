@@ -1,7 +1,5 @@
 """The table and the picture of a sweep."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

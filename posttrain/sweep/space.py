@@ -1,7 +1,5 @@
 """The trials of a sweep: values of settings, over a grid or at random. Imports no torch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Early stopping of bad trials by the median rule of Vizier (Golovin et al. 2017, section 3.2.2)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs the trials of a sweep one after another, each in a run folder of its own, and stops the hopeless ones."""
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil

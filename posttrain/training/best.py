@@ -1,7 +1,5 @@
 """The best model so far, and early stopping: once evaluations stop improving, or because a watcher says so."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

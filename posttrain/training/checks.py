@@ -3,8 +3,6 @@
 Alarms of online runs are for problems that keep every number finite: counted in the metrics, logged as warnings.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Completions are sampled with the same random numbers at every evaluation, so tha
 differ by their weights alone. Nothing here touches the generators of training.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager

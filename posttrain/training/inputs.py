@@ -9,8 +9,6 @@
 The whole run is the folder of all models and stages of a configuration.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

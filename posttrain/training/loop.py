@@ -5,8 +5,6 @@ and stops as the settings say. A checkpoint has everything that determines the n
 continues bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Resuming a run: the settings that may change, warnings about lost files, advice when memory runs out."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

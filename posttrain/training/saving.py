@@ -4,8 +4,6 @@ The state after the last finished step is kept: when a run fails, it is saved, s
 failed step bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import traceback

@@ -5,8 +5,6 @@ Warm-up starts at 0, as in transformers, or at the first step's share: a step th
 something.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Ending a run on a signal: after the current step, or sooner if that takes too long."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

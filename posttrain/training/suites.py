@@ -1,7 +1,5 @@
 """Suites during training: `evaluation.suites`, asked at every evaluation; the records are in `evaluation/step-N`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 

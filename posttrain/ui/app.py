@@ -1,7 +1,5 @@
 """The application: the pages in Gradio, each on an address of its own, and the reports of runs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

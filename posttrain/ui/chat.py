@@ -1,7 +1,5 @@
 """Chat: one model, or two that answer the same questions; rewards, votes, and each token of a reply."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence

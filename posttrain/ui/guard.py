@@ -1,7 +1,5 @@
 """Who may ask: this machine's browser alone, or whoever has the token. Foreign web pages are refused in either case."""
 
-from __future__ import annotations
-
 import hmac
 import html
 import json

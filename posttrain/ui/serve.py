@@ -1,7 +1,5 @@
 """Listening on an address, and saying which."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The project's design as a Gradio theme: system fonts, so that no page asks another host for anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gradio as gr

@@ -1,7 +1,5 @@
 """A view: HTML that is a function of the page's address, renewed by its links and forms and by a timer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The controls above a table or a picture are a form whose values become the page's address.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

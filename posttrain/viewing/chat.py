@@ -4,8 +4,6 @@ A reply with its tokens in colour, as one model, or one against another, sees ea
 preference rows, which `posttrain train` reads (docs/data.md).
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping, Sequence

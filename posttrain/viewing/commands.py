@@ -1,7 +1,5 @@
 """Commands of posttrain as processes of their own, which import what the pages' process never does."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

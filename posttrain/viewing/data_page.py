@@ -1,8 +1,6 @@
 """The page Data: the rows of a run, or of settings that are being written, as they are trained: masks, lengths, what
 was dropped. `posttrain explore --json` reads them, a block at a time, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of a new run as they are typed into a page: checked as the command line checks flags, written as YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The evaluations below a folder: what each says in short, and their answers, kept between two looks."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

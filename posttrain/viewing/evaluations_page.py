@@ -1,7 +1,5 @@
 """The page Evaluations: means with their intervals, the four classes, answers side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page New run: a form of the schema, the settings file and the command that it makes, the plan, and the start."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

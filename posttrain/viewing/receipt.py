@@ -1,7 +1,5 @@
 """The receipt of a gradient: the groups of a step, the completions of a group, the tokens of a completion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page Rollouts: a run's curves and search, then down a path: step, group, completion, token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The page Run: curves, checks, data, log and the command of one run."""
 
-from __future__ import annotations
-
 import shlex
 
 from posttrain.errors import PosttrainError

@@ -1,7 +1,5 @@
 """The runs of a folder as rows, kept between two looks: a run is read again only when its files have changed."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

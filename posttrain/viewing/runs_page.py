@@ -1,7 +1,5 @@
 """The page Runs: a table of all runs, and the chosen ones compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The text of tokens, from a run's tokenizer.json: by the library tokenizers alone, which needs no torch."""
 
-from __future__ import annotations
-
 import stat
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What all pages share: the runs of a folder, their series, the indexes of their rollouts, and their models."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`${a.b}` in a setting: the value of another one, which may be its default."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer's side of one vLLM server: started and stopped here, or at a given address."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """vLLM in this process: pushed weights are tagged with a mark, and requests name the mark."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

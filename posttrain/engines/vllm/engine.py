@@ -1,7 +1,5 @@
 """The engine (protocol.py) over vLLM in any process: pushed weights are tagged, and requests name the tag."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A vLLM server of our own: a process on this machine, which ends with this one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

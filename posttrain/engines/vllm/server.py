@@ -6,8 +6,6 @@ a key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides: whoever
 machine's memory. With --child it ends with its parent.
 """
 
-from __future__ import annotations
-
 import argparse
 import hmac
 import ipaddress

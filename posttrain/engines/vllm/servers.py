@@ -8,8 +8,6 @@ All ranks call the methods together. A server that is lost in the middle is know
 with the same weights, before the missing completions are requested again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The weights of a policy as in a checkpoint: with transformers' names, adapters merged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

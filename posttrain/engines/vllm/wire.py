@@ -11,8 +11,6 @@ A failure is {error: {kind, message}}, where kind is a class of posttrain.errors
 one JSON object. Requests are handled side by side, and need `Authorization: Bearer KEY` if a key is set.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

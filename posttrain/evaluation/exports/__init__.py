@@ -1,7 +1,5 @@
 """Evaluations in the file formats of other programs, written without those programs (docs/eval-export.md)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ epochs, then over samples, as Inspect's `accuracy`, `mean` and `stderr` do. What
 the reason, which Inspect leaves out of its metrics.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

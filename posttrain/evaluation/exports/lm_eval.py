@@ -6,8 +6,6 @@ A suite is a task; one with groups is a group of tasks, each with its samples. A
 completions, and its metric is their mean. Items that are not graded have no metric and are not counted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The batch of a step: completions from `rollouts.sqlite`, or rows of the data in the order of the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

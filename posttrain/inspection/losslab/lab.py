@@ -1,7 +1,5 @@
 """A step's batch under every loss: value, gradient norm, share clipped, and the cosines between the gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The loss of a batch for each method, by the recipes' own functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The results of the loss lab: a table, the picture of the cosines, a JSON file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The losses that fit a batch: the run's own first, then each with the run's settings, or with those of `--set`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The weights for a step: the checkpoint that the step began with, or the nearest earlier one, or the initial model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

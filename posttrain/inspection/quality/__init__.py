@@ -1,7 +1,5 @@
 """Data quality before a run: duplicates, overlap, contamination, length bias, label noise (docs/data.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,6 @@ that Llama 2 calls contaminated (arXiv 2307.09288, appendix A.6): texts of one k
 words. A question of 8 to 12 words is one n-gram; a shorter one is not checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

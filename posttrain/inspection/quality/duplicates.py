@@ -5,8 +5,6 @@ Nearly equal: the Jaccard index of their sets of word 5-grams is at least 0.8. C
 1 - (1 - 0.8^4)^16 = 0.9998. The index of candidates is then computed, so no pair is joined that is less alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

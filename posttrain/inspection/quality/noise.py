@@ -14,8 +14,6 @@ kind of reply adds to ε. Where it is nowhere sure, or sure of all pairs alike, 
 be distinguished, and the interval is wide.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Preference pairs: whether the length of a reply tells which one is preferred, and the margins of a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The findings about a run's rows, as tables for the terminal and as JSON."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

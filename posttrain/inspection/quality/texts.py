@@ -1,7 +1,5 @@
 """The rows of a run as words: prompts, replies and whole rows, for each set that trains or validates."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A word is a run of letters and digits in lower case, without punctuation, as in 
 in Chinese, Japanese and Korean it is one character. Hashes are the same in every process.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterable

@@ -17,8 +17,6 @@ holder of keys is a prompt or a completion.
 # Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

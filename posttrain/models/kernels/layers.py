@@ -10,8 +10,6 @@ Shapes: a tensor (..., W) is contiguous rows of W numbers.
 # Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

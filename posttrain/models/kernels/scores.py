@@ -15,8 +15,6 @@ Shapes: N rows, D hidden size, V vocabulary, S splits of it.
 # Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
