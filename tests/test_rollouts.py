@@ -16,7 +16,7 @@ import torch
 from test_online import train as online_run
 from transformers import AutoTokenizer
 
-from benchmarks.sums import EXACT_SETTINGS
+from benchmarks.sums import EXACT_SETTINGS, exact
 from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import PPOMethod, load
@@ -370,9 +370,10 @@ def by_hand(name, rollouts, rewards):
     return found
 
 
-def ones(completions, **_columns):
-    """The number of a digit, so that other completions are better than for the run's own reward."""
-    return [float(text.count("1")) for text in completions]
+def ones(completions, answer, **_columns):
+    """The number of a digit, less for a right answer, so that other completions are better than for the run's own."""
+    right = exact(completions, answer)
+    return [text.count("1") - 10.0 * one for text, one in zip(completions, right, strict=True)]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -385,7 +386,8 @@ def test_advantages_in_training_and_regraded_are_those_by_hand(sums_home, tmp_pa
     for step in (1, 2):
         with StoredRun(folder) as stored:
             rollouts = stored.rollouts(step)
-        own, other = [one["reward"] for one in rollouts], ones([one["completion"] for one in rollouts])
+        own = [one["reward"] for one in rollouts]
+        other = [one["completion"].count("1") - 10.0 * one["reward"] for one in rollouts]
         before, after = by_hand(name, rollouts, own), by_hand(name, rollouts, other)
         stored_penalties = [one["penalties"] for one in rollouts if one["penalties"] is not None]
         assert (name == "grpo, in the loss") == (not stored_penalties)

@@ -141,7 +141,7 @@ def test_each_request_has_the_completions_it_has_alone(stories, adapter):
                 assert (ended.completion.tokens, ended.completion.finish_reason) == (alone.tokens, alone.finish_reason)
                 assert len(ended.alternatives) == (len(alone.tokens) if job.alternatives else 0)
                 expected = logprobs(policy, job.tokens, alone.tokens)
-                assert (torch.tensor(ended.completion.logprobs) - expected).abs().max() <= 1e-5
+                assert ended.completion.logprobs == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5)
                 for token, logprob, likely in zip(
                     alone.tokens, ended.completion.logprobs, ended.alternatives, strict=False
                 ):

@@ -310,9 +310,9 @@ def test_a_stage_with_the_same_lora_continues_the_adapter(tmp_path, shared, scra
     dpo, named, precomputed = (lines(run / stage) for stage in ("dpo", "named", "precomputed"))
     assert dpo[0]["loss"] == pytest.approx(0.693147, abs=1e-6) and dpo[1]["loss"] != dpo[0]["loss"]
     for mine, *others in zip(dpo, named, precomputed, strict=True):
-        for metric, value in mine.items():
+        for metric in mine.keys() - {"rewards/accuracies"}:  # margins of 0 may be rounded to either side
             for other in others:
-                assert other[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+                assert other[metric] == pytest.approx(mine[metric], rel=1e-4, abs=1e-5), metric
     # PEFT on the original base = our model.
     ids = torch.arange(5, 45)[None]
     base = AutoModelForCausalLM.from_pretrained(scratch_model)
