@@ -5,15 +5,17 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences check lint bench learn gpu wheel wheels clean
+.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
 SUITE = $(BIN)/pytest -n 2 --dist worksteal -m "not slow and not ui"
 
-test: .venv/.installed-dev lint
-	$(SUITE)
+# Types are checked beside the suite.
+test: .venv/.installed-dev style
+	@$(BIN)/pyright & types=$$!; $(SUITE); tests=$$?; \
+		wait $$types || { echo "pyright found errors: make lint shows them"; exit 1; }; exit $$tests
 
 # The pages in a real browser: $CHROMIUM, or chromium on the PATH.
 test-ui: .venv/.installed-dev
@@ -133,9 +135,11 @@ wheel:
 	build/wheel/venv/bin/pip install --quiet -c constraints.txt build/wheel/posttrain-*.whl
 	$(PYTHON) tests/wheel_check.py runs build/wheel/venv
 
-lint: .venv/.installed-dev
+style: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/pyright
 
 bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
