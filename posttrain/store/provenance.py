@@ -41,7 +41,8 @@ KEY_OF_DATA = re.compile(
 )
 AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)
 CASED = r"(?:[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*|[A-Z]+)"
-ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*|{CASED}_?\d{{1,2}}")  # a part of text that is no credential
+ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*")  # a part of text that is no credential
+COLUMN = re.compile(rf"{ORDINARY.pattern}|{CASED}_?\d{{1,2}}")
 PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
 LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values may be ordinary words
 # Values that look like secrets, with the part before them that is kept.
@@ -154,7 +155,8 @@ def _is_secret_value(name: str, value: str) -> bool:
         return False
     if AMBIGUOUS.fullmatch(name) or KEY_OF_DATA.search(name):
         parts = re.split(r"[^A-Za-z0-9_.+/=-]+", value)
-        return not os.path.isabs(value) and not all(ORDINARY.fullmatch(part.strip("_.+/=-")) for part in parts)
+        ordinary = ORDINARY if last == "token" else COLUMN
+        return not os.path.isabs(value) and not all(ordinary.fullmatch(part.strip("_.+/=-")) for part in parts)
     weak = (WEAK_WORD.fullmatch(last) or last == "token") and not STRONG_NAME.search(name)
     return bool(secret_words(last)) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
 
