@@ -126,10 +126,21 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sums_home(made_once) -> Path:
-    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
+    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`.
+
+    Half of the answers are right, so that of a few completions some are and some are not, whatever is drawn.
+    """
     from benchmarks import sums
 
-    return made_once("sums", lambda folder: sums.make(folder, SEED))
+    return made_once("sums", lambda folder: sums.make(folder, SEED, right=0.5))
+
+
+@pytest.fixture(scope="session")
+def hard_sums_home(made_once) -> Path:
+    """`sums_home` with one right answer in ten."""
+    from benchmarks import sums
+
+    return made_once("hard sums", lambda folder: sums.make(folder, SEED))
 
 
 @pytest.fixture(scope="session")

@@ -715,7 +715,7 @@ def test_adapters_are_folded_into_one_of_the_original_base(case, scratch_model, 
     got = outputs(PeftModel.from_pretrained(auto.from_pretrained(base, **labels), folder))
     error, effect = float((got - want).abs().max()), float((alone - want).abs().max())
     print(f"outputs differ by {error:.2g}; without the first adapter by {effect:.2g}")
-    assert error < 1e-4 < 2e-3 < effect
+    assert error < 1e-4 and error < effect / 20
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (rank, rank, str(base))
     assert {min(t.shape) for n, t in load_file(folder / "adapter_model.safetensors").items() if "lora" in n} == {rank}

@@ -78,14 +78,14 @@ LEARNING = {
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_right_answers_become_the_rule(sums_home, tmp_path, name):
+def test_right_answers_become_the_rule(hard_sums_home, tmp_path, name):
     """From one right answer in ten to nine (PPO: six) on sums held out from it: 81 to 93 % of PPO seen."""
     method, training, wanted = LEARNING[name]
-    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
-    data["validation"] = {"source": str(sums_home / "test.jsonl")}
+    data = {"source": str(hard_sums_home / "train.jsonl"), "template": "none", "max_length": 24}
+    data["validation"] = {"source": str(hard_sums_home / "test.jsonl")}
     training = {"learning_rate": 3e-3, "lr_scheduler_type": "linear"} | training
     steps = training["max_steps"]
-    folder = train(sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": steps})
+    folder = train(hard_sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": steps})
     results = load_json(folder / "results.json")
     before, after = (results[when]["eval_reward"] for when in ("start", "final"))
     print(f"{name}: held-out answers right {before:.1%} -> {after:.1%} in {steps} steps")
@@ -424,7 +424,7 @@ def test_the_last_prompts_of_an_epoch_weigh_what_others_do(sums_home, tmp_path, 
     method = {"loss_type": loss_type, "beta": 0, "entropy_coef": 1.0, "num_minibatches": 4, "scale_rewards": "none"}
     rewards, training = [EXACT | {"weight": 1e-6}], {"learning_rate": 1e-9}
     for line in lines(train(sums_home, tmp_path, method, rewards=rewards, data=data, training=training)):
-        assert line["loss"] == pytest.approx(-line["entropy"], rel=1e-2)
+        assert line["loss"] == pytest.approx(-line["entropy"], rel=0.1)  # parts have other numbers of tokens
 
 
 def test_minibatches_are_whole_groups_and_count_what_is_masked():

@@ -175,8 +175,8 @@ def test_sft_on_real_data(tmp_path, shared, scratch_model, name):
         tmp_path,
         model=str(scratch_model),
         method="sft",
-        data={"source": str(shared / path), "max_rows": 12, **extra},
-        training={"batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0},
+        data={"source": str(shared / path), "max_rows": 6, **extra},
+        training={"batch_size": 6, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0},  # the same rows twice
         tracking={"logging_steps": 1},
     )
     losses = metrics(folder, "loss")

@@ -392,7 +392,8 @@ def test_text_of_tokens_and_names_of_columns_stay():
         ("token", "a1b2c3d4e5"), ("token", "Ab-cd1efghi"), ("key", "AKq8Zx91mmPQ"), ("keys", ["Zx81-mmPQ-77aa"]),
         ("sort_key", "0123456789abcdef"), ("hf_token", "Hello World"), ("hf_token", "Ab1"), ("api_key", "plainword"),
         ("user_token", "Length2"), ("bot_token", "Hello2"), ("password", "Hello World"), ("pass", "Length2"),
-        ("token", "for me: a1b2c3d4e5"), ("openai.key", "dXNlcjpwYXNz"), ("token", "hunter22"), ("wandb_key", "Length2"),
+        ("token", "for me: a1b2c3d4e5"), ("openai.key", "dXNlcjpwYXNz"), ("token", "hunter22"),
+        ("wandb_key", "Length2"),
     ]  # fmt: skip
     for name, value in kept:
         assert redact({name: value}) == {name: value}
