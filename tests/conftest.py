@@ -20,8 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # kernels on a CPU, in NumPy
-if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
-    # PyTorch's attention asks oneDNN what the processor can do, and would fail where its own kernels can do less.
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2") or os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":
+    # As an older processor. If only one of them is asked, PyTorch fails in attention, and its int8 products are wrong.
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
