@@ -163,6 +163,18 @@ def test_sizes_and_plain_transformers(tmp_path, shared, to, most):
     assert plain.generation_config.eos_token_id == whole.generation_config.eos_token_id
 
 
+def test_products_that_are_wrong_here_are_refused(stories, quantised, monkeypatch):
+    """As those of oneDNN are where it may use AVX2 alone, and PyTorch AVX-512: sums of 16 bits stop at their limit."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.full((len(a), b.shape[1]), 2**15 - 1, dtype=torch.int32))
+    original = loaded(stories)
+    with pytest.raises(ModelError, match="unset ONEDNN_MAX_CPU_ISA"):
+        make_quantised(original, "int8", torch.float32)
+    with pytest.raises(ModelError, match="unset ONEDNN_MAX_CPU_ISA"):
+        loaded(quantised["int8"].folder)
+    loaded(quantised["int4"].folder)
+
+
 def test_gpt2_sorts_in_8_bits(shared, tmp_path):
     """Its linear layers have their weights transposed. All greedy answers stay right."""
     source = shared / "models/gpt-nano-sort"

@@ -27,7 +27,7 @@ from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.kernels import switch_on
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
-from posttrain.models.quantised import method_of
+from posttrain.models.quantised import check_int8, method_of
 from posttrain.models.reading import clear_errors, found_file, some
 from posttrain.models.untrusted import check_adapter_weights, check_file, check_indexes
 
@@ -118,6 +118,8 @@ def load_model(
     already = method_of(config)
     if already == "bitsandbytes":
         need("bitsandbytes", "quant", f"model {base.path}: its weights are quantised, which")
+        if cast(Any, config).quantization_config.get("load_in_8bit"):
+            check_int8(device)
     if stored is not None:
         source["quantization_config"] = stored
     if stored is not None or already is not None:

@@ -43,6 +43,18 @@ def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
     )
 
 
+def check_int8(device: torch.device) -> None:
+    """Raise ModelError if PyTorch multiplies 8-bit integers wrongly here, which nothing else would show."""
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # else they are not multiplied so
+        return
+    row = torch.full((1, COLUMNS), 127, dtype=torch.int8)
+    if int(torch._int_mm(row, row.T)) != COLUMNS * 127**2:
+        raise ModelError(
+            "PyTorch's 8-bit products are wrong where oneDNN may use less of the processor than PyTorch: unset "
+            "ONEDNN_MAX_CPU_ISA, or set ATEN_CPU_CAPABILITY=avx2 beside it"
+        )
+
+
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The linear layers of the backbone by their names in the model, in their order."""
     inside = set(backbone_of(model).modules())
@@ -56,9 +68,11 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> PreTrainedModel:
     """A copy of the model with quantised linear layers, on its device; `dtype` is that of all other weights.
 
-    Raises ModelError if it has no layer to quantise.
+    Raises ModelError if it has no layer to quantise, or 8-bit products are wrong here.
     """
     need("bitsandbytes", "quant", f"posttrain quantize --to {to}")
+    if to == "int8":
+        check_int8(original.device)
     layers = linear_layers(original)
     chosen = {name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)}
     if not chosen:
