@@ -196,7 +196,7 @@ def test_checks_store_and_grading_take_little_of_a_step(shared, tmp_path, monkey
     lines = (shared / "data/gsm8k/example_model_solutions.jsonl").read_text(encoding="utf-8").splitlines()
     recorded = [value["solution"] for line in lines for value in json.loads(line).values() if isinstance(value, dict)]
     texts = iter(recorded)
-    monkeypatch.setattr(rollout, "text_of", lambda completion, stops, tokenizer: next(texts))
+    monkeypatch.setattr(rollout, "text_of", lambda *_: next(texts))
     spent = dict.fromkeys(TIMED, 0.0)
 
     def timed(kind: str, function: Callable) -> Callable:

@@ -51,6 +51,7 @@ _DOMAIN = re.compile(
 )
 _ENDS_IN_DOMAIN = re.compile(r"\\forall|\\mathbb|\b(?:for|where)\b")
 _SETS = {"C": "complex", "N": "natural", "Q": "rational", "R": "real", "Z": "integer"}
+_PLACEHOLDER = re.compile(r"\s*\$\{[^$]*\}\s*")  # of a program, which would insert a value there
 _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s*\}?\s*(?=[^\s}])", re.I)
 
 
@@ -59,7 +60,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
     A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter.
     """
-    if len(answer) > LONGEST or len(gold) > LONGEST:
+    if len(answer) > LONGEST or len(gold) > LONGEST or _PLACEHOLDER.fullmatch(answer):
         return False
     gold, answer = _bare(gold), _bare(answer)
     return _same(gold, answer, DEEPEST) or _same_but_for_domain(gold, answer)
