@@ -155,6 +155,21 @@ def test_a_damaged_file_of_any_kind(tmp_path, suffix, draw, packed):
         assert found[-1].line <= content.count(b"\n") + 1
 
 
+def test_a_column_whose_name_is_damaged(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(in_bytes(".parquet").replace(b"prompt", b"pro\xc0pt"))
+    assert isinstance(records_of(path), DataError)
+
+
+def test_no_damage_of_a_parquet_file_ends_the_process(tmp_path):
+    """Any byte: Arrow ends it for sizes of a column that do not fit its type, where they are asked for first."""
+    whole, path = in_bytes(".parquet"), tmp_path / "rows.parquet"
+    for mask in (2, 4):
+        for place in range(len(whole)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :])
+            records_of(path)
+
+
 ARROW = {
     "text": pa.array([b"\xff", b"a"]).view(pa.utf8()),
     "second": pa.array([2**50, -1], pa.timestamp("ms")),
