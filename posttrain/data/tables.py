@@ -39,13 +39,10 @@ def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -
     Raises DataError for a file that unpacks to more than a gzip file may.
     """
     limit, unpacked, values = streams.most_unpacked(path.stat().st_size), 0, Counter[str]()
-    columns = [file.schema.column(number) for number in range(len(file.schema))]
-    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-    encoded = pq.ParquetFile(source, memory_map=isinstance(source, Path), read_dictionary=texts)
     for index in range(file.num_row_groups):
         group, repeated = file.metadata.row_group(index), set[str]()
-        _check_unpacked(path, ", ".join(file.schema.names), unpacked + group.total_byte_size, limit)
-        next(encoded.iter_batches(1, [index]), None)  # raises for damaged facts of a column: `column` ends the process
+        # Reads no row, and raises for damaged facts of a column, where `column` would end the process.
+        next(file.reader.iter_batches(0, [index]), None)
         for column in (group.column(number) for number in range(group.num_columns)):
             name, size = column.path_in_schema, column.total_uncompressed_size
             unpacked, values[name] = unpacked + size, values[name] + column.num_values
@@ -55,6 +52,7 @@ def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -
                 repeated.add(name)
         largest = BATCH_BYTES
         if repeated:
+            encoded = pq.ParquetFile(source, memory_map=isinstance(source, Path), read_dictionary=sorted(repeated))
             for batch in encoded.iter_batches(TABLE_ROWS, [index], columns=sorted(repeated)):
                 grown = _grown(path, batch, unpacked, limit)
                 unpacked, largest = unpacked + grown, max(largest, grown)
