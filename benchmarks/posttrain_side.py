@@ -38,17 +38,24 @@ from posttrain.scoring import RewardScorer, Scorer
 TOKENS_PER_PACK = {"sft": MAX_LENGTH} | dict.fromkeys(("dpo", "dpo-lora", "kto", "orpo", "reward"), 3072)
 
 
-def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    """The run's settings as overrides, the form a user types."""
-    method = arguments.method
+def settings(
+    method: str,
+    folder: Path,
+    models: Path,
+    steps: int,
+    tokens_per_pack: int | None = None,
+    learning_rate: float | None = None,
+    dtype: str = "float32",
+) -> list[str]:
+    """The run's settings as overrides, the form a user types; what is None is the method's default."""
     source = write_rows(folder / "rows.jsonl", rows_of(method))
     lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method == "dpo-lora" else []
     return [
         *lora,
         "name=bench",
         f"output_dir={folder}",
-        f"model.path={make_models(arguments.models)['reward' if method == 'reward' else 'policy']}",
-        f"model.dtype={arguments.dtype}",
+        f"model.path={make_models(models)['reward' if method == 'reward' else 'policy']}",
+        f"model.dtype={dtype}",
         f"method.type={method.removesuffix('-lora')}",
         f"data.source={source}",
         "data.template=none",
@@ -56,10 +63,10 @@ def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
         f"data.max_length={MAX_LENGTH}",
         "data.overlong=truncate",
         f"training.batch_size={BATCH_SIZE}",
-        f"training.tokens_per_pack={arguments.tokens_per_pack}",
-        f"training.learning_rate={arguments.learning_rate or LEARNING_RATES[method]}",
+        f"training.tokens_per_pack={tokens_per_pack or TOKENS_PER_PACK[method]}",
+        f"training.learning_rate={learning_rate or LEARNING_RATES[method]}",
         "training.lr_scheduler_type=constant",
-        f"training.max_steps={arguments.steps}",
+        f"training.max_steps={steps}",
         "tracking.logging_steps=1",
         "devices.type=cpu",
     ]
@@ -68,7 +75,8 @@ def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
 def measure(arguments: argparse.Namespace) -> dict:
     """Train and return the measurements."""
     with TemporaryDirectory() as folder:
-        config = load(None, settings(arguments, Path(folder))).config
+        given = settings(folder=Path(folder), **vars(arguments))
+        config = load(None, given).config
         with counting() as work:
             runner.train(config)
         run = Path(folder) / "bench"
@@ -77,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     return {
         "side": f"posttrain {posttrain.__version__}",
         "method": arguments.method,
-        "tokens_per_pack": arguments.tokens_per_pack,
+        "tokens_per_pack": config.training.tokens_per_pack,
         "steps": len(lines),
         "learning_rate": config.training.learning_rate,
         "threads": torch.get_num_threads(),
@@ -127,7 +135,6 @@ def main() -> None:
     parser.add_argument("--tokens-per-pack", type=int, help="default: by method")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
-    arguments.tokens_per_pack = arguments.tokens_per_pack or TOKENS_PER_PACK[arguments.method]
     torch.set_num_threads(THREADS)
     print(json.dumps(measure(arguments)))
 

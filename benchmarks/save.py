@@ -4,7 +4,6 @@ DPO of the benchmark's model, a checkpoint every two steps: the time of a save (
 forced to the disk, the oldest deleted) beside the time of the steps between two saves at the default interval.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -14,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.common import THREADS, machine
-from benchmarks.posttrain_side import TOKENS_PER_PACK, settings
+from benchmarks.posttrain_side import settings
 from posttrain import runner
 from posttrain.config import CheckpointConfig, load
 from posttrain.reports.listing import in_units, size_of
@@ -26,14 +25,8 @@ GOAL = 0.02  # of the time that steps take
 
 def measure(folder: Path) -> dict:
     """Train, and read from the run folder how long steps and saves took."""
-    arguments = argparse.Namespace(
-        method="dpo",
-        models=folder / "models",
-        steps=STEPS,
-        learning_rate=None,
-        tokens_per_pack=TOKENS_PER_PACK["dpo"],
-    )
-    runner.train(load(None, [*settings(arguments, folder), f"checkpoint.save_steps={EVERY}"]).config)
+    given = settings("dpo", folder, folder / "models", STEPS)
+    runner.train(load(None, [*given, f"checkpoint.save_steps={EVERY}"]).config)
     run = folder / "bench"
     saves = [float(s) for s in re.findall(r"saved checkpoint-\d+ in ([\d.]+) s", (run / "training.log").read_text())]
     step = json.loads((run / "results.json").read_text())["train_runtime"] / STEPS
