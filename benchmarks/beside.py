@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.common import SHARED, THREADS, machine, put_table
 from benchmarks.models import write_model
-from posttrain.store.files import load_json, save_json
+from posttrain.runs.files import load_json, save_json
 
 RESULTS = Path(__file__).parent / "results"
 GOAL = 6.0  # seconds
-IMPORTS = "from posttrain.imports import quick_imports\nwith quick_imports(): import posttrain.runner"
+IMPORTS = "from posttrain.base.imports import quick_imports\nwith quick_imports(): import posttrain.runner"
 PICTURE = """
 import json, sys, time
 from pathlib import Path

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.models import write_model
-from posttrain.memory import peak_of_process  # standard library only, as TRL is measured with it too
+from posttrain.base.memory import peak_of_process  # standard library only, as TRL is measured with it too
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
@@ -159,7 +159,7 @@ def machine() -> dict[str, str | int | None]:
 
 def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
     """Write results by name into a JSON file, over earlier ones of the same names; returns all that it has now."""
-    from posttrain.store.files import load_json, save_json  # not where TRL is measured
+    from posttrain.runs.files import load_json, save_json  # not where TRL is measured
 
     here = {name: {"machine": machine()} | result for name, result in results.items()}
     whole = (load_json(path) if path.exists() else {}) | here

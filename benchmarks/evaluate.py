@@ -28,14 +28,14 @@ from posttrain.cli import main as posttrain
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.evaluation.answering import Generated, ask
+from posttrain.evaluation.evaluate import Options, evaluate_recorded
 from posttrain.evaluation.items import load_items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, read_answers, write_files
 from posttrain.evaluation.running import run
 from posttrain.evaluation.suite import find_suite, with_settings
-from posttrain.inspection.evaluate import Options, evaluate_recorded
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.store.files import save_json, save_rows
+from posttrain.runs.files import save_json, save_rows
 
 RESULTS, PAGE = Path(__file__).parent / "results/evaluate.json", Path(__file__).parent / "README.md"
 GOALS = {"overhead": 0.05, "recorded": 30.0, "compare": 2.0}

@@ -26,8 +26,8 @@ from benchmarks.learn_online import CASES, QUIET, sums_task, train, write
 from posttrain.config import TagsConfig
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart.model import make_model
-from posttrain.store.files import save_json
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.files import save_json
+from posttrain.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES, PAGE, RESULTS = ROOT / "docs/images", ROOT / "docs/guide.md", ROOT / "benchmarks/results/guide.json"

@@ -35,8 +35,8 @@ from posttrain.quickstart import Size, write_bare_demonstrations
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.replies import TAGS, ask, turns
 from posttrain.quickstart.stages import settings_files
-from posttrain.store.atomic import write_file
-from posttrain.store.files import load_json, save_rows
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import load_json, save_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn.json", ROOT / "docs/learning.md"

@@ -41,7 +41,7 @@ from benchmarks.common import SHARED, put_table, split_transcripts
 from benchmarks.trials import save_trials, verdict
 from posttrain import runner
 from posttrain.config import load
-from posttrain.store.files import load_json
+from posttrain.runs.files import load_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn_online.json", ROOT / "docs/learning.md"

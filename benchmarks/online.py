@@ -23,10 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,56 +33,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks.common import (
-    SHARED,
     THREADS,
     add_results,
     in_own_process,
     make_models,
     peak_memory_gb,
-    preference_rows,
     processors,
     put_table,
     write_rows,
 )
+from benchmarks.online_work import LIMIT, MAX_LENGTH, STEPS, WORK, draw_lengths, prompts_of
 
 RESULTS = Path(__file__).parent / "results"
-LIMIT = 256
-STEPS = {"grpo": 3, "ppo": 2, "distill": 3}
-WORK = {"grpo": (8, 8), "ppo": (16, 1), "distill": (8, 4)}  # prompts a step, completions of each
 GOALS = {
     "grpo": (4.0, 0.4),
     "ppo": (3.0, float("inf")),
     "distill": (3.0, float("inf")),
 }  # TRL's time over ours; our memory over TRL's
 STORING = 0.02  # of a step's time, at most
-MAX_LENGTH = 1024
-
-
-def draw_lengths(method: str, model: Path, seed: int = 0) -> list[list[list[int]]]:
-    """The length of every completion of every prompt of every step."""
-    path = SHARED / "data/gsm8k/example_model_solutions.jsonl"
-    rows = [json.loads(line) for line in path.open(encoding="utf-8")]
-    texts = [value["solution"] for row in rows for value in row.values() if isinstance(value, dict)]
-    tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(seed)
-    prompts, n = WORK[method]
-
-    def length() -> int:
-        return min(LIMIT, len(tokenizer(rng.choice(texts), add_special_tokens=False).input_ids) + 1)
-
-    return [[[length() for _ in range(n)] for _ in range(prompts)] for _ in range(STEPS[method])]
-
-
-def prompts_of(method: str) -> list[str]:
-    """The prompts of all steps, in order."""
-    return [row["prompt"] for row in preference_rows(WORK[method][0] * STEPS[method])]
-
-
-def characters(completions: Sequence[str], **_columns: object) -> list[float]:
-    """A reward that costs nothing: the share of the letter e."""
-    return [text.count("e") / max(1, len(text)) for text in completions]
 
 
 # --- posttrain --------------------------------------------------------------------------------------------------------
@@ -97,7 +65,7 @@ def run_posttrain(
     from posttrain.config import load
     from posttrain.engines import EmbeddedEngine
     from posttrain.recipes.online import Step
-    from posttrain.store import rollouts
+    from posttrain.runs import rollouts
 
     times: list[float] = []
     storing = [timed(Step, "stored"), timed(rollouts.RolloutStore, "add"), timed(rollouts, "_insert")]
@@ -111,7 +79,7 @@ def run_posttrain(
 
     EmbeddedEngine.generate = at_lengths
     prompts, n = WORK[method]
-    reward = {"type": "python", "function": "benchmarks.online:characters"}
+    reward = {"type": "python", "function": "benchmarks.online_work:characters"}
     settings = {
         "name": "bench",
         "output_dir": str(folder),
@@ -193,7 +161,7 @@ def one_side(side: str, method: str, models: Path, dtype: str) -> dict:
         if side == "posttrain":
             found = run_posttrain(method, made, lengths, Path(folder), dtype)
         else:
-            from benchmarks.online_trl import RUN  # imports this module
+            from benchmarks.online_trl import RUN
 
             found = RUN[method](made, lengths, Path(folder), dtype)
     sampled = [length for step in lengths for group in step for length in group]

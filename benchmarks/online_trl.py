@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LogitsProcessor
 
 from benchmarks.common import TRL_SETTINGS
-from benchmarks.online import LIMIT, MAX_LENGTH, STEPS, WORK, characters, prompts_of
+from benchmarks.online_work import LIMIT, MAX_LENGTH, STEPS, WORK, characters, prompts_of
 
 TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
 ROWS = 8  # sequences that TRL takes at a time

@@ -21,7 +21,7 @@ from benchmarks.generate import VLLM_PYTHON
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.models.load import load_model
-from posttrain.store.files import save_json
+from posttrain.runs.files import save_json
 
 ROUNDS = 5
 

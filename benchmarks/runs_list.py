@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.common import add_results, processors, put_table
 from posttrain.config import RunConfig, dump
-from posttrain.store.run import Run
+from posttrain.runs.run import Run
 
 RESULTS, PAGE = Path(__file__).parent / "results/runs_list.json", Path(__file__).parent / "README.md"
 RUNS, LINES, GOAL = 500, 200, 0.5

@@ -16,8 +16,8 @@ from benchmarks.common import THREADS, machine
 from benchmarks.posttrain_side import settings
 from posttrain import runner
 from posttrain.config import CheckpointConfig, load
-from posttrain.reports.listing import in_units, size_of
-from posttrain.store.files import save_json
+from posttrain.runs.files import save_json
+from posttrain.runs.listing import in_units, size_of
 
 STEPS, EVERY = 12, 2
 GOAL = 0.02  # of the time that steps take

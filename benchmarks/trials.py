@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine
-from posttrain.store.files import save_json
+from posttrain.runs.files import save_json
 
 
 def save_trials(path: Path, settings: object, trials: Sequence[Any]) -> None:

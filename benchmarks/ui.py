@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import add_results, processors, put_table
-from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from tests.pages import fetch, served, shown
 
 RESULTS, PAGE = Path(__file__).parent / "results/ui.json", Path(__file__).parent / "README.md"

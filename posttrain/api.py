@@ -6,7 +6,7 @@
     run.metric("loss")                      # steps and values
     posttrain.evaluate(run, ["gsm8k"]).summary["gsm8k"]["value"]
 
-Settings are those of a file (docs/config.md). Errors are of the classes in posttrain/errors.py.
+Settings are those of a file (docs/config.md). Errors are of the classes in posttrain/base/errors.py.
 """
 
 import logging
@@ -20,29 +20,29 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError, RunError
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.schema import base
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.rollout import EngineName
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
-from posttrain.errors import ConfigError, RunError
+from posttrain.evaluation.evaluate import Options, evaluate_recorded
+from posttrain.evaluation.evaluate import evaluate as evaluate_suites
 from posttrain.evaluation.items import Items, load_items
+from posttrain.evaluation.pairs import PairOptions
 from posttrain.evaluation.records import Answer, read_answers
 from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
+from posttrain.evaluation.tasks import Tasks, check_tasks, evaluate_tasks
 from posttrain.grading.pool import DEADLINE_S
-from posttrain.inspection.evaluate import Options, evaluate_recorded
-from posttrain.inspection.evaluate import evaluate as evaluate_suites
-from posttrain.inspection.evaluate_tasks import Tasks, check_tasks, evaluate_tasks
-from posttrain.inspection.pairs import PairOptions
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.reports.listing import newest_model, place_of
-from posttrain.store.checkpoint import list_checkpoints
-from posttrain.store.files import load_json
-from posttrain.store.folder import check_run_folder
-from posttrain.store.metrics import read_metrics
-from posttrain.store.runs import read_run
+from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.files import load_json
+from posttrain.runs.finding import read_run
+from posttrain.runs.folder import check_run_folder
+from posttrain.runs.listing import newest_model, place_of
+from posttrain.runs.metrics import read_metrics
 
 Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
 Suite = str | SuiteConfig | Items

@@ -26,9 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from posttrain.bins import Items, equal, fewest
-from posttrain.losses.reduce import sum_segments
+
+HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +63,22 @@ class Example:
 class Pack:
     """A flat batch of T physical tokens, N scored tokens, S sequences. Index tensors are int64, all on one device."""
 
-    tokens_T: torch.Tensor
-    position_T: torch.Tensor  # depth in the tree: the position a sequence alone would give the token
-    end_T: torch.Tensor  # key k is visible to query q <=> k <= q < end_T[k]
-    source_N: torch.Tensor  # physical token whose hidden state predicts the target
-    target_N: torch.Tensor  # the target's token id
-    sequence_N: torch.Tensor  # the sequence that owns the target; ascending
-    read_U: torch.Tensor  # the physical tokens among the sources, each once, ascending
-    where_N: torch.Tensor  # the place of a target's source among those
-    length_S: torch.Tensor  # scored tokens of each sequence
-    last_S: torch.Tensor  # physical token last fed of each sequence
-    group_S: torch.Tensor  # index of the example (in the list given to `pack`) that owns the sequence
+    tokens_T: Tensor
+    position_T: Tensor  # depth in the tree: the position a sequence alone would give the token
+    end_T: Tensor  # key k is visible to query q <=> k <= q < end_T[k]
+    source_N: Tensor  # physical token whose hidden state predicts the target
+    target_N: Tensor  # the target's token id
+    sequence_N: Tensor  # the sequence that owns the target; ascending
+    read_U: Tensor  # the physical tokens among the sources, each once, ascending
+    where_N: Tensor  # the place of a target's source among those
+    length_S: Tensor  # scored tokens of each sequence
+    last_S: Tensor  # physical token last fed of each sequence
+    group_S: Tensor  # index of the example (in the list given to `pack`) that owns the sequence
     groups: tuple[int, ...]  # the same as `group_S`, wherever the pack is: a GPU need not be waited for
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
     nodes: tuple[tuple[int, int], ...]  # where each run of tokens begins that see the same before them, and their `end`
     longest: int  # most physical tokens of a sequence
-    weight_N: torch.Tensor | None = None  # SFT: loss weights of the targets, float32; None: all 1
+    weight_N: Tensor | None = None  # SFT: loss weights of the targets, float32; None: all 1
 
     @property
     def num_tokens(self) -> int:
@@ -87,11 +89,11 @@ class Pack:
     def num_sequences(self) -> int:
         return len(self.last_S)
 
-    def sum_by_sequence(self, value_N: torch.Tensor) -> torch.Tensor:
+    def sum_by_sequence(self, value_N: Tensor) -> Tensor:
         """Sum a value per scored token over each sequence: (N) -> (S), floating point."""
         return sum_segments(value_N, self.length_S)
 
-    def pairs(self, value_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pairs(self, value_S: Tensor) -> tuple[Tensor, Tensor]:
         """A value per sequence as those of chosen and of rejected completions (P each): a pair's stand side by side."""
         return value_S[0::2], value_S[1::2]
 
@@ -101,11 +103,11 @@ class Pack:
         return self.groups[0::2]
 
     @property
-    def is_chosen_N(self) -> torch.Tensor:
+    def is_chosen_N(self) -> Tensor:
         """Whether a scored token belongs to a pair's chosen completion, bool."""
         return self.sequence_N % 2 == 0
 
-    def with_targets(self, kept_N: torch.Tensor) -> Pack:
+    def with_targets(self, kept_N: Tensor) -> Pack:
         """The same pack with these of its targets alone: bool (N)."""
         source_N, sequence_N = self.source_N[kept_N], self.sequence_N[kept_N]
         read_U, where_N = source_N.unique(return_inverse=True)
@@ -125,24 +127,24 @@ class Pack:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         weight_N = values.pop("weight_N")  # of another type than the others
         weight_N = None if weight_N is None else sent(weight_N, device).to(device)
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         if torch.device(device).type == "cuda" and not self.tokens_T.is_cuda:
             whole = sent(torch.cat([*tensors.values()]), device)
             moved = whole.split([len(tensor) for tensor in tensors.values()])
             return replace(self, weight_N=weight_N, **dict(zip(tensors, moved, strict=True)))
         return replace(self, weight_N=weight_N, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
-    def seen_ST(self) -> torch.Tensor:
+    def seen_ST(self) -> Tensor:
         """The physical tokens of each sequence, which its last token sees, bool: (S, T)."""
         index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
         return (index_T <= self.last_S[:, None]) & (self.last_S[:, None] < self.end_T)
 
-    def paths(self) -> list[torch.Tensor]:
+    def paths(self) -> list[Tensor]:
         """The physical tokens of each sequence, from root to leaf."""
         return [torch.nonzero(seen_T).squeeze(1) for seen_T in self.seen_ST()]
 
 
-def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on `device`: to a GPU from page-locked memory, by a copy that nothing waits for."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -264,7 +266,7 @@ class _Layout:
             weight_N=self._weights(),
         )
 
-    def _weights(self) -> torch.Tensor | None:
+    def _weights(self) -> Tensor | None:
         if all(weight is None for weight in self.weight):
             return None
         given = zip(self.weight, self.target, strict=True)
@@ -313,7 +315,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
-def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+def _tensor(arrays: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(_joined(arrays))
 
 
@@ -326,3 +328,16 @@ def sequences(tree: Node) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for child in tree.children:
         for tail_ids, tail_trained in sequences(child):
             yield np.concatenate([ids, tail_ids]), np.concatenate([trained, tail_trained])
+
+
+def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
+    """Sums over consecutive segments of lengths `length_S`: (N) to (S), floating point. `length_S` adds up to N.
+
+    Sums have a fixed order, so that results are reproducible to the bit on a GPU too, unlike with `index_add`.
+    """
+    if value_N.device.type not in HAVE_SEGMENTS:
+        sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
+        return value_N.new_zeros(len(length_S)).index_add(0, sequence_N, value_N)
+    if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # on a GPU the check would wait for it
+        raise ValueError(f"lengths add up to {int(length_S.sum())}, but there are {len(value_N)} values")
+    return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # unchecked: no wait for a GPU

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError, VitalSignError
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
-from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
-from posttrain.ranks import ALONE, Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.rewards.compose import Rewarded, RewardInput, Rewards, picked
 
 T = TypeVar("T")

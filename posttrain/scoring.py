@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from posttrain.base.errors import DamagedError
 from posttrain.batch import Pack
-from posttrain.errors import DamagedError
 from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, head_layer, is_packed, logit_scale, logit_softcap

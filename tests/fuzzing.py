@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.errors import PosttrainError
+from posttrain.base.errors import PosttrainError
 
 ANY_CHARACTER = st.characters(exclude_categories=())  # lone surrogates too
 TRICKY = st.sampled_from(

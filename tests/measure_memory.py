@@ -16,8 +16,8 @@ import matplotlib.pyplot  # noqa: F401
 import torch
 
 from posttrain import runner
+from posttrain.base.memory import memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.config import load
-from posttrain.memory import memory_in_use, peak_memory, release_memory, reset_peak_memory
 
 CPU = torch.device("cpu")
 MADV_POPULATE_READ = 22  # asm-generic/mman-common.h, since Linux 5.14

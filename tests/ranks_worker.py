@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from posttrain import ranks, runner
+from posttrain import runner
+from posttrain.base.errors import RankError
 from posttrain.config import RunConfig, load
-from posttrain.errors import RankError
 from posttrain.optim.adamw import AdamW, ShardedAdamW
+from posttrain.parallel import ranks
 from posttrain.runner import one
 from posttrain.training import job
 

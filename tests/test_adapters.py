@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError, DamagedError, ModelError, WeightsError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
 from posttrain.engines import EmbeddedEngine, Sampling
-from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
 from posttrain.models.adapters import base_settings, with_adapter
 from posttrain.models.families import head_layer
 from posttrain.models.load import load_model, load_tokenizer, new_token_ids
@@ -41,8 +41,8 @@ from posttrain.models.optional import keep_storage
 from posttrain.models.untrusted import ADAPTERS
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate
+from posttrain.runs.inputs import reference_settings
 from posttrain.scoring import Scorer
-from posttrain.training.inputs import reference_settings
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}

@@ -9,9 +9,9 @@ import pytest
 
 import posttrain
 from posttrain import runner
+from posttrain.base.errors import ConfigError, RunError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.items import load_items
 from posttrain.evaluation.suite import find_suite, with_settings
 
@@ -106,7 +106,7 @@ def test_an_evaluation_of_the_command_line_is_the_same(shared, questions, tmp_pa
     command = ["eval", model, "--suite", "gsm8k", "--data", str(questions), "--output", str(folder), *flags]
     assert main([*command, "--prompt", "{question}", "--workers", "1", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    monkeypatch.setattr("posttrain.inspection.evaluate.load_model", None)
+    monkeypatch.setattr("posttrain.evaluation.evaluate.load_model", None)
     options = {"temperature": (0.5, 1.0), "num_generations": 2, "top_k": 5, "seed": 3, "max_completion_length": 4}
     options |= {"output": folder, "settings": {"prompt": "{question}"}}
     found = posttrain.evaluate(model, ["gsm8k"], data={"gsm8k": questions}, **options)

@@ -13,8 +13,9 @@ import json, sys
 from pathlib import Path
 
 import pytest
+from benchmarks import online_work as work
+work.STEPS, work.WORK, work.LIMIT = {"grpo": 1}, {"grpo": (2, 3)}, 8
 from benchmarks import online
-online.STEPS, online.WORK, online.LIMIT = {"grpo": 1}, {"grpo": (2, 3)}, 8
 found = online.run_posttrain("grpo", {"policy": Path(sys.argv[1])}, [[[5, 8, 2], [1, 4, 8]]], Path(sys.argv[2]))
 print(json.dumps(found))
 """

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from test_serve import serving
 
+from posttrain.base.errors import DataError, EngineError
 from posttrain.cli import main
 from posttrain.cli.chat import _answer
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.data import prepare
-from posttrain.errors import DataError, EngineError
 from posttrain.models.load import load_tokenizer
 from posttrain.serving.client import Client
 from posttrain.serving.process import ModelServer, ModelServers

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.base.errors import DataError, RunError
 from posttrain.cli import main
 from posttrain.cli.errors import guarded
 from posttrain.cli.flags import plain, short_names
@@ -18,7 +19,6 @@ from posttrain.config import EvaluationDataset, SourceConfig, dump, load, preset
 from posttrain.config.reading.fields import all_settings
 from posttrain.config.render import EXAMPLES, REWARDS, STARTER, starter, with_reference
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
-from posttrain.errors import DataError, RunError
 
 ROOT = Path(__file__).parent.parent
 GOOD = "model: gpt2\nmethod: sft\ndata: {source: rows.jsonl}\n"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.base.errors import RunError
 from posttrain.cli import main
-from posttrain.errors import RunError
-from posttrain.reports.listing import in_units, size_of, summarise
-from posttrain.store.folder import never_stepped
-from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt
-from posttrain.store.run import Run
-from posttrain.store.runs import find_runs
+from posttrain.runs.finding import find_runs
+from posttrain.runs.folder import never_stepped
+from posttrain.runs.listing import in_units, size_of, summarise
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt
+from posttrain.runs.run import Run
 
 CONFIG = """\
 name: toy

@@ -13,13 +13,13 @@ from test_judge import server  # noqa: F401  a fixture
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.comparing.differences import Options, compare, holm
-from posttrain.comparing.sides import make_sides, split_name
-from posttrain.comparing.sources import read_source
+from posttrain.evaluation.comparing.differences import Options, compare, holm
+from posttrain.evaluation.comparing.sides import make_sides, split_name
+from posttrain.evaluation.comparing.sources import read_source
 from posttrain.evaluation.records import Answer
 from posttrain.reports.page import SCRIPT
-from posttrain.store.files import load_json, save_json, save_rows
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
+from posttrain.runs.files import load_json, save_json, save_rows
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation
 
 PLAIN = Answer(
     suite="sums",
@@ -38,7 +38,7 @@ PLAIN = Answer(
 def blank_picture(request, monkeypatch):
     """The picture is drawn where a test is marked `pictures`."""
     if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("posttrain.comparing.page.picture", lambda comparison: b"")
+        monkeypatch.setattr("posttrain.evaluation.comparing.page.picture", lambda comparison: b"")
 
 
 def answered(scores, **changes):

@@ -9,10 +9,10 @@ import pytest
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.comparing.methods import Run, read_finished, shared_prompts
-from posttrain.comparing.sources import read_validation
-from posttrain.store.files import load_json
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.evaluation.comparing.sources import read_validation
+from posttrain.runner.methods import Run, read_finished, shared_prompts
+from posttrain.runs.files import load_json
+from posttrain.runs.stored_rollouts import StoredRun
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +146,9 @@ def test_what_is_refused(settings, capsys, arguments, message):
 
 
 def test_a_run_without_rewarded_evaluations(settings, tmp_path):
-    from posttrain.errors import RunError
-    from posttrain.store.files import save_json
-    from posttrain.store.rollouts import GIB, RolloutStore
+    from posttrain.base.errors import RunError
+    from posttrain.runs.files import save_json
+    from posttrain.runs.rollouts import GIB, RolloutStore
 
     save_json(tmp_path / "results.json", {"steps": 1, "num_tokens": 1, "train_runtime": 1.0, "final": {}})
     (tmp_path / "metrics.jsonl").write_text("")

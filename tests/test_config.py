@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.base.errors import ConfigError
 from posttrain.config import (
     EvaluationDataset,
     LoraConfig,
@@ -24,7 +25,6 @@ from posttrain.config.reading.fields import all_settings, choices
 from posttrain.config.render import EXAMPLES
 from posttrain.config.schema.base import is_name
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
-from posttrain.errors import ConfigError
 from posttrain.training.resume import as_started
 
 ROOT = Path(__file__).parent.parent / "posttrain"

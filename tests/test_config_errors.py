@@ -6,10 +6,10 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from posttrain.base.errors import ConfigError
 from posttrain.config import DPOMethod, load
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.config.schema.offline import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
-from posttrain.errors import ConfigError
 from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
 
 GOOD = {"model": "gpt2", "method": "sft", "data": {"source": "rows.jsonl"}}

@@ -13,6 +13,7 @@ import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from test_data_sources import hub_cache
 
+from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
@@ -20,7 +21,6 @@ from posttrain.data import prepare
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
 from posttrain.data.sources import keep, layout_of, splits_of
-from posttrain.errors import DataError
 
 CHAT = [{"role": "user", "content": "Q?"}]
 WORSE, BETTER = ([*CHAT, {"role": "assistant", "content": text}] for text in ("worse", "better"))
@@ -95,7 +95,7 @@ import json, sys
 from data_tokenizer import byte_tokenizer
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 tokenizer = byte_tokenizer()
 found = {}
 for name, kind, split in json.load(sys.stdin):

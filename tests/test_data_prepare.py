@@ -19,6 +19,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from posttrain.base.errors import DataError
+from posttrain.base.words import counted
 from posttrain.batch import pack, physical_length, sequences
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
@@ -29,8 +31,6 @@ from posttrain.data.lengths import Room
 from posttrain.data.readers import Record
 from posttrain.data.reading import SourcePart
 from posttrain.data.report import Reading
-from posttrain.errors import DataError
-from posttrain.words import counted
 
 
 def write(path, rows):

@@ -12,9 +12,9 @@ from data_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import ConfigError, PosttrainError
 from posttrain.evaluation.suite import suite_names
 from posttrain.inspection.quality import check_quality, questions_of
 from posttrain.inspection.quality.contamination import Questions, contamination

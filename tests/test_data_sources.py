@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare, streams
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source, splits_of
-from posttrain.errors import DataError
 
 ROWS = [{"prompt": f"Name a number after {n}. ", "completion": f"{n + 1} é\n"} for n in range(4)]
 
@@ -374,7 +374,7 @@ def test_hub_data_sets_load_from_the_local_cache(tmp_path):
     )
     code = """
 from posttrain.data.sources import open_source, splits_of
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 for source, split in (("someone/plain", "train"), ("someone/subsets/main", "train"), ("someone/subsets/main", "test"),
                       ("someone/subsets/other", "train"), ("someone/subsets", "train"), ("someone/absent", "train")):
     try:

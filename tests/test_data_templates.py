@@ -22,7 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain import helpers, runner
+from posttrain import runner
+from posttrain.base import helpers
+from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.batch import Node, sequences
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig, load
@@ -34,13 +36,12 @@ from posttrain.data.readers import Record
 from posttrain.data.render import Process, RenderRequest, rendering
 from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
-from posttrain.errors import DataError, ModelError, RunError
 from posttrain.evaluation.answering import ask, stops_of, written_by
 from posttrain.evaluation.items import Item
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import adapter_stops
 from posttrain.rewards.learned import LearnedReward
-from posttrain.training.inputs import dated
+from posttrain.runs.inputs import dated
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 

@@ -8,12 +8,12 @@ import pytest
 from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row
 from posttrain.data.tokenise import Tokeniser, Trained
-from posttrain.errors import DataError
 
 # The shapes of stock templates, without their long texts.
 THINKS = (  # Qwen3: earlier turns lose their thinking, the last has an empty one; `enable_thinking` is not passed

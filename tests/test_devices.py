@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from posttrain.base.errors import ModelError
 from posttrain.cli import main
 from posttrain.config import DevicesConfig
-from posttrain.errors import ModelError
 from posttrain.models.devices import device_of, own_device
 
 

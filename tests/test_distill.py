@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl.experimental.gkd import GKDTrainer
 
 from posttrain import distillation, runner
+from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.config import load
 from posttrain.distillation import compare
-from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses import DIVERGENCES, divergence_of
-from posttrain.store.files import load_json
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.files import load_json
+from posttrain.runs.stored_rollouts import StoredRun
 
 BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.3}  # what TRL's beta is for each
 

@@ -35,7 +35,7 @@ from test_serve import serving
 from test_suites import LOCAL as SUITES
 
 from posttrain.cli import main
-from posttrain.comparing.sides import split_name
+from posttrain.evaluation.comparing.sides import split_name
 from posttrain.training.state import Saved, State
 
 ROOT = Path(__file__).parent.parent

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.doctor import all_checks, chosen, compute, examine, libraries, machine, requirements, services
 from posttrain.doctor.checks import Broken, Check
-from posttrain.errors import ConfigError
 
 
 def check(function: str, lane: str = "a", **facts) -> Check:

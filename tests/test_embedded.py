@@ -12,6 +12,7 @@ from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoTokenizer, Qwen3Config
 
+from posttrain.base.errors import VitalSignError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.cache import Cache
@@ -19,7 +20,6 @@ from posttrain.engines.decode import Shape
 from posttrain.engines.graphs import Recordings, StaticStepper
 from posttrain.engines.room import Room, cache_tokens, token_bytes
 from posttrain.engines.sampling import sample_tokens
-from posttrain.errors import VitalSignError
 from posttrain.models.load import load_model
 from posttrain.models.matmul import float32_product
 

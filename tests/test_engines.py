@@ -20,19 +20,19 @@ from torch import nn
 from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
+from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
+from posttrain.data.pieces import LOST, Pieces, pieces
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache
 from posttrain.engines.room import Room
-from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.lean import lean
 from posttrain.models.load import load_model
-from posttrain.pieces import LOST, Pieces, pieces
 from posttrain.scoring import Scorer
 
 PACKED = [name for name, family in FAMILIES.items() if family.packed and not family.recurrent]  # for every engine

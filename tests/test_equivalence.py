@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from posttrain import scoring
+from posttrain.base.errors import ModelError
 from posttrain.batch import Example, Node, pack, sequences
-from posttrain.errors import ModelError
 from posttrain.models import matmul
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.elementwise import TORCH

@@ -1,4 +1,4 @@
-"""Which failures are memory that ran out (posttrain/errors.py)."""
+"""Which failures are memory that ran out (posttrain/base/errors.py)."""
 
 import sqlite3
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.exc import InductorError
 
-from posttrain.errors import RewardError, is_out_of_memory
+from posttrain.base.errors import RewardError, is_out_of_memory
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:

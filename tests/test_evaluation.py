@@ -12,16 +12,16 @@ from pydantic import ValidationError
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
+from posttrain.base.errors import DataError, PosttrainError
 from posttrain.config import DataConfig, EvaluationConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
 from posttrain.data import prepare, prepare_run
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import DataError, PosttrainError
 from posttrain.evaluation.records import read_summary
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Sampler
-from posttrain.store.checkpoint import saved_step
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.checkpoint import saved_step
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training.evaluation import reasoning
 
 

@@ -14,10 +14,10 @@ import torch
 from evaluation_samples import write_evaluation
 from transformers import AutoModelForCausalLM
 
+from posttrain.base.errors import ConfigError, DataError, RunError
 from posttrain.batch import pack
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.errors import ConfigError, DataError, RunError
 from posttrain.evaluation import lm_eval_requests
 from posttrain.evaluation.exports import export_evaluation
 from posttrain.evaluation.lm_eval_requests import Requests

@@ -14,19 +14,19 @@ from test_trl import BATCH, assert_same_losses, labelled, pairs, train_ours, tra
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.models import write_model
+from posttrain.base.errors import ConfigError, ModelError
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
-from posttrain.errors import ConfigError, ModelError
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.lean import lean
 from posttrain.models.load import load_tokenizer
 from posttrain.planning.largest import largest_step, with_completions
 from posttrain.rollout import _fitting
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.stored_rollouts import StoredRun
 from posttrain.training.job import router_weight
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next"]

@@ -9,14 +9,14 @@ import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
 from posttrain.data.explore import ASCII, nodes_of, tokens_text
 from posttrain.data.layouts import find_layout
+from posttrain.data.pieces import pieces
 from posttrain.data.readers import delimiter_of, read_files
-from posttrain.errors import DataError
-from posttrain.pieces import pieces
 
 STORY = "Once upon a time\n\nZoë met 你好 👍\tand  so\n<think>"
 

@@ -20,10 +20,10 @@ from test_equivalence import CONFIGS, make
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 from posttrain import runner
+from posttrain.base.errors import ModelError, RunError, VitalSignError
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, load
 from posttrain.data.templates import choose_template
-from posttrain.errors import ModelError, RunError, VitalSignError
 from posttrain.evaluation.records import FORMAT
 from posttrain.export import export as exporting
 from posttrain.export import hub, merging, serving, unchanged
@@ -33,7 +33,7 @@ from posttrain.export.serving import Served
 from posttrain.export.serving import go_template as write_go
 from posttrain.export.source import Source
 from posttrain.export.turns import InexpressibleError, turns_of
-from posttrain.training.inputs import content_of
+from posttrain.runs.inputs import content_of
 
 CPU = DevicesConfig(type="cpu")
 IDS = torch.arange(5, 60)[None]

@@ -14,18 +14,18 @@ from safetensors.torch import load_file
 from test_resume import assert_same_run, settings, start
 
 from benchmarks import sums
+from posttrain.base.errors import EngineError, RewardError, RunError, Stopped
+from posttrain.base.signals import handling
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import EngineError, RewardError, RunError, Stopped
 from posttrain.optim.adamw import AdamW
 from posttrain.recipes import ppo, sft
-from posttrain.signals import handling
-from posttrain.store import rollouts
-from posttrain.store.checkpoint import list_checkpoints
-from posttrain.store.files import load_json
-from posttrain.store.run import Run
-from posttrain.store.runs import read_run
+from posttrain.runs import rollouts
+from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.files import load_json
+from posttrain.runs.finding import read_run
+from posttrain.runs.run import Run
 from posttrain.training.loop import Loop
 from posttrain.training.resume import smaller_packs
 from posttrain.training.saving import Saver

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run, numbers, settings, start
 
 from posttrain import runner
+from posttrain.base.errors import RunError, VitalSignError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import RunError, VitalSignError
 from posttrain.recipes import sft
-from posttrain.store import atomic, checkpoint
-from posttrain.store.checkpoint import list_checkpoints, newest_complete, verify
+from posttrain.runs import atomic, checkpoint
+from posttrain.runs.checkpoint import list_checkpoints, newest_complete, verify
 from posttrain.training import stopping
 from posttrain.training.loop import Loop, State
 

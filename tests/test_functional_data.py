@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import DataError
 from posttrain.data.templates import alpaca_prompt
-from posttrain.errors import DataError
 from posttrain.functional import get_packed_sft_dataset, iterate_batches
 
 ROWS = [{"prompt": f"Say {i}.", "response": f"{i} it is" + " indeed" * i} for i in range(7)]

@@ -6,10 +6,10 @@ from fuzzing import ANY_CHARACTER, fuzzed
 from hypothesis import strategies as st
 
 from posttrain.config import TagsConfig
+from posttrain.data.latex import last_box
 from posttrain.grading import dates, extract, labels, notation, numbers, parse, parts, sets, units
 from posttrain.grading.equality import _bare, same_answer
 from posttrain.grading.verdict import GradeRequest
-from posttrain.latex import last_box
 from posttrain.rewards.rules import RULES, options_of
 
 NOTATION = r"""

@@ -6,10 +6,10 @@ import yaml
 from fuzzing import JSON, SCALAR, TEXT, damaged, fuzzed, outcome
 from hypothesis import strategies as st
 
+from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.config import Loaded, dump, find, load, preset_names
 from posttrain.config.reading.fields import all_settings
 from posttrain.config.reading.files import parse_value, read_settings, write_yaml
-from posttrain.errors import ConfigError, PosttrainError
 
 STAGES = """\
 name: two

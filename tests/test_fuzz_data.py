@@ -13,6 +13,7 @@ from data_tokenizer import CHATML, byte_tokenizer
 from fuzzing import JSON, TEXT, damaged, fuzzed, outcome
 from hypothesis import strategies as st
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data import prepare, reading
 from posttrain.data.formats import FORMATS
@@ -21,7 +22,6 @@ from posttrain.data.readers import Record, read_files
 from posttrain.data.rows import Row, RowError
 from posttrain.data.sources import open_source
 from posttrain.data.templates import Template
-from posttrain.errors import DataError
 
 ROWS = [{"prompt": f"Name {n}.", "completion": f"{n} é\n", "tools": None} for n in range(5)]
 COLUMNS = sorted({name for known in FORMATS.values() for name in (*known.required, *known.optional)})

@@ -13,23 +13,23 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from posttrain.base.errors import ConfigError, DataError, RunError
+from posttrain.base.paths import path_of
+from posttrain.base.plain_yaml import read_yaml
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source
-from posttrain.errors import ConfigError, DataError, RunError
 from posttrain.grading.notation import tidy
-from posttrain.managing.rows import filtered, rows_below
-from posttrain.paths import path_of
-from posttrain.plain_yaml import read_yaml
-from posttrain.reports.listing import head_of
 from posttrain.reports.reading import read
 from posttrain.reports.series import Series
+from posttrain.runs.finding import read_run
+from posttrain.runs.listing import head_of
+from posttrain.runs.managing.rows import filtered, rows_below
+from posttrain.runs.metrics import latest_metrics, read_metrics
+from posttrain.runs.rollouts import NAME as ROLLOUTS
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.serving import guard
-from posttrain.store.metrics import latest_metrics, read_metrics
-from posttrain.store.rollouts import NAME as ROLLOUTS
-from posttrain.store.runs import read_run
-from posttrain.store.stored_rollouts import StoredRun
 from posttrain.ui.guard import Guard
 
 LONG = "x" * 300

@@ -10,27 +10,27 @@ import pytest
 from fuzzing import JSON, SCALAR, TEXT, changed, damaged, fuzzed, outcome
 from hypothesis import strategies as st
 
+from posttrain.base.errors import DamagedError, RunError
 from posttrain.cli import main
 from posttrain.cli.runs import COLUMNS, cells_of
-from posttrain.errors import DamagedError, RunError
-from posttrain.managing.facts import facts_of
-from posttrain.managing.rows import ORDERS, filtered, ordered, rows_below, table_lines
-from posttrain.reports.listing import summarise
 from posttrain.reports.report import write_report
-from posttrain.store.checkpoint import MANIFEST, newest_complete, saved_step, verify
-from posttrain.store.files import load_json, load_tensors
-from posttrain.store.metrics import first_latest, last_metrics, latest_metrics, read_metrics
-from posttrain.store.notes import read_notes
-from posttrain.store.rollouts import NAME as ROLLOUTS
-from posttrain.store.runs import read_run
-from posttrain.store.stored_rollouts import StoredRun
-from posttrain.viewing.address import Query
-from posttrain.viewing.data_page import data_page
-from posttrain.viewing.evaluations_page import evaluations_page
-from posttrain.viewing.rollouts_page import rollouts_page
-from posttrain.viewing.run_page import run_page
-from posttrain.viewing.runs_page import runs_page
-from posttrain.viewing.viewer import Viewer
+from posttrain.runs.checkpoint import MANIFEST, newest_complete, saved_step, verify
+from posttrain.runs.files import load_json, load_tensors
+from posttrain.runs.finding import read_run
+from posttrain.runs.listing import summarise
+from posttrain.runs.managing.facts import facts_of
+from posttrain.runs.managing.rows import ORDERS, filtered, ordered, rows_below, table_lines
+from posttrain.runs.metrics import first_latest, last_metrics, latest_metrics, read_metrics
+from posttrain.runs.notes import read_notes
+from posttrain.runs.rollouts import NAME as ROLLOUTS
+from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.ui.address import Query
+from posttrain.ui.data_page import data_page
+from posttrain.ui.evaluations_page import evaluations_page
+from posttrain.ui.rollouts_page import rollouts_page
+from posttrain.ui.run_page import run_page
+from posttrain.ui.runs_page import runs_page
+from posttrain.ui.viewer import Viewer
 
 SAVED = Path(__file__).parent / "saved_run/run"
 CHECKPOINT = SAVED / "checkpoint-2"

@@ -9,6 +9,7 @@ from fuzzing import ANY_CHARACTER, JSON, TEXT, fuzzed, outcome
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import render
 from posttrain.data.published import PUBLISHED
@@ -17,7 +18,6 @@ from posttrain.data.render_worker import OUTPUT_BYTES
 from posttrain.data.rows import Row, RowError
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser, Trained
-from posttrain.errors import DataError
 
 # --- templates --------------------------------------------------------------------------------------------------------
 

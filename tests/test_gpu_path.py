@@ -14,21 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import posttrain
-from posttrain.batch import Example, Node, Pack, pack
+from posttrain import batch
+from posttrain.batch import Example, Node, Pack, pack, sum_segments
 from posttrain.config import load
 from posttrain.config.schema.training import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
-from posttrain.losses import reduce
-from posttrain.losses.reduce import sum_segments
 from posttrain.models.devices import determinism
 from posttrain.models.load import load_config
+from posttrain.parallel.ranks import ALONE
 from posttrain.planning import estimate as estimates
 from posttrain.planning import largest
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import checkpoints_gradients, estimate
 from posttrain.planning.largest import keeps_engine
 from posttrain.planning.plan import plan
-from posttrain.ranks import ALONE
 from posttrain.recipes.online import evaluate
 from posttrain.rollout import Sampler
 from posttrain.training import loop
@@ -132,7 +131,7 @@ def test_sums_of_neighbours():
 
 def test_sums_of_neighbours_where_pytorch_has_none(monkeypatch):
     """As on an Apple GPU."""
-    monkeypatch.setattr(reduce, "HAVE_SEGMENTS", ())
+    monkeypatch.setattr(batch, "HAVE_SEGMENTS", ())
     monkeypatch.setattr(torch, "segment_reduce", None)
     value, length = torch.arange(9.0), torch.tensor([3, 0, 5, 1])
     assert sum_segments(value, length).tolist() == [3, 0, 25, 8]

@@ -9,11 +9,11 @@ from answer_tables import DIFFERENT, EQUAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.data.latex import last_box
 from posttrain.grading.equality import same_answer
 from posttrain.grading.extract import after_thinking, final_answer, first_number, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.verdict import GradeRequest
-from posttrain.latex import last_box
 from posttrain.rewards.maths import gsm8k
 from posttrain.rewards.rules import RULES
 

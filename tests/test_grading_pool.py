@@ -15,13 +15,13 @@ from pathlib import Path
 import hostile
 import pytest
 
+from posttrain.base.errors import RewardError
+from posttrain.base.helpers import HelperPool
 from posttrain.config import TagsConfig
-from posttrain.errors import RewardError
 from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool
 from posttrain.grading.process import WorkerProcess
 from posttrain.grading.verdict import Grade, GradeRequest, read_grade
-from posttrain.helpers import HelperPool
 from posttrain.rewards.rules import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")

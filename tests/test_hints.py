@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.cli.errors import UsageError
 from posttrain.cli.flags import plain, short_names
@@ -13,7 +14,6 @@ from posttrain.config.reading.fields import all_settings, known_paths
 from posttrain.config.reading.hints import HINTS, SYSTEMS, hint
 from posttrain.config.reading.layers import ALIASES
 from posttrain.config.render import with_reference
-from posttrain.errors import ConfigError
 
 PAGE = Path(__file__).parent.parent / "docs/migrating.md"
 GOOD = ["model=gpt2", "method=sft", "data.source=x"]

@@ -5,7 +5,7 @@ import socket
 import pytest
 from huggingface_hub import constants
 
-from posttrain import hub
+from posttrain.base import hub
 from posttrain.cli import main
 
 

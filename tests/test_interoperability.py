@@ -340,8 +340,8 @@ def test_prompts_have_the_chat_template(shared, scratch_model, tmp_path):
 
 
 def test_tasks_that_cannot_be_run(shared, tmp_path):
+    from posttrain.base.errors import ConfigError, DataError
     from posttrain.config import ModelConfig
-    from posttrain.errors import ConfigError, DataError
     from posttrain.evaluation.lm_eval_model import run_lm_eval
 
     model = ModelConfig(path=str(shared / STORIES))

@@ -15,17 +15,17 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from test_online import train
 
+from posttrain.base.errors import RewardError
 from posttrain.cli import main
 from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
 from posttrain.config.schema.rewards import JudgeReward, Reward
-from posttrain.errors import RewardError
-from posttrain.judging import client as client_module
-from posttrain.judging import post
-from posttrain.judging.pairs import Pair, PairJudge, summarise
-from posttrain.judging.prompts import filled, read_preference, read_score
-from posttrain.judging.single import JudgeInput, SingleJudge
+from posttrain.judges import client as client_module
+from posttrain.judges import post
+from posttrain.judges.pairs import Pair, PairJudge, summarise
+from posttrain.judges.prompts import filled, read_preference, read_score
+from posttrain.judges.single import JudgeInput, SingleJudge
 from posttrain.rewards.compose import RewardInput, Rewards
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.metrics import read_metrics
 
 KEY = "sk-very-secret-0123456789"
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from posttrain import launch as launching
-from posttrain import rendezvous
+from posttrain.base.errors import RankError, RunError
 from posttrain.cli import main
-from posttrain.errors import RankError, RunError
-from posttrain.launch import launch as start
-from posttrain.store.metrics import read_metrics
+from posttrain.parallel import launch as launching
+from posttrain.parallel import rendezvous
+from posttrain.parallel.launch import launch as start
+from posttrain.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"tracking": {"logging_steps": 1}, "devices": {"type": "cpu"}}
@@ -223,7 +223,7 @@ def test_a_machine_that_hangs_ends_the_other_in_time(shared, tmp_path, hung):
 
 APART = """
 import torch
-from posttrain import heartbeats, ranks
+from posttrain.parallel import heartbeats, ranks
 heartbeats.SILENCE_S = 3.0
 with ranks.joined() as here:
     here.gather("both are here")

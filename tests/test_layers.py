@@ -1,92 +1,73 @@
-"""Imports go downwards only: each module may import its own layer's package and the layers below it."""
+"""Imports go downwards: the floors and rooms are those of the picture in docs/architecture.md."""
 
 import ast
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "posttrain"
-
-# Lowest first. Modules on one line may not import one another.
-LAYERS = [
-    ["bins", "distributions", "latex", "pieces", "plain_yaml", "system", "terminal", "words"],
-    ["console"],
-    ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
-    ["atomic", "extras", "paths", "signals"],
-    ["heartbeats", "rendezvous", "shared_sums"],
-    ["launch", "ranks"],
-    ["output"],
-    ["config"],
-    ["losses"],
-    ["batch"],
-    ["data"],
-    ["models", "store"],
-    ["scoring", "optim", "grading", "reports"],
-    ["judging"],
-    ["rewards", "engines", "distillation"],
-    ["rollout"],
-    ["functional"],
-    ["evaluation"],
-    ["training", "comparing"],
-    ["recipes"],
-    ["planning", "inspection", "managing", "serving"],
-    ["viewing"],
-    ["export"],
-    ["runner"],
-    ["doctor", "quickstart", "sweep", "verify"],
-    ["api", "ui"],
-    ["cli"],
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+MOST_PACKAGES, MOST_WITH_SUBPACKAGES, MOST_MODULES = 27, 34, 10
 
 
-def unit_of(path: Path) -> str:
-    """The layer unit a file belongs to: its first path part below the package."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def _floors() -> dict[str, tuple[int, int]]:
+    """The place of each room: its floor, counted from the ground, and how far to the right it is."""
+    picture = PAGE.partition("```text\n")[2].partition("```")[0]
+    floors = [re.split(r"\s{2,}", line.strip()) for line in reversed(picture.splitlines())]
+    return {room: (floor, -i) for floor, (_, *rooms) in enumerate(floors) for i, room in enumerate(rooms)}
 
 
-def imported_units(path: Path) -> set[str]:
-    """The units a file imports, wherever in the file the import stands."""
-    units = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+PLACES = _floors()
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for top in ("posttrain", "benchmarks")
+    for path in sorted((ROOT / top).rglob("*.py"))
+}
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of FILES that one imports, wherever in the file the import stands; but for the package itself."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: write absolute imports"
-            modules = [node.module or ""] if node.module != "posttrain" else [f"posttrain.{a.name}" for a in node.names]
+            assert node.level == 0, f"{module}: write absolute imports"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in FILES else node.module for name in names}
         elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        else:
-            continue
-        units |= {m.split(".")[1] for m in modules if m.startswith("posttrain.")}
-    return units - {"__version__"}
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in FILES} - {module, "posttrain"}
 
 
-FILES = sorted(p for p in ROOT.rglob("*.py") if p.name != "__init__.py" or p.parent != ROOT)
+IMPORTS = {module: imports_of(module) for module in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down(path):
-    unit = unit_of(path)
-    if unit == "__main__":
-        return
-    assert unit in LEVEL, f"{unit} has no place in LAYERS: give it one"
-    for other in imported_units(path) - {unit}:
-        assert LEVEL[other] < LEVEL[unit], f"{path.relative_to(ROOT)} imports {other}, which is not below {unit}"
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
-def test_every_module_is_named_in_the_architecture():
-    """docs/architecture.md lists the layers: each unit, and in a package's entry each of its modules."""
-    page = (ROOT.parent / "docs/architecture.md").read_text(encoding="utf-8")
-    layers = page.partition("## Layers")[2].partition("```text\n")[2].partition("```")[0]
-    entries = {name: words for name, words in re.findall(r"^(\w+)/((?:.*\n)(?: .*\n)*)", layers, re.MULTILINE)}
-    missing = []
-    for path in FILES:
-        unit, stem = unit_of(path), path.stem
-        if path.parent == ROOT:
-            named = stem.startswith("__") or re.search(rf"\b{stem}\.py\b", layers)
-        else:
-            name = path.parent.name if stem == "__init__" and path.parent.parent != ROOT else stem
-            named = unit in entries and (name == "__init__" or re.search(rf"\b{name}\b", entries[unit]))
-        if not named:
-            missing.append(str(path.relative_to(ROOT)))
-    assert missing == [], "name them under Layers in docs/architecture.md"
+@pytest.mark.parametrize("module", [m for m in FILES if m.startswith("posttrain.") and not m.endswith("__main__")])
+def test_imports_go_down(module):
+    """To floors below, and on its own floor to rooms further right."""
+    room = room_of(module)
+    assert room in PLACES, f"{room} is no room of the picture in docs/architecture.md: give it a place"
+    for other in IMPORTS[module]:
+        if other.startswith("posttrain.") and room_of(other) != room:
+            assert PLACES[room_of(other)] < PLACES[room], f"{module} imports {other}, which is not below it"
+
+
+def test_no_modules_import_one_another():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_the_house_stays_small_enough_to_know():
+    packages = [path.parent for path in (ROOT / "posttrain").rglob("__init__.py")]
+    top = {path.name for path in packages if path.parent == ROOT / "posttrain"}
+    modules = {path.stem for path in (ROOT / "posttrain").glob("*.py")}
+    assert len(top) <= MOST_PACKAGES and len(packages) - 1 <= MOST_WITH_SUBPACKAGES and len(modules) <= MOST_MODULES
+    assert PLACES.keys() == top | modules - {"__init__", "__main__"}
+    assert len(PAGE.split()) < 900, "docs/architecture.md is to be kept in the head"

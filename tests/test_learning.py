@@ -17,7 +17,7 @@ from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.replies import TAGS, turns
-from posttrain.store.files import load_json
+from posttrain.runs.files import load_json
 
 WORKED, BARE = f"{TAGS.reasoning_start}{{solution}}", TAGS.reasoning_start
 ANSWER = f"{TAGS.reasoning_end}{TAGS.solution_start}{{answer}}{TAGS.solution_end}"

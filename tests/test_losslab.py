@@ -12,6 +12,7 @@ import torch
 from test_online import train
 from test_recipes import dpo, run
 
+from posttrain.base.errors import ConfigError, RunError
 from posttrain.cli import main
 from posttrain.config import (
     DistillMethod,
@@ -24,11 +25,10 @@ from posttrain.config import (
     SimPOMethod,
     load,
 )
-from posttrain.errors import ConfigError, RunError
 from posttrain.inspection.losslab.lab import cosines, losses
 from posttrain.inspection.losslab.variants import own_name, parsed, variants
-from posttrain.store.lock import FolderLock
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.lock import FolderLock
+from posttrain.runs.metrics import read_metrics
 
 ALL = {"save_steps": 1, "save_total_limit": None}  # a checkpoint of every step
 

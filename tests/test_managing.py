@@ -12,22 +12,30 @@ import pytest
 import yaml
 from test_cli_runs import CONFIG, make
 
+from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
-from posttrain.errors import RunError
-from posttrain.managing.places import checked_name
-from posttrain.managing.rows import Column, bytes_of, cell_width, filtered, ordered, rows_below, seconds_of, table_lines
-from posttrain.reports import listing
-from posttrain.reports.listing import head_of, size_of, summarise
-from posttrain.store import lock
-from posttrain.store.checkpoint import verify
-from posttrain.store.metrics import first_latest, latest_metrics
-from posttrain.store.notes import Notes, read_notes, write_notes
-from posttrain.store.run import Run
-from posttrain.store.runs import find_runs
+from posttrain.runs import listing, lock
+from posttrain.runs.checkpoint import verify
+from posttrain.runs.finding import find_runs
+from posttrain.runs.listing import head_of, size_of, summarise
+from posttrain.runs.managing.places import checked_name
+from posttrain.runs.managing.rows import (
+    Column,
+    bytes_of,
+    cell_width,
+    filtered,
+    ordered,
+    rows_below,
+    seconds_of,
+    table_lines,
+)
+from posttrain.runs.metrics import first_latest, latest_metrics
+from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.run import Run
 
 
 @pytest.fixture

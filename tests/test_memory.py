@@ -16,11 +16,11 @@ from test_equivalence import CONFIGS, IDS, forest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.models import write_model
+from posttrain.base.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
-from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import PackedMask, width_step
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
@@ -198,7 +198,7 @@ def test_memory_comes_back_between_models(settings, tmp_path):
 import os, sys
 from posttrain import runner
 from posttrain.config import load
-from posttrain.memory import memory_in_use
+from posttrain.base.memory import memory_in_use
 from posttrain.training.job import Job
 os.fsync = lambda descriptor: None  # and no pictures, as in tests/conftest.py
 sys.modules["posttrain.runner.one"].write_curves = lambda lines, path, title: path.write_bytes(b"")
@@ -349,7 +349,7 @@ def test_products_of_ever_new_sizes_do_not_grow_the_process():
     """oneDNN keeps 0.3 MB of code for every shape it has met, here for 2 x 150 of them, if it is given them all."""
     script = """
 import torch
-from posttrain.memory import memory_in_use
+from posttrain.base.memory import memory_in_use
 from posttrain.models import matmul
 from posttrain.models.matmul import linear
 matmul.ONEDNN = matmul.PACKS  # on Intel's processors too

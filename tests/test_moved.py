@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from test_stages import crash_at
 
 from posttrain import runner
+from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import ModelConfig, Stage, load
-from posttrain.errors import RunError
-from posttrain.store.files import load_json
-from posttrain.store.runs import read_run
-from posttrain.training.inputs import content_of
+from posttrain.runs.files import load_json
+from posttrain.runs.finding import read_run
+from posttrain.runs.inputs import content_of
 
 
 @pytest.fixture(scope="module")

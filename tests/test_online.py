@@ -21,16 +21,16 @@ import torch
 from test_resume import assert_same_run
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
 from posttrain.recipes.online import divided
 from posttrain.rollout import Sampler
-from posttrain.store import rollouts
-from posttrain.store.checkpoint import saved_step, verify
-from posttrain.store.files import load_json
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs import rollouts
+from posttrain.runs.checkpoint import saved_step, verify
+from posttrain.runs.files import load_json
+from posttrain.runs.stored_rollouts import StoredRun
 
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 

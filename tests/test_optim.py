@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from posttrain.errors import ConfigError
+from posttrain.base.errors import ConfigError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit, eight_bit_names
 from posttrain.optim.offload import AdamWCPUOffload

@@ -20,13 +20,13 @@ from test_resume import start
 
 from benchmarks.models import write_model
 from posttrain import rollout
-from posttrain.memory import memory_in_use
+from posttrain.base.memory import memory_in_use
 from posttrain.recipes import grpo, online
 from posttrain.rewards.compose import Rewards
-from posttrain.store import rollouts
-from posttrain.store.compare import compare_runs
-from posttrain.store.metrics import read_metrics
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs import rollouts
+from posttrain.runs.identical import compare_runs
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training import loop, saving
 from posttrain.training.checks import MovedWeights
 

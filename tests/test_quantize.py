@@ -20,12 +20,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
-from posttrain.errors import DataError, ModelError, RunError
 from posttrain.evaluation.records import read_summary
 from posttrain.export import quantize as quantising
 from posttrain.export.export import Asked as Exported

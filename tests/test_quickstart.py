@@ -9,15 +9,15 @@ from network import calls_outside
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.errors import RunError
 from posttrain.quickstart import Size, quickstart
 from posttrain.quickstart.model import make_tokenizer
 from posttrain.quickstart.replies import Reply, Share, grade, make_pairs, rewards
 from posttrain.quickstart.show import STAGES, next_steps
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.metrics import read_metrics
 
 # Enough SFT and problems for some right guesses, whatever is sampled, which the pairs need; hardly any of the rest.
 TINY = Size(

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_stand_in import Killable, killable
 
+from posttrain.base.errors import ConfigError, DamagedError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import load
-from posttrain.errors import ConfigError, DamagedError
-from posttrain.store.metrics import read_metrics
-from posttrain.store.parts import load_parts, part_file
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.parts import load_parts, part_file
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training.job import refuse_sharded
 
 WORKER = Path(__file__).with_name("ranks_worker.py")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import recipes, runner
+from posttrain.base.errors import ConfigError, PosttrainError, RunError
 from posttrain.config import load
 from posttrain.config.schema.metrics import OF_LOSS
-from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.training.best import Best
 from posttrain.training.resume import memory_settings
 from posttrain.training.state import State

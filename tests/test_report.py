@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.base.errors import RunError
 from posttrain.cli import main
-from posttrain.errors import RunError
 from posttrain.reports.chart import Interval, intervals
 from posttrain.reports.completions import marked, spans
 from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Facts, Html, Table, Text, cut, write_page
 from posttrain.reports.report import write_report
 from posttrain.reports.several import differing, write_pipeline_report
-from posttrain.store.metrics import NAME
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
-from posttrain.store.run import Run
+from posttrain.runs.metrics import NAME
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
+from posttrain.runs.run import Run
 
 HOSTILE = "</td></pre><script>alert('x')</script><img src=http://evil/x onerror=go()>\x00\x1b[31m\ud800&amp;\u202e"
 CONFIG = """\

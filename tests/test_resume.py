@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain import runner
+from posttrain.base.errors import RunError
 from posttrain.config import load
-from posttrain.errors import RunError
-from posttrain.store.checkpoint import list_checkpoints
+from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.training.loop import Loop
 from posttrain.training.saving import Saver
 

@@ -9,9 +9,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.base.errors import ConfigError, ModelError, RewardError
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
 from posttrain.config.schema.rewards import Reward, term_name
-from posttrain.errors import ConfigError, ModelError, RewardError
 from posttrain.inspection.score import score
 from posttrain.rewards import maths, shaping, tagged
 from posttrain.rewards.compose import RewardInput, Rewards

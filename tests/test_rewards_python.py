@@ -15,16 +15,16 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import RewardError
+from posttrain.base.progress import bar
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.rewards import PythonReward, Reward
-from posttrain.console import PlainConsole
-from posttrain.errors import RewardError
-from posttrain.progress import bar
 from posttrain.rewards import beside, python
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rewards.python import RewardFunction, call_function
-from posttrain.store.logs import ConsoleLog, RunLog
+from posttrain.runs.logs import ConsoleLog, RunLog
 from posttrain.training.stopping import GivenUpError, Stop
 
 MODULE = """

@@ -18,17 +18,17 @@ from transformers import AutoTokenizer
 
 from benchmarks.sums import EXACT_SETTINGS, exact
 from posttrain import runner
+from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import PPOMethod, load
-from posttrain.errors import RunError
 from posttrain.inspection.receipt import _change, _completion, _texts
 from posttrain.losses import gae, normalized
 from posttrain.recipes import REGRADED, ppo
 from posttrain.reports.gradient import Numbers, groups_of
-from posttrain.store import rollouts
-from posttrain.store.metrics import read_metrics
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs import rollouts
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
+from posttrain.runs.stored_rollouts import StoredRun
 
 PROMPTS, EACH = 3, 4
 

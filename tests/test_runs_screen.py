@@ -9,12 +9,12 @@ from test_cli_runs import make
 from test_managing import checkpoints, settings, with_checkpoints
 from textual.widgets import DataTable, Input, Static
 
-from posttrain.managing.screen import Asked, Confirmed, RunsApp, Shown
-from posttrain.managing.snapshots import snapshots_of
-from posttrain.store import lock
-from posttrain.store.notes import Notes, read_notes, write_notes
-from posttrain.store.run import Run
-from posttrain.store.runs import find_runs
+from posttrain.runs import lock
+from posttrain.runs.finding import find_runs
+from posttrain.runs.managing.screen import Asked, Confirmed, RunsApp, Shown
+from posttrain.runs.managing.snapshots import snapshots_of
+from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.run import Run
 
 
 @pytest.fixture

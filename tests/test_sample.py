@@ -12,7 +12,7 @@ from posttrain.cli import main
 from posttrain.data.prompts import Prompt
 from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, text_of
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.stored_rollouts import StoredRun
 
 LENGTH = "{type: length, target: 6, scale: 1.0}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.store.files import load_json
+from posttrain.runs.files import load_json
 
 SAVED = Path(__file__).parent / "saved_run"
 

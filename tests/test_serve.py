@@ -27,6 +27,7 @@ import uvicorn
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
@@ -35,8 +36,7 @@ from posttrain.data import render
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
-from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
-from posttrain.judging.single import JudgeInput, SingleJudge
+from posttrain.judges.single import JudgeInput, SingleJudge
 from posttrain.models.adapters import with_adapter
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward

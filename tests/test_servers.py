@@ -19,13 +19,13 @@ from test_online import train
 from test_vllm import at, change
 from vllm_stand_in import PROXY, Desk, killable, standing_in
 
+from posttrain.base.errors import EngineError
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, make_engine
 from posttrain.engines.vllm import process
 from posttrain.engines.vllm.client import POLL_S
-from posttrain.errors import EngineError
-from posttrain.store.metrics import read_metrics
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.stored_rollouts import StoredRun
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from threading import Barrier
 import pytest
 import torch
 
-from posttrain import shared_sums
-from posttrain.ranks import _exchanges
+from posttrain.parallel import shared_sums
+from posttrain.parallel.ranks import _exchanges
 
 LENGTHS = (1000, 1, 0, 517, 90)
 
@@ -41,7 +41,7 @@ def on_ranks(size: int, work):
 def test_sums_are_those_of_all_ranks_with_the_same_bits(monkeypatch, size, dtype):
     """In several exchanges, one after the other in the two halves; a part may be longer than the room."""
     monkeypatch.setattr(shared_sums, "ROOM", 4096)
-    monkeypatch.setattr("posttrain.ranks.ROOM", 4096)
+    monkeypatch.setattr("posttrain.parallel.ranks.ROOM", 4096)
     generator = torch.Generator().manual_seed(size)
     given = [[torch.randn(length, generator=generator).to(dtype) for length in LENGTHS] for _ in range(size)]
 

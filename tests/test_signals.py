@@ -1,4 +1,4 @@
-"""A signal is not lost where Python drops the exception that its handler raises (posttrain/signals.py)."""
+"""A signal is not lost where Python drops the exception that its handler raises (posttrain/base/signals.py)."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from posttrain.errors import Stopped
-from posttrain.signals import deferring, handling, leave
+from posttrain.base.errors import Stopped
+from posttrain.base.signals import deferring, handling, leave
 from posttrain.training.stopping import GivenUpError, LeaveAtOnceError, Stop
 
 

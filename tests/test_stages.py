@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError, PosttrainError, RunError, WeightsError
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.cli import main
 from posttrain.config import ModelConfig, Stage, dump, held_out_together, load
 from posttrain.data import prepare_run
-from posttrain.errors import ConfigError, PosttrainError, RunError, WeightsError
 from posttrain.models.load import load_model
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from posttrain.distributions import incomplete_beta, sign_test, t_outside, t_quantile, z_quantile
+from posttrain.base.distributions import incomplete_beta, sign_test, t_outside, t_quantile, z_quantile
 from posttrain.evaluation.paired import paired_bootstrap, paired_difference, seed_noise
 from posttrain.evaluation.statistics import (
     maj_at_k,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import RunError
-from posttrain.store.atomic import recover, write_file, write_folder
-from posttrain.store.checkpoint import (
+from posttrain.base.errors import RunError
+from posttrain.runs.atomic import recover, write_file, write_folder
+from posttrain.runs.checkpoint import (
     list_checkpoints,
     named_checkpoint,
     newest_complete,
@@ -104,8 +104,8 @@ def test_everything_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
 KILL_EVERYWHERE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from posttrain.store.atomic import recover
-from posttrain.store.checkpoint import list_checkpoints, newest_complete, save_checkpoint, verify
+from posttrain.runs.atomic import recover
+from posttrain.runs.checkpoint import list_checkpoints, newest_complete, save_checkpoint, verify
 
 os.fsync = lambda descriptor: None  # slow, and no matter here: what a killed process wrote stays with the system
 BOUNDARIES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir"}
@@ -162,8 +162,8 @@ def test_a_kill_at_every_system_call_of_a_save(tmp_path):
 SAVE_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from posttrain.store.atomic import recover
-from posttrain.store.checkpoint import list_checkpoints, save_checkpoint
+from posttrain.runs.atomic import recover
+from posttrain.runs.checkpoint import list_checkpoints, save_checkpoint
 run = Path(sys.argv[1])
 recover(run)
 first = max([int(path.name[11:]) for path in list_checkpoints(run)], default=0) + 1
@@ -360,11 +360,11 @@ FILL = """
 import os, sys
 from pathlib import Path
 import torch
-from posttrain.errors import RunError
-from posttrain.store.checkpoint import newest_complete, save_checkpoint, saved_step
-from posttrain.store.files import save_json, save_tensors
-from posttrain.store.run import Run
-from posttrain.store.metrics import read_metrics
+from posttrain.base.errors import RunError
+from posttrain.runs.checkpoint import newest_complete, save_checkpoint, saved_step
+from posttrain.runs.files import save_json, save_tensors
+from posttrain.runs.run import Run
+from posttrain.runs.metrics import read_metrics
 
 run, kind = Path(sys.argv[1]), sys.argv[2]
 def write(folder):

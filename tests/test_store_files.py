@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.errors import RunError
-from posttrain.store.files import (
+from posttrain.base.errors import RunError
+from posttrain.runs.files import (
     load_json,
     load_tensors,
     ready_to_write,

@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from posttrain.errors import DataError, RunError, Stopped
-from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_step
-from posttrain.store.logs import ConsoleLog
-from posttrain.store.metrics import read_metrics
-from posttrain.store.provenance import redact, redact_arguments
-from posttrain.store.run import Run
-from posttrain.store.runs import find_runs, read_run
+from posttrain.base.errors import DataError, RunError, Stopped
+from posttrain.runs.checkpoint import list_checkpoints, newest_complete, saved_step
+from posttrain.runs.finding import find_runs, read_run
+from posttrain.runs.logs import ConsoleLog
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.provenance import redact, redact_arguments
+from posttrain.runs.run import Run
 
 CONFIG = "name: toy\nmethod: {type: sft}\n"
 
@@ -114,7 +114,7 @@ def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys, monkeypa
         with Run.create(tmp_path / "a", CONFIG, {}):
             logger.info("in a")
             logger.warning("odd \ud800 \x1b[31m text")
-            logging.getLogger("posttrain.progress").info("step 1/2")
+            logging.getLogger("posttrain.base.progress").info("step 1/2")
         with Run.create(tmp_path / "b", CONFIG, {}):
             logger.info("in b")
             logger.debug("too fine")
@@ -165,8 +165,8 @@ def test_overwrite_deletes_nothing_but_a_run(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from posttrain.store.provenance import redact, redact_arguments
-from posttrain.store.run import Run
+from posttrain.runs.provenance import redact, redact_arguments
+from posttrain.runs.run import Run
 with Run.create(Path(sys.argv[1]), "name: x", {}) as run:
     run.log(1, {"loss": 1.0})
     print("ready", flush=True)
@@ -442,7 +442,7 @@ def test_reading_a_run_imports_neither_torch_nor_matplotlib(tmp_path):
     with Run.create(tmp_path / "x", CONFIG, {}) as run:
         run.log(1, {"loss": 1.0})
     code = (
-        "import sys; from pathlib import Path; from posttrain.store.runs import find_runs, read_run; "
+        "import sys; from pathlib import Path; from posttrain.runs.finding import find_runs, read_run; "
         "print([read_run(f).state for f in find_runs(Path(sys.argv[1]))]); "
         "print([m for m in ('torch', 'matplotlib', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     )

@@ -8,11 +8,11 @@ import warnings
 import pytest
 from rich.console import Console
 
-from posttrain.progress import progress
+from posttrain.base.progress import progress
+from posttrain.base.words import counted, model_name
 from posttrain.reports.curves import _series, write_curves
-from posttrain.reports.headline import headlines
-from posttrain.reports.progress import TrainingProgress, duration
-from posttrain.words import counted, model_name
+from posttrain.runs.headline import headlines
+from posttrain.runs.progress import TrainingProgress, duration
 
 # Progress
 
@@ -78,7 +78,7 @@ def test_a_bar_on_a_terminal():
 
 def test_short_work_shows_nothing_and_long_work_does(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("posttrain.progress.time.monotonic", clock)
+    monkeypatch.setattr("posttrain.base.progress.time.monotonic", clock)
 
     def work(count: int, seconds: float):
         for item in range(count):

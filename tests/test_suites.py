@@ -12,20 +12,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError, RewardError, RunError
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.readers import read_files
-from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError, RewardError, RunError
 from posttrain.evaluation import running
 from posttrain.evaluation.answering import Recorded
+from posttrain.evaluation.evaluate import Options, evaluate, evaluate_recorded
 from posttrain.evaluation.items import fill, load_items
 from posttrain.evaluation.judging import Judge
+from posttrain.evaluation.pairs import PairOptions
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
 from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_settings
-from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
-from posttrain.inspection.evaluate_table import show, write_sweep
-from posttrain.inspection.pairs import PairOptions
-from posttrain.store.files import save_rows
+from posttrain.evaluation.table import show, write_sweep
+from posttrain.runs.files import save_rows
 
 LOCAL = {
     "gsm8k": ("gsm8k/test.jsonl", 1319, None),
@@ -363,7 +363,7 @@ def test_finished_suites_are_kept_and_other_settings_refused(stories, tmp_path, 
         run(stories, [suite], tmp_path / "e", seed=1)
     other = run(stories, [suite], tmp_path / "e", overwrite=True, seed=1)
     assert other["suites"]["own"]["sampling"]["seed"] == 1
-    monkeypatch.setattr("posttrain.inspection.evaluate.load_model", None)  # a finished one needs no model
+    monkeypatch.setattr("posttrain.evaluation.evaluate.load_model", None)  # a finished one needs no model
     assert run(stories, [suite], tmp_path / "e", seed=1)["suites"] == other["suites"]
     assert first["suites"]["own"]["value"] == other["suites"]["own"]["value"]  # greedy
 
@@ -400,7 +400,7 @@ def test_what_the_second_suite_needs_is_checked_before_the_first(stories, tmp_pa
     except (ConfigError, ValueError) as error:
         pytest.fail(f"the test's suite is not one: {error}")
     ran = []
-    monkeypatch.setattr("posttrain.inspection.evaluate.run", lambda items, *_, **__: ran.append(items.suite.name))
+    monkeypatch.setattr("posttrain.evaluation.evaluate.run", lambda items, *_, **__: ran.append(items.suite.name))
     with pytest.raises(PosttrainError, match=said):
         run(stories, [first, suite], tmp_path / "e", **options)
     assert ran == [] and not (tmp_path / "e/summary.json").exists()
@@ -417,7 +417,7 @@ def test_recorded_completions_are_checked_for_every_suite_first(tmp_path, monkey
 
 
 def test_a_suite_that_ends_is_in_the_summary_at_once(stories, tmp_path, monkeypatch):
-    from posttrain.inspection import evaluate as module
+    from posttrain.evaluation import evaluate as module
 
     (tmp_path / "other").mkdir()
     suites = [own(tmp_path, ROWS[:2]), own(tmp_path / "other", ROWS[:2], name="second")]
@@ -478,7 +478,7 @@ def test_pairs_of_a_policy(shared, stories, tmp_path):
 
 def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
     """The implicit reward is that of full logits, one sequence at a time; stored pairs are not scored again."""
-    from posttrain.inspection import pairs
+    from posttrain.evaluation import pairs
 
     other = AutoModelForCausalLM.from_pretrained(stories)
     with torch.no_grad():

@@ -10,16 +10,16 @@ from test_compare import run_of
 from test_online import EXACT
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import ConfigError
-from posttrain.store.files import load_json, save_json
-from posttrain.store.metrics import read_metrics
-from posttrain.sweep import trials
-from posttrain.sweep.records import Sweep, Trial, read_sweep
-from posttrain.sweep.show import over_seeds, write_picture
-from posttrain.sweep.space import Range, names_of, read_space, short_names, split_values
-from posttrain.sweep.stopping import is_hopeless, median_to_beat
+from posttrain.runner import sweep as trials
+from posttrain.runner.sweep_records import Sweep, Trial, read_sweep
+from posttrain.runner.sweep_show import over_seeds, write_picture
+from posttrain.runner.sweep_space import Range, names_of, read_space, short_names, split_values
+from posttrain.runner.sweep_stopping import is_hopeless, median_to_beat
+from posttrain.runs.files import load_json, save_json
+from posttrain.runs.metrics import read_metrics
 
 RATE = "training.learning_rate"
 
@@ -260,7 +260,7 @@ def test_a_killed_sweep_goes_on_to_the_same_end(home, power_cut, monkeypatch):
 
     for name, broken in (("runner.train", cut), ("_collect", killed)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"posttrain.sweep.trials.{name}", broken)
+            patch.setattr(f"posttrain.runner.sweep.{name}", broken)
             with pytest.raises(SystemExit):
                 swept(home, "cut", *arguments, "--resume")
     assert swept(home, "cut", *arguments, "--resume")[0] == 0
@@ -301,7 +301,7 @@ def test_the_spread_over_seeds(tmp_path):
 def test_finished_trials_are_compared_item_by_item(tmp_path, capsys, monkeypatch):
     """Settings against the best ones, with the seeds of each as its runs. Without rewards there is no comparison, but
     a ranking."""
-    monkeypatch.setattr("posttrain.comparing.page.picture", lambda comparison: b"")
+    monkeypatch.setattr("posttrain.evaluation.comparing.page.picture", lambda comparison: b"")
     rows = []
     for rate, low in (("1e-5", 0.0), ("1e-3", 0.5)):
         for seed in range(2):

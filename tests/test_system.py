@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.store.checkpoint import list_checkpoints, verify
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.checkpoint import list_checkpoints, verify
+from posttrain.runs.metrics import read_metrics
 
 PLACE = Path(__file__).with_name("as_on_windows")
 

@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while other processes want the cores, and spin while none does (posttrain/threads.py)."""
+"""OpenMP's threads sleep while other processes want the cores, and spin while none does (posttrain/base/threads.py)."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posttrain.threads import CALM, CALM_LOOKS, CONTENDED, Watch, sharing_cores, waited
+from posttrain.base.threads import CALM, CALM_LOOKS, CONTENDED, Watch, sharing_cores, waited
 
 pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's scheduler statistics (/proc/self/task)")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's schedule
 PROGRAM = """
 import json, resource, subprocess, sys, threading, time
 import torch
-from posttrain.threads import CALM_LOOKS, Watch, _libgomp, sharing_cores, team_beside
+from posttrain.base.threads import CALM_LOOKS, Watch, _libgomp, sharing_cores, team_beside
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
@@ -70,7 +70,7 @@ def test_when_threads_sleep_and_spin_again(monkeypatch):
         def __init__(self, library, size):
             self.start = self.end = lambda: None
 
-    monkeypatch.setattr("posttrain.threads._Team", Team)
+    monkeypatch.setattr("posttrain.base.threads._Team", Team)
     watch = Watch(None, 2)
     watch.look(CONTENDED - 0.01)
     assert not watch.contended
@@ -89,7 +89,7 @@ def test_a_thread_that_ends_while_it_is_looked_at_has_waited_for_nothing(monkeyp
         (tmp_path / name).mkdir()
         if text:
             (tmp_path / name / "schedstat").write_text(text)
-    monkeypatch.setattr("posttrain.threads.TASKS", tmp_path)
+    monkeypatch.setattr("posttrain.base.threads.TASKS", tmp_path)
     assert waited() is None  # a thread is there, and its numbers are not: the system does not count
     (tmp_path / "2").rmdir()
     listed = [tmp_path / "1", tmp_path / "2"]

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain import runner
+from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import dump, load
-from posttrain.errors import ConfigError
-from posttrain.store.run import Run
-from posttrain.store.tracking import Tracking, tagged, wandb_mode
+from posttrain.runs.run import Run
+from posttrain.runs.tracking import Tracking, tagged, wandb_mode
 from posttrain.training.loop import Loop
 
 ALL = ["tensorboard", "wandb", "trackio"]

@@ -26,18 +26,18 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import posttrain
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError, DataError, ModelError
+from posttrain.base.progress import progress
+from posttrain.base.terminal import UNSAFE
 from posttrain.cli import main
 from posttrain.config import ModelConfig, dump, load
-from posttrain.console import PlainConsole
 from posttrain.data import streams
 from posttrain.data.readers import read_files
-from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import untrusted
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.progress import progress
-from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
-from posttrain.store.run import Run
-from posttrain.terminal import UNSAFE
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
+from posttrain.runs.run import Run
 
 # --- files that are there ---------------------------------------------------------------------------------------------
 
@@ -553,11 +553,11 @@ def within(seconds: int):
 @pytest.mark.parametrize("name", IN_RUNS)
 def test_links_and_pipes_in_run_folders_are_not_opened(name, kind, tmp_path, monkeypatch, capsys):
     """By lists, reports, pages and archives: they end, and show nothing from outside."""
-    from posttrain.viewing.evaluations_page import evaluations_page
-    from posttrain.viewing.rollouts_page import rollouts_page
-    from posttrain.viewing.run_page import run_page
-    from posttrain.viewing.runs_page import runs_page
-    from posttrain.viewing.viewer import Viewer, rendered
+    from posttrain.ui.evaluations_page import evaluations_page
+    from posttrain.ui.rollouts_page import rollouts_page
+    from posttrain.ui.run_page import run_page
+    from posttrain.ui.runs_page import runs_page
+    from posttrain.ui.viewer import Viewer, rendered
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(__file__).parent / "saved_run/run", "runs/saved")

@@ -10,14 +10,14 @@ import torch
 from test_resume import settings
 
 from posttrain import runner
+from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import RunError
 from posttrain.optim.adamw import AdamW
-from posttrain.store.compare import compare_runs, first_difference
-from posttrain.store.files import save_json, save_tensors
-from posttrain.store.run import Run
-from posttrain.verify import planned, prepared, verify_resume
+from posttrain.runner.verify import planned, prepared, verify_resume
+from posttrain.runs.files import save_json, save_tensors
+from posttrain.runs.identical import compare_runs, first_difference
+from posttrain.runs.run import Run
 
 
 def write_config(folder: Path, sections: dict) -> Path:

@@ -19,18 +19,18 @@ from posttrain.reports.chart import Line, chart, labels, ticks
 from posttrain.reports.gradient import Numbers
 from posttrain.reports.markup import Markup, el, text
 from posttrain.reports.series import Series, smoothed, sparkline, thinned
-from posttrain.store import stored_rollouts
-from posttrain.store.metrics import NAME as METRICS
-from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
-from posttrain.viewing.address import Query, parse
-from posttrain.viewing.evaluations_page import evaluations_page
-from posttrain.viewing.rollouts_page import falls, marked, rollouts_page
-from posttrain.viewing.run_page import replay_command, run_page
-from posttrain.viewing.runs import Runs
-from posttrain.viewing.runs_page import arranged, runs_page
-from posttrain.viewing.search import Index, Wanted
-from posttrain.viewing.tokens import texts_of
-from posttrain.viewing.viewer import Viewer, rendered
+from posttrain.runs import stored_rollouts
+from posttrain.runs.metrics import NAME as METRICS
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
+from posttrain.ui.address import Query, parse
+from posttrain.ui.evaluations_page import evaluations_page
+from posttrain.ui.rollouts_page import falls, marked, rollouts_page
+from posttrain.ui.run_page import replay_command, run_page
+from posttrain.ui.runs import Runs
+from posttrain.ui.runs_page import arranged, runs_page
+from posttrain.ui.search import Index, Wanted
+from posttrain.ui.tokens import texts_of
+from posttrain.ui.viewer import Viewer, rendered
 
 SAVED = Path(__file__).parent / "saved_run/run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e'\" onload=x"

@@ -8,14 +8,14 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import EngineError, RunError
 from posttrain.config import DataConfig
 from posttrain.data import prepare
-from posttrain.errors import EngineError, RunError
 from posttrain.serving.client import ScoredToken
 from posttrain.serving.process import ModelServers
 from posttrain.serving.together import together
-from posttrain.viewing.chat import cells, token_map, write_vote
-from posttrain.viewing.viewer import Viewer, models_below
+from posttrain.ui.viewer import Viewer, models_below
+from posttrain.ui.votes import cells, token_map, write_vote
 
 
 def test_models_of_runs(tmp_path):

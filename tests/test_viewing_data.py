@@ -9,10 +9,10 @@ from data_tokenizer import CHATML, byte_tokenizer
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, ValidationConfig
 from posttrain.data import Selection, overview, prepare
-from posttrain.viewing.address import address
-from posttrain.viewing.commands import Answer, Commands
-from posttrain.viewing.data_page import CHECK, check, data_page, read
-from posttrain.viewing.viewer import Viewer, rendered
+from posttrain.ui.address import address
+from posttrain.ui.commands import Answer, Commands
+from posttrain.ui.data_page import CHECK, check, data_page, read
+from posttrain.ui.viewer import Viewer, rendered
 
 ROWS = [{"prompt": f"Say {n}<b>", "completion": " é" * (1 + n % 7)} for n in range(30)]
 

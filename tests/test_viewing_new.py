@@ -5,14 +5,14 @@ import time
 
 import pytest
 
+from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.config.schema.methods import METHOD_NAMES
-from posttrain.errors import ConfigError
-from posttrain.viewing.address import Query, address, parse
-from posttrain.viewing.commands import Answer, Commands, Launches
-from posttrain.viewing.draft import draft, fields_of
-from posttrain.viewing.new_page import new_page, start
-from posttrain.viewing.viewer import Viewer, rendered
+from posttrain.ui.address import Query, address, parse
+from posttrain.ui.commands import Answer, Commands, Launches
+from posttrain.ui.draft import draft, fields_of
+from posttrain.ui.new_page import new_page, start
+from posttrain.ui.viewer import Viewer, rendered
 
 WHOLE = {
     "model.path": "a/b", "data.source": "rows.jsonl", "training.max_steps": "20", "training.learning_rate": "3e-4",
@@ -81,7 +81,7 @@ def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
 
 def test_a_run_is_a_process_of_its_own_and_starts_once(tmp_path, monkeypatch):
     program = "import os, sys, time; print(sys.argv[1:], os.getsid(0) == os.getpid(), flush=True); time.sleep(30)"
-    monkeypatch.setattr("posttrain.viewing.commands.command", lambda given: [sys.executable, "-c", program, *given])
+    monkeypatch.setattr("posttrain.ui.commands.command", lambda given: [sys.executable, "-c", program, *given])
     launches = Launches(tmp_path)
     launch = launches.start("one", "method: sft\n")
     with pytest.raises(ConfigError, match="there is a run one already"):
@@ -100,7 +100,7 @@ def test_a_command_is_asked_once_and_its_error_is_said(tmp_path, monkeypatch):
         "import pathlib, sys; text = pathlib.Path(sys.argv[2]).read_text()\n"
         "sys.exit('note: x\\nerror: it is wrong') if 'bad' in text else print(text)"
     )
-    monkeypatch.setattr("posttrain.viewing.commands.command", lambda given: [sys.executable, "-c", program, *given])
+    monkeypatch.setattr("posttrain.ui.commands.command", lambda given: [sys.executable, "-c", program, *given])
     commands = Commands(tmp_path / "asked")
     for text in ("good", "bad"):
         assert commands.find("plan", text) is None and not commands.has_asked("plan", text)

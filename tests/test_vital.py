@@ -11,13 +11,13 @@ from test_online import train
 from test_recipes import dpo, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Node, pack
-from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
-from posttrain.reports.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START, STEPS, checks_of
+from posttrain.runs.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START, STEPS, checks_of
+from posttrain.runs.finding import read_run
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.runs import read_run
 from posttrain.training.checks import (
     MovedWeights,
     check_margins,

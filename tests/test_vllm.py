@@ -23,11 +23,11 @@ from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of
 from test_engines import vllm_server as vllm_server
 from vllm_stand_in import HAS_VLLM, NO_VLLM, Core, standing_in
 
+from posttrain.base.errors import ConfigError, EngineError, ModelError, VitalSignError
 from posttrain.config.schema.rollout import RolloutConfig, VllmConfig
 from posttrain.engines import EmbeddedEngine, make_engine
 from posttrain.engines.vllm import core, server, wire
 from posttrain.engines.vllm.weights import fingerprint, weights_of
-from posttrain.errors import ConfigError, EngineError, ModelError, VitalSignError
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason=NO_VLLM)
 
@@ -305,7 +305,7 @@ def test_a_key_keeps_others_out(monkeypatch):
 # A parent that is killed, and a child as a server is one: it ends when its standard input does.
 PARENT = """
 import os, subprocess, sys, time
-child = "import os, sys, time\\nfrom posttrain.helpers import end_with_parent\\n"
+child = "import os, sys, time\\nfrom posttrain.base.helpers import end_with_parent\\n"
 child += "end_with_parent(int(sys.argv[1]))\\nprint('ready', flush=True)\\ntime.sleep(60)"
 command = [sys.executable, "-c", child, str(os.getpid())]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

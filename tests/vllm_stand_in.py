@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from posttrain.base.errors import ModelError, VitalSignError
 from posttrain.engines import EmbeddedEngine, TransformersEngine
 from posttrain.engines.vllm import server
 from posttrain.engines.vllm.core import RawCompletion
-from posttrain.errors import ModelError, VitalSignError
 from posttrain.models.families import FAMILIES, positions_of
 from posttrain.models.lean import lean
 

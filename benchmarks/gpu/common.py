@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from benchmarks.common import add_results, machine
-from posttrain.errors import is_out_of_memory
-from posttrain.memory import release_memory
-from posttrain.store.files import load_json
+from posttrain.base.errors import is_out_of_memory
+from posttrain.base.memory import release_memory
+from posttrain.runs.files import load_json
 
 # How a number is shown, in the order of a table's columns.
 COLUMNS = {

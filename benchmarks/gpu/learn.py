@@ -23,7 +23,7 @@ from posttrain import runner
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 from posttrain.rewards.compose import Rewards
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.metrics import read_metrics
 from posttrain.training.loop import Loop
 from posttrain.training.saving import Saver
 

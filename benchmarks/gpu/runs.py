@@ -23,7 +23,7 @@ from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, quickstart
 from posttrain.quickstart.model import make_model
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.metrics import read_metrics
 
 METHODS = {
     "sft": {},

@@ -20,8 +20,8 @@ import torch
 from benchmarks.gpu.common import Case, Goal, Setup, after_each
 from benchmarks.gpu.shapes import model_folder
 from posttrain import runner
+from posttrain.base.memory import memory_in_use
 from posttrain.config import load
-from posttrain.memory import memory_in_use
 from posttrain.training.loop import Loop
 
 STEPS, TINY_STEPS = 300, 6

@@ -31,13 +31,13 @@ from benchmarks.gpu.kernels import kinds
 from benchmarks.gpu.shapes import PUBLISHED, model_folder, peak_flops
 from benchmarks.posttrain_side import counting
 from benchmarks.run import Sizes, useful_flops
+from posttrain.base.memory import peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Example, Node, Pack
 from posttrain.config import dump, load
-from posttrain.memory import peak_memory, release_memory, reset_peak_memory
 from posttrain.optim.update import Objective, update
 from posttrain.planning.estimate import start_job
 from posttrain.planning.probe import Step
-from posttrain.store.run import Run
+from posttrain.runs.run import Run
 from posttrain.training.job import Job
 
 LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384}

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import AutoConfig, TrainerCallback
 
 from benchmarks.gpu.train import WARM_UPS, example
-from posttrain.memory import peak_of_process
+from posttrain.base.memory import peak_of_process
 
 
 class Clock(TrainerCallback):

@@ -17,10 +17,10 @@ from types import ModuleType
 import typer
 
 from posttrain import __version__
+from posttrain.base.output import enduring, quitting
+from posttrain.base.terminal import say
 from posttrain.cli.errors import guarded
-from posttrain.output import enduring, quitting
-from posttrain.store.logs import ConsoleLog
-from posttrain.terminal import say
+from posttrain.runs.logs import ConsoleLog
 
 # Their results are files, so a closed output does not end them.
 ENDURING = ("train", "sweep", "quickstart", "verify-resume", "score", "grade", "generate")

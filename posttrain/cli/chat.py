@@ -10,11 +10,11 @@ from urllib.parse import urlencode
 
 import typer
 
+from posttrain.base.errors import PosttrainError
+from posttrain.base.extras import need
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.score import Template, Variables
-from posttrain.errors import PosttrainError
-from posttrain.extras import need
-from posttrain.terminal import say
 
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, a run.")]
 Terminal = Annotated[bool, typer.Option("--terminal", help="Talk here instead of in a browser.")]

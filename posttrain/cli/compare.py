@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.eval import Data, Dtype, Engine, MaxRows, NumGenerations
 from posttrain.cli.settings import Device
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.terminal import say
 
 Sides = Annotated[
     list[str],
@@ -80,13 +80,13 @@ def compare(
     """
     _check(sides, suite, {"--data": data, "--max-rows": max_rows, "--num-generations": num_generations})
     settings = _judge_settings(judge)
-    from posttrain.comparing.differences import Comparison, Options
-    from posttrain.comparing.differences import compare as compare_sides
-    from posttrain.comparing.judged import judge as ask
-    from posttrain.comparing.page import show, write
-    from posttrain.comparing.sides import make_sides, split_name
-    from posttrain.comparing.sources import read_source
-    from posttrain.console import PlainConsole
+    from posttrain.base.console import PlainConsole
+    from posttrain.evaluation.comparing.differences import Comparison, Options
+    from posttrain.evaluation.comparing.differences import compare as compare_sides
+    from posttrain.evaluation.comparing.judged import judge as ask
+    from posttrain.evaluation.comparing.page import show, write
+    from posttrain.evaluation.comparing.sides import make_sides, split_name
+    from posttrain.evaluation.comparing.sources import read_source
 
     named = [split_name(side) for side in sides]
     paths = {path: path for _, path in named}
@@ -109,7 +109,7 @@ def compare(
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
     if len(sides) < 2:
         raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
-    from posttrain.comparing.sides import split_name
+    from posttrain.evaluation.comparing.sides import split_name
 
     seen: dict[str, str] = {}
     for side in sides:
@@ -156,7 +156,7 @@ def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]
     if not models:
         return {}
     from posttrain.cli.eval import eval
-    from posttrain.reports.listing import place_of
+    from posttrain.runs.listing import place_of
 
     folders = {path: str(place_of(path)[2]) for path in models}
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]

@@ -8,6 +8,9 @@ import typer
 from rich import box
 from rich.table import Table
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError
+from posttrain.base.terminal import say
 from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
@@ -15,9 +18,6 @@ from posttrain.config.editor import json_schema
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.presets import preset_summary
 from posttrain.config.render import EXAMPLES, starter
-from posttrain.console import PlainConsole
-from posttrain.errors import ConfigError
-from posttrain.terminal import say
 
 app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)
 

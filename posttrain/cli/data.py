@@ -7,11 +7,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import DataError
+from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.config.schema.datasets import KNOWN, known_set, name_of
-from posttrain.console import PlainConsole
-from posttrain.errors import DataError
-from posttrain.terminal import say
-from posttrain.words import counted
 
 app = typer.Typer(help="Known data sets, and saving one for offline use.", no_args_is_help=True)
 

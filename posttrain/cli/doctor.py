@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from posttrain.console import PlainConsole
+from posttrain.base.console import PlainConsole
+from posttrain.base.progress import progress
+from posttrain.base.terminal import say
 from posttrain.doctor import all_checks, as_json, chosen, examine, summary, table
-from posttrain.progress import progress
-from posttrain.terminal import say
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these checks, by their name in the table.")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import typer
 
-from posttrain.errors import PosttrainError, is_out_of_memory, message_of
-from posttrain.signals import handling
-from posttrain.store.logs import harmless
-from posttrain.terminal import say
+from posttrain.base.errors import PosttrainError, is_out_of_memory, message_of
+from posttrain.base.signals import handling
+from posttrain.base.terminal import say
+from posttrain.runs.logs import harmless
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 

@@ -6,15 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.base.extras import need
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.score import Dtype, Variables
 from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import CALIBRATED, LM_EVAL, SuiteConfig
-from posttrain.extras import need
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 Models = Annotated[
     list[str] | None,
@@ -159,7 +159,7 @@ def eval(
     with quick_imports():
         from posttrain.api import evaluate  # these import torch, which takes seconds
         from posttrain.evaluation.items import load_items
-        from posttrain.inspection.evaluate_table import show, write_sweep
+        from posttrain.evaluation.table import show, write_sweep
         from posttrain.models.load import load_config
     asked = [*(load_items(one, max_rows) for one in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
     placed = _placed(models, output)
@@ -227,7 +227,7 @@ def _export(folders: Sequence[str], to: str) -> None:
 
 
 def _list() -> None:
-    from posttrain.console import PlainConsole
+    from posttrain.base.console import PlainConsole
     from posttrain.evaluation.suite import suites_table
 
     PlainConsole().print(suites_table())
@@ -288,7 +288,7 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...]:
 
 def _placed(models: Sequence[str], output: Path | None) -> dict[Path, tuple[str, str]]:
     """The folder of each model's records, with its path and name. Raises UsageError if two have the same."""
-    from posttrain.reports.listing import place_of
+    from posttrain.runs.listing import place_of
 
     found: dict[Path, tuple[str, str]] = {}
     for model in models:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.score import Overwrite
 from posttrain.cli.settings import Config, Overrides, load_stages
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 Order = Literal["row", "longest", "shortest"]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of examples to show.")]
@@ -70,7 +70,7 @@ def explore(
     if no_quality and (against or reward_model or report):
         raise UsageError("--no-quality goes without --against, --reward-model and --report")
     stages = load_stages(config, overrides, flags)
-    from posttrain.console import PlainConsole  # these import torch, which takes seconds
+    from posttrain.base.console import PlainConsole  # these import torch, which takes seconds
 
     with quick_imports():
         from posttrain.config import held_out_together
@@ -78,7 +78,7 @@ def explore(
         from posttrain.data import explore as show
         from posttrain.inspection.quality import check_quality
         from posttrain.planning.plan import StageTokenizers
-        from posttrain.store.files import ready_to_write, save_json
+        from posttrain.runs.files import ready_to_write, save_json
         from posttrain.training.job import data_of
 
     if report is not None:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Device, devices_from_flag
 from posttrain.config.reading.explain import did_you_mean
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 ENGINES, DTYPES = ("ollama", "llama.cpp", "vllm"), ("auto", "float32", "bfloat16", "float16")
 SIZE = re.compile(r"\d+(?:\.\d+)? ?(?:[KMGT]i?B)", re.IGNORECASE)

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.cli.score import Dtype, Format, Overwrite, Template, Variables
 from posttrain.cli.settings import Device, devices_from_flag, from_flags, saved_settings, variables_from_flag
 from posttrain.config import DataConfig, ModelConfig, load
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
-from posttrain.words import counted
 
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or a LoRA adapter of one.")]
 File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")]

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.terminal import say
 from posttrain.cli.score import Overwrite
-from posttrain.terminal import say
 
 File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
 Reward = Annotated[

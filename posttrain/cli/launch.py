@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.cli.train import ModelIndex, Overwrite, Resume, Skip, as_given, several_methods
-from posttrain.terminal import say
 
 Processes = Annotated[
     int, typer.Option("--nproc", min=1, help="Processes on this machine: one for each GPU; on a CPU, share its cores.")
@@ -57,7 +57,7 @@ def launch(
         if ids and len(ids) != nproc:
             raise UsageError(f"devices.ids names {len(ids)} GPUs: give --nproc {len(ids)}, or other ids")
     arguments = as_given(config, overrides, flags, resume, overwrite, model_index, skip)
-    from posttrain.launch import launch as start
+    from posttrain.parallel.launch import launch as start
 
     if nodes > 1:
         say(f"machine {node_rank} of {nodes}: posttrain train {shlex.join(arguments)}", error=True)

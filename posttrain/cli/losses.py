@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.settings import devices_from_flag
-from posttrain.console import PlainConsole
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")]
 Step = Annotated[int, typer.Option("--step", min=1, help="Whose batch: a step of the run, from 1.")]

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.eval import suites_of
 from posttrain.cli.score import Format
@@ -12,8 +14,6 @@ from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 if TYPE_CHECKING:  # imports torch
     from posttrain.export.gate import Limits
@@ -116,12 +116,12 @@ def quantize(
     if data and not suites:
         raise UsageError("--data is about suites: name one with --suite, or give rows with --gate")
     with quick_imports():
+        from posttrain.evaluation.evaluate import Options
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
+        from posttrain.evaluation.pairs import PairOptions
         from posttrain.export.gate import LIMITS
         from posttrain.export.gate_data import Rows
         from posttrain.export.quantize import Asked
-        from posttrain.inspection.evaluate import Options
-        from posttrain.inspection.pairs import PairOptions
 
     precision = PRECISIONS[to]
     asked = Asked(
@@ -149,7 +149,7 @@ def _limits(
 
 
 def _run(asked: "Asked", devices) -> None:
-    from posttrain.console import PlainConsole
+    from posttrain.base.console import PlainConsole
     from posttrain.export.gate_table import notes, table
     from posttrain.export.quantize import quantize as quantize_model
 

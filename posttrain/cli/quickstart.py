@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder for all files.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier quickstart in that folder.")]

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
-from posttrain.terminal import say
 
 Runs = Annotated[
     list[str],
@@ -43,7 +43,7 @@ def report(
     """
     from posttrain.reports.report import write_report
     from posttrain.reports.several import below, write_pipeline_report, write_runs_report
-    from posttrain.store.files import ready_to_write
+    from posttrain.runs.files import ready_to_write
 
     folders = {name: _folder(name, output_dir.expanduser()) for name in dict.fromkeys(runs)}
     if output is not None:
@@ -68,7 +68,7 @@ def _is_run(folder: Path) -> bool:
 
 def _folder(name: str, output_dir: Path) -> Path:
     """The folder of a run or a pipeline. Raises UsageError, with the runs that exist."""
-    from posttrain.reports.listing import runs_below
+    from posttrain.runs.listing import runs_below
 
     for place in (Path(name).expanduser(), output_dir / name):
         if place.is_dir() and runs_below(place):

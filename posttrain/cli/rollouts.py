@@ -23,7 +23,7 @@ Rewards = Annotated[
 
 def rollouts(run: Run, step: OneStep = None) -> None:
     """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
-    from posttrain.console import PlainConsole
+    from posttrain.base.console import PlainConsole
     from posttrain.inspection.receipt import show_rollouts  # imports torch, which takes seconds
 
     show_rollouts(_folder(run), step, PlainConsole())
@@ -37,7 +37,7 @@ def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) ->
     """
     if rollout is not None and prompt is None:
         raise UsageError("--rollout needs --prompt: which prompt's?")
-    from posttrain.console import PlainConsole
+    from posttrain.base.console import PlainConsole
     from posttrain.inspection.receipt import why as explain_step
 
     explain_step(_folder(run), step, prompt, rollout, PlainConsole())
@@ -48,8 +48,8 @@ def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) 
 
     Advantages that become 0, or were 0, are listed and counted separately.
     """
+    from posttrain.base.console import PlainConsole
     from posttrain.cli.settings import rewards_from_flags
-    from posttrain.console import PlainConsole
     from posttrain.inspection.receipt import regrade as regrade_run
 
     settings = rewards_from_flags(reward)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.base.errors import RunError
+from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.cli import runs_disk
 from posttrain.cli.errors import UsageError
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
-from posttrain.errors import RunError
-from posttrain.managing.places import named, short
-from posttrain.managing.rows import ORDERS, Column, Row, filtered, ordered, rows_below, table_lines
-from posttrain.reports.listing import in_units, summarise
-from posttrain.store.notes import NAME as NOTES
-from posttrain.store.notes import Notes, read_notes, write_notes
-from posttrain.terminal import say
-from posttrain.words import counted
+from posttrain.runs.listing import in_units, summarise
+from posttrain.runs.managing.places import named, short
+from posttrain.runs.managing.rows import ORDERS, Column, Row, filtered, ordered, rows_below, table_lines
+from posttrain.runs.notes import NAME as NOTES
+from posttrain.runs.notes import Notes, read_notes, write_notes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,7 +62,7 @@ def interactive(context: typer.Context, output_dir: OutputDir = RUNS) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         list_([], output_dir=output_dir)
         return
-    from posttrain.managing.screen import RunsApp
+    from posttrain.runs.managing.screen import RunsApp
 
     RunsApp(settled(output_dir)).run()
 
@@ -113,8 +113,8 @@ def cells_of(row: Row) -> list[str]:
 @app.command()
 def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     """Show one run: state, main settings, last metrics, saved models, provenance."""
-    from posttrain.console import PlainConsole
-    from posttrain.managing.facts import facts_of
+    from posttrain.base.console import PlainConsole
+    from posttrain.runs.managing.facts import facts_of
 
     found = summarise(named(run, output_dir.expanduser()))
     table = _grid()
@@ -132,8 +132,8 @@ def diff(
     output_dir: OutputDir = RUNS,
 ) -> None:
     """Show in what two runs differ: settings, versions and data, the latest value of each metric."""
-    from posttrain.console import PlainConsole
-    from posttrain.managing.facts import differences
+    from posttrain.base.console import PlainConsole
+    from posttrain.runs.managing.facts import differences
 
     folders = [named(run, output_dir.expanduser()) for run in (one, other)]
     found = differences(*folders)
@@ -186,7 +186,7 @@ def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
 @app.command()
 def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Give a run another name. Settings of other runs that name its path are mended."""
-    from posttrain.managing.renaming import rename as rename_run
+    from posttrain.runs.managing.renaming import rename as rename_run
 
     target = named(run, settled(output_dir, run), whole=True)
     done = rename_run(target, name, [output_dir.expanduser()], force)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.errors import RunError
-from posttrain.managing.places import named, short
-from posttrain.reports.listing import in_units
-from posttrain.terminal import say, visible
-from posttrain.words import counted
+from posttrain.base.errors import RunError
+from posttrain.base.terminal import say, visible
+from posttrain.base.words import counted
+from posttrain.runs.listing import in_units
+from posttrain.runs.managing.places import named, short
 
 if TYPE_CHECKING:
-    from posttrain.managing.removing import Plan
+    from posttrain.runs.managing.removing import Plan
 
 RUNS = Path("runs")
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
@@ -42,7 +42,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 
 def settled(output_dir: Path, *runs: str) -> Path:
     """The folder of runs, after what interrupted commands left in it, or beside `runs`, is finished or undone."""
-    from posttrain.managing.removing import settle_runs
+    from posttrain.runs.managing.removing import settle_runs
 
     root = output_dir.expanduser()
     for line in settle_runs(root, [place for run in runs if (place := Path(run).expanduser()).parent.is_dir()]):
@@ -57,9 +57,9 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     in which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
     `posttrain runs rm .snapshots/NAME` deletes one.
     """
-    from posttrain.managing.needs import refuse_needed
-    from posttrain.managing.removing import delete
-    from posttrain.managing.snapshots import drop
+    from posttrain.runs.managing.needs import refuse_needed
+    from posttrain.runs.managing.removing import delete
+    from posttrain.runs.managing.snapshots import drop
 
     root = settled(output_dir, *runs)
     found = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
@@ -90,8 +90,8 @@ def prune(
     best/ and final/ stay. Folders that a resume set aside and leftovers of crashes go, too. With --keep-last 0 a run
     can no longer be resumed.
     """
-    from posttrain.managing.needs import described as needed_by
-    from posttrain.managing.removing import Rule, plan_prune, spare_needed
+    from posttrain.runs.managing.needs import described as needed_by
+    from posttrain.runs.managing.removing import Rule, plan_prune, spare_needed
 
     root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)
     plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
@@ -120,8 +120,8 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.managing.removing import Rule, left_over, plan_prune, spare_needed
-    from posttrain.managing.rows import filtered, rows_below, seconds_of
+    from posttrain.runs.managing.removing import Rule, left_over, plan_prune, spare_needed
+    from posttrain.runs.managing.rows import filtered, rows_below, seconds_of
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
@@ -143,7 +143,7 @@ def free(
 
 def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
     """Show what the plans delete, ask, and do it; a run that fails does not stop the others."""
-    from posttrain.managing.removing import prune as prune_run
+    from posttrain.runs.managing.removing import prune as prune_run
 
     for plan in plans:
         for need in plan.needs:
@@ -177,7 +177,7 @@ def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: Ou
 
     RUN may be the folder of a whole run with its models and stages.
     """
-    from posttrain.managing.snapshots import take
+    from posttrain.runs.managing.snapshots import take
 
     folder = take(named(run, settled(output_dir, run), whole=True), name, note)
     say(f"{short(folder)}: restore it with posttrain runs restore {folder.name}")
@@ -187,8 +187,8 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
     import shutil
 
-    from posttrain.managing.rows import Column, table_lines
-    from posttrain.managing.snapshots import read_snapshot, snapshots_of
+    from posttrain.runs.managing.rows import Column, table_lines
+    from posttrain.runs.managing.snapshots import read_snapshot, snapshots_of
 
     found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
     if not found:
@@ -208,9 +208,9 @@ def restore(
 
     A run that is there now is kept, unless --replace.
     """
-    from posttrain.managing.places import checked_name
-    from posttrain.managing.snapshots import read_snapshot
-    from posttrain.managing.snapshots import restore as restore_run
+    from posttrain.runs.managing.places import checked_name
+    from posttrain.runs.managing.snapshots import read_snapshot
+    from posttrain.runs.managing.snapshots import restore as restore_run
 
     root = settled(output_dir, snapshot)
     folder = _snapshot(snapshot, root)
@@ -236,7 +236,7 @@ def export(
 
     tar -xzf unpacks it; the run is then listed, resumed and read like any other.
     """
-    from posttrain.managing.archive import pack_run
+    from posttrain.runs.managing.archive import pack_run
 
     target = named(run, settled(output_dir, run), whole=True)
     path = output or Path(f"{target.resolve().name}.tar.gz")
@@ -247,9 +247,9 @@ def export(
 
 def described(target: Path) -> str:
     """A run, a whole run or a snapshot in a line."""
-    from posttrain.managing.places import folders_of
-    from posttrain.managing.snapshots import COPY
-    from posttrain.reports.listing import size_of, summarise
+    from posttrain.runs.listing import size_of, summarise
+    from posttrain.runs.managing.places import folders_of
+    from posttrain.runs.managing.snapshots import COPY
 
     if (target / COPY).is_dir():
         return f"{target}: snapshot, {in_units(size_of(target))}"
@@ -266,8 +266,8 @@ def _local(time: str) -> str:
 
 def _snapshot(name: str, root: Path) -> Path | None:
     """The snapshot folder of a name or a path."""
-    from posttrain.managing.snapshots import COPY
-    from posttrain.store.runs import SNAPSHOTS
+    from posttrain.runs.finding import SNAPSHOTS
+    from posttrain.runs.managing.snapshots import COPY
 
     places = [Path(name), root / name, root / SNAPSHOTS / name]
     return next((place for place in places if place.parent.name == SNAPSHOTS and (place / COPY).is_dir()), None)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.base.imports import quick_imports
 from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
 from posttrain.cli.score import Variables
@@ -19,8 +20,7 @@ from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
-from posttrain.imports import quick_imports
-from posttrain.reports.listing import newest_model
+from posttrain.runs.listing import newest_model
 
 Model = Annotated[
     str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run (its newest).")
@@ -116,7 +116,7 @@ def sample(
     data = _data(settings, file, {"format": format, "template": template}, variables)
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
     with quick_imports():
-        from posttrain.console import PlainConsole
+        from posttrain.base.console import PlainConsole
         from posttrain.inspection.sample import Setup
         from posttrain.inspection.sample import sample as sample_from
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
@@ -160,7 +160,7 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
     saved = saved_settings(folder)
     if saved is None:
         return None
-    from posttrain.training.inputs import dated, located  # imports torch, which takes seconds
+    from posttrain.runs.inputs import dated, located  # imports torch, which takes seconds
 
     run = saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1]
     return located(dated(load(saved).config, run), run)

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.settings import Device, devices_from_flag
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 Model = Annotated[
     str, typer.Argument(help="Hub id or folder: a causal model, a reward model, or a LoRA adapter of one.")

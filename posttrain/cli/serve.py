@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.extras import need
+from posttrain.base.helpers import end_with_parent
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.score import Dtype, Template, Variables
 from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
 from posttrain.config import ModelConfig
-from posttrain.extras import need
-from posttrain.helpers import end_with_parent
-from posttrain.imports import quick_imports
-from posttrain.terminal import say
 
 KEY = "POSTTRAIN_API_KEY"
 
@@ -66,7 +66,7 @@ def serve(
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
-    from posttrain.reports.listing import place_of
+    from posttrain.runs.listing import place_of
     from posttrain.serving.guard import Guard, is_loopback
     from posttrain.serving.listening import listen
 

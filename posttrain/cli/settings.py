@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
+from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.config import DevicesConfig, Stage, load
 from posttrain.config.reading.explain import explain, wrong_value
@@ -16,7 +17,6 @@ from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import Settings, SettingsConflict
 from posttrain.config.schema.data import variables
 from posttrain.config.schema.rewards import Reward
-from posttrain.terminal import say
 
 VARIABLES = "--chat-template-kwargs"
 Group = TypeVar("Group", bound=Settings)

@@ -7,17 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, split_arguments
 from posttrain.cli.train import DryRun
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.base import EVAL_METRIC
-from posttrain.console import PlainConsole
-from posttrain.errors import ConfigError
-from posttrain.imports import quick_imports
-from posttrain.reports.headline import OF_METHOD
-from posttrain.terminal import say
-from posttrain.words import counted
+from posttrain.runs.headline import OF_METHOD
 
 Random = Annotated[
     int | None, typer.Option("--random", min=1, metavar="N", help="Run N random trials instead of the whole grid.")
@@ -58,7 +58,7 @@ def sweep(
     """
     if resume and overwrite:
         raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
-    from posttrain.sweep.space import names_of, read_space
+    from posttrain.runner.sweep_space import names_of, read_space
 
     config, given = split_arguments(config, overrides)
     space = read_space(given)
@@ -76,8 +76,8 @@ def sweep(
     metric = _metric(metric, [first, *others])
     name = first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
     root = Path(first.output_dir).expanduser() / name
-    from posttrain.sweep.records import NAME, Sweep, Trial, joined, read_sweep
-    from posttrain.sweep.show import planned
+    from posttrain.runner.sweep_records import NAME, Sweep, Trial, joined, read_sweep
+    from posttrain.runner.sweep_show import planned
 
     rule = stopping or ("none" if "seed" in space.swept else "median")
     trials = [Trial(name, one) for name, one in zip(names_of(settings), settings, strict=True)]
@@ -94,7 +94,7 @@ def sweep(
         say(f"{count} in {root}, ranked by {metric} ({better} is better), stopping: {rule}")
         return
     with quick_imports():
-        from posttrain.sweep.trials import run_sweep  # imports torch, which takes seconds
+        from posttrain.runner.sweep import run_sweep  # imports torch, which takes seconds
 
     try:
         run_sweep(

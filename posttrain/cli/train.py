@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.errors import RunError
+from posttrain.base.imports import quick_imports
+from posttrain.base.terminal import say
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
 from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
-from posttrain.errors import RunError
-from posttrain.imports import quick_imports
-from posttrain.launch import is_rank, launch
+from posttrain.parallel.launch import is_rank, launch
 from posttrain.planning.cards import CARDS
-from posttrain.reports.progress import duration
-from posttrain.store.files import flat
-from posttrain.store.provenance import HIDDEN
-from posttrain.terminal import say
+from posttrain.runs.files import flat
+from posttrain.runs.progress import duration
+from posttrain.runs.provenance import HIDDEN
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the run would do, and do nothing.")]
 Resume = Annotated[

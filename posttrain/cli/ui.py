@@ -31,7 +31,7 @@ def ui(
     (http://127.0.0.1:7860); to see them from elsewhere, forward the port (ssh -L 7860:127.0.0.1:7860 HOST), or give
     --host and a --token. Nothing is loaded from, or sent to, any other host.
     """
-    from posttrain.extras import need
+    from posttrain.base.extras import need
 
     need("gradio", "ui", "posttrain ui")
     from posttrain.ui.serve import serve

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.errors import RunError
+from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.cli.settings import Config, Overrides, load_stages
-from posttrain.errors import RunError
-from posttrain.terminal import say
-from posttrain.words import counted
 
 Kills = Annotated[int, typer.Option("--kills", min=1, help="Number of kills of the second run.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the scratch folder also when both runs are equal.")]
@@ -40,8 +40,8 @@ def verify_resume(
     """
     stages = load_stages(config, overrides, flags)
     say("importing torch …")
-    from posttrain import verify
-    from posttrain.console import PlainConsole  # these import torch, which takes seconds
+    from posttrain.base.console import PlainConsole  # these import torch, which takes seconds
+    from posttrain.runner import verify
 
     stages, console = verify.prepared(stages), PlainConsole()
     for stage in stages:

@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.atomic import LEFTOVER, put_folder, take_away
+from posttrain.base.atomic import LEFTOVER, put_folder, take_away
+from posttrain.base.errors import DataError
 from posttrain.config.schema.base import Kind
 from posttrain.data.readers import Record
 from posttrain.data.report import Reading
 from posttrain.data.tokenise import Compared, Trained, first_trained
-from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
+from posttrain.base.errors import DataError
 from posttrain.batch import Example, Node
 from posttrain.data.report import Lengths
-from posttrain.errors import DataError
 
 Array = np.ndarray
 

@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
+from posttrain.base.terminal import escaped, visible
 from posttrain.batch import Example, Node
 from posttrain.data.dataset import Dataset
+from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
 from posttrain.data.report import Lengths
-from posttrain.errors import DataError
-from posttrain.pieces import CHARACTER, pieces
-from posttrain.terminal import escaped, visible
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")

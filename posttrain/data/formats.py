@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.base.errors import DataError
+from posttrain.data.latex import last_box
 from posttrain.data.render import PREFILL
 from posttrain.data.reshaping import with_system
 from posttrain.data.rows import (
@@ -25,8 +27,6 @@ from posttrain.data.rows import (
     tools_of,
 )
 from posttrain.data.templates import Template
-from posttrain.errors import DataError
-from posttrain.latex import last_box
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 THINK_TAGS = re.compile(r"</?think>")

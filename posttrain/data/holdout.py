@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.base.errors import DataError
+from posttrain.base.progress import progress
 from posttrain.config.schema.data import DataConfig, HeldOutRows, ValidationConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Array, as_numpy
@@ -21,8 +23,6 @@ from posttrain.data.readers import Record
 from posttrain.data.reading import SourcePart, most_rows, parts_of
 from posttrain.data.report import Reading
 from posttrain.data.sources import Source
-from posttrain.errors import DataError
-from posttrain.progress import progress
 
 VERSION = 1  # increase it when the same row has another hash
 BATCH = 4096  # rows written at a time

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from posttrain.base.errors import DataError
 from posttrain.data.formats import FORMATS, Format
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.reshaping import in_messages
@@ -26,7 +27,6 @@ from posttrain.data.rows import (
     with_weights,
 )
 from posttrain.data.templates import Template
-from posttrain.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.base import Kind
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.dataset import Limits, Table
-from posttrain.errors import DataError
 
 
 class Room(NamedTuple):

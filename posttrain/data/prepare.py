@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.caches import default_folder
+from posttrain.base.caches import default_folder
+from posttrain.base.errors import DataError
+from posttrain.base.words import counted
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
@@ -25,8 +27,6 @@ from posttrain.data.reading import Kind, Loaded, Reader, SourcePart, most_rows, 
 from posttrain.data.report import Report
 from posttrain.data.rows import Row
 from posttrain.data.templates import choose_template
-from posttrain.errors import DataError
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.caches import default_folder
+from posttrain.base.caches import default_folder
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.readers import Record
 from posttrain.data.reading import Reader, malformed_of

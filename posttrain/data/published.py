@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

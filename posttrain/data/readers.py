@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import DataError
 from posttrain.data import streams
 from posttrain.data.tables import Parsed, read_arrow, read_parquet
-from posttrain.errors import DataError
 
 HEAD_BYTES = 256 * 1024  # first bytes that determine the delimiter of a CSV file
 OTHER_DELIMITERS = (";", "\t")

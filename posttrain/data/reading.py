@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
+from posttrain.base.progress import progress
 from posttrain.config.schema.base import Kind
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
@@ -38,8 +40,6 @@ from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import Template, choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
-from posttrain.errors import DataError
-from posttrain.progress import progress
 
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows over the limits that a report names

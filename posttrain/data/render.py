@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.errors import DataError
-from posttrain.helpers import HelperPool
+from posttrain.base.errors import DataError
+from posttrain.base.helpers import HelperPool
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0

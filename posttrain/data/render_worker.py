@@ -8,7 +8,7 @@ import json
 import sys
 from datetime import datetime
 
-from posttrain.system import IS_LINUX, leave_signals_to_parent, resource
+from posttrain.base.system import IS_LINUX, leave_signals_to_parent, resource
 
 if __name__ == "__main__":  # before the second that the import takes
     leave_signals_to_parent()  # which may render again

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from posttrain.words import counted
+from posttrain.base.words import counted
 
 MALFORMED_SHARE = 0.01  # above it a run is refused
 MOST_UNREAD = 20  # columns and keys that are named

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from posttrain.base.errors import DataError
 from posttrain.data.render import WEIGHT, without
 from posttrain.data.rows import Row, RowError, Turns, as_turns, number_or_text
-from posttrain.errors import DataError
 
 
 def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
 from posttrain.data.render import WEIGHT, Arguments, Message, without
-from posttrain.errors import DataError
 
 TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
 THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.atomic import put_folder, settle
+from posttrain.base.atomic import put_folder, settle
+from posttrain.base.errors import DataError
+from posttrain.base.progress import progress
 from posttrain.data.readers import Record
-from posttrain.errors import DataError
-from posttrain.progress import progress
 
 MANIFEST = "posttrain-data.json"
 FORMAT = 1

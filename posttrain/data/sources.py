@@ -26,13 +26,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from posttrain.base.errors import DataError
+from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.paths import path_of
 from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.saved import SavedSplit, read_manifest, save, saved_files
 from posttrain.data.tasks import TASKS, Compose
-from posttrain.errors import DataError
-from posttrain.hub import stay_offline_without_network
-from posttrain.paths import path_of
 
 log = logging.getLogger("posttrain")
 

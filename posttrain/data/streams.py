@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 
 # A longer line or document is not parsed.
 LINE_BYTES = 64_000_000

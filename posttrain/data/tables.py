@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from posttrain.base.errors import DataError
 from posttrain.data import streams
-from posttrain.errors import DataError
 
 TABLE_ROWS = 1000  # read at a time
 BATCH_BYTES = 256_000_000  # of strings that a table repeats, in the rows that are read at a time

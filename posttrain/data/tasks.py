@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 
 Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's form
 MOST_ROWS = 200_000  # a third of all problems, so that sampling a new one is quick

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
+from posttrain.base.paths import path_of
 from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
 from posttrain.data.published import PUBLISHED, put_on
-from posttrain.errors import DataError
-from posttrain.paths import path_of
 
 R1_ZERO_PREAMBLE = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "

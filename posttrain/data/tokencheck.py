@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.data.pieces import CHARACTER, LOST, pieces
 from posttrain.data.prompts import Prompt
 from posttrain.data.render import RenderRequest, rendering
-from posttrain.pieces import CHARACTER, LOST, pieces
 
 MANY = 0.1  # of the completions: a few that are split differently do no harm
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]

@@ -11,10 +11,10 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.data.render import PREFILL, WEIGHT, Message, Rendered, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
 from posttrain.data.turns import END, THINKING, TOOLS, VARIABLE, Endings, Part, Span, common_prefix, locate, unwritten
-from posttrain.errors import DataError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.base.words import counted
 from posttrain.doctor.checks import Finding, all_checks, chosen
 from posttrain.doctor.process import examine
-from posttrain.store.provenance import environment, redact
-from posttrain.words import counted
+from posttrain.runs.provenance import environment, redact
 
 __all__ = ["Finding", "all_checks", "as_json", "chosen", "examine", "summary", "table"]
 STYLES = {"ok": "green", "limited": "yellow", "absent": "dim", "broken": "bold red"}

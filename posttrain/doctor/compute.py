@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.doctor.checks import Broken, Found
 from posttrain.doctor.machine import usable_cores
 from posttrain.doctor.requirements import version_of
-from posttrain.reports.listing import in_units
+from posttrain.runs.listing import in_units
 
 WIDTH = 512
 CUDA_BUILD = "pip install --force-reinstall torch"  # PyPI's build for Linux

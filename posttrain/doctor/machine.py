@@ -10,11 +10,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from posttrain import system
-from posttrain.atomic import put_file, put_folder
+from posttrain.base import system
+from posttrain.base.atomic import put_file, put_folder
 from posttrain.doctor.checks import Broken, Found
-from posttrain.reports.listing import in_units
-from posttrain.store.lock import FolderLock, is_locked
+from posttrain.runs.listing import in_units
+from posttrain.runs.lock import FolderLock, is_locked
 
 LEAST_FREE_BYTES = 5_000_000_000  # below this a checkpoint or a model may not fit
 SLOW_BYTES_PER_SECOND = 20e6
@@ -119,7 +119,7 @@ def hub_cache() -> Found:
 
 def data_cache() -> Found:
     """The disk of tokenised data."""
-    from posttrain.caches import default_folder
+    from posttrain.base.caches import default_folder
 
     return cache_folder(str(default_folder()))
 

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from posttrain.base.words import counted
 from posttrain.doctor.checks import Broken, Found
 from posttrain.doctor.requirements import absent, version_of
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import Grade, GradeRequest, Judgement, Rule
-from posttrain.store.provenance import redact
-from posttrain.words import counted
+from posttrain.runs.provenance import redact
 
 DEADLINE_S = 1.0
 GRACE_S = 0.5  # docs/grading.md: a verdict comes within the deadline and half a second
@@ -84,7 +84,7 @@ def hub() -> Found:
     """Whether the hub answers, or what its local cache holds, from which models and data come without it."""
     from huggingface_hub import HfApi, constants
 
-    from posttrain.hub import stay_offline_without_network
+    from posttrain.base.hub import stay_offline_without_network
 
     place, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
     stay_offline_without_network()
@@ -114,7 +114,7 @@ def hub_token() -> Found:
     """Whether there is a token, and whose it is if the hub can be asked. It is never shown."""
     from huggingface_hub import HfApi, constants, get_token
 
-    from posttrain.hub import stay_offline_without_network
+    from posttrain.base.hub import stay_offline_without_network
 
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the login of `hf auth login`"
     if get_token() is None:
@@ -157,7 +157,7 @@ def wandb() -> Found:
     version = version_of("wandb")
     import wandb
 
-    from posttrain.store.tracking import has_wandb_key
+    from posttrain.runs.tracking import has_wandb_key
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         quiet = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True)

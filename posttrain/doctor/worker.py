@@ -19,8 +19,8 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from posttrain.base.errors import reason_of
 from posttrain.doctor.checks import Broken, Found
-from posttrain.errors import reason_of
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from posttrain.engines.plain import TransformersEngine
 from posttrain.engines.protocol import Completion, Engine, Finished, Sampling
 from posttrain.engines.stops import stop_token_ids, text_of
 from posttrain.engines.streams import seed_of
-from posttrain.ranks import ALONE, Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 
 __all__ = [
     "Completion",

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ModelError
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation
 from posttrain.engines.memory import Kept, Memory
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, requests
 from posttrain.engines.room import Room, cache_tokens
 from posttrain.engines.stops import StopTexts
-from posttrain.errors import ModelError
 from posttrain.models.families import (
     base_of,
     check_positions,

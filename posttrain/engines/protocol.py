@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 from torch import nn
 
+from posttrain.base.errors import ConfigError, DataError, VitalSignError
 from posttrain.engines.streams import seed_of
-from posttrain.errors import ConfigError, DataError, VitalSignError
 
 FinishReason = Literal["stop", "length"]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError
+from posttrain.data.pieces import Pieces
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines.protocol import Completion
-from posttrain.errors import ConfigError
 from posttrain.models.families import base_of, eos_token_ids
-from posttrain.pieces import Pieces
 
 
 class StopTexts:

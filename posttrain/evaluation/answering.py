@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.batch import Example, Node, pack, physical_length
 from posttrain.config import DataConfig
 from posttrain.config.schema.suite import SuiteConfig
@@ -21,7 +22,6 @@ from posttrain.data.readers import Record
 from posttrain.data.report import Malformed
 from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, Engine, Sampling, seed_of, stop_token_ids, text_of
-from posttrain.errors import DataError
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
 from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer

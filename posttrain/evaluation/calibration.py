@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.base.progress import progress
+from posttrain.data.latex import last_box
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.judging import RULES
 from posttrain.evaluation.records import Answer
 from posttrain.grading.extract import marked_answer
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest
-from posttrain.latex import last_box
-from posttrain.progress import progress
 
 SHOWN = 50  # disagreements that are listed
 OWN = "posttrain.evaluation.rules"

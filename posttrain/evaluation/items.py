@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.base.errors import DataError, RewardError
+from posttrain.base.paths import path_of
+from posttrain.base.words import counted
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import Record
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.data.sources import open_source
-from posttrain.errors import DataError, RewardError
-from posttrain.paths import path_of
 from posttrain.rewards.python import call_function
-from posttrain.words import counted
 
 FIELD = re.compile(r"\{(\w+)\}")
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from posttrain.base.errors import ConfigError, RewardError
 from posttrain.config import TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.errors import ConfigError, RewardError
 from posttrain.evaluation import ifeval
 from posttrain.evaluation.items import Item, text_of
 from posttrain.evaluation.rules import RULES as OWN_RULES

@@ -14,18 +14,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, DataError
+from posttrain.base.extras import need
+from posttrain.base.threads import sharing_cores
+from posttrain.base.words import first_line
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.render import RenderRequest, rendered
-from posttrain.errors import ConfigError, DataError
 from posttrain.evaluation.answering import Reply
 from posttrain.evaluation.lm_eval_requests import Requests
 from posttrain.evaluation.records import Answer
-from posttrain.extras import need
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
-from posttrain.threads import sharing_cores
-from posttrain.words import first_line
 
 TemplateLM: Any = need("lm_eval.api.model", "lm-eval", "a suite lm-eval:TASK").TemplateLM
 _strings, _windows = import_module("lm_eval.models.utils"), import_module("lm_eval.utils")

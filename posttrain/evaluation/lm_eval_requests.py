@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, DataError
+from posttrain.base.progress import counter, progress
+from posttrain.base.words import counted
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.engines import Engine, Sampling, make_engine, seed_of, stop_token_ids
-from posttrain.errors import ConfigError, DataError
 from posttrain.evaluation.answering import Reply
 from posttrain.models.attention import width_step
 from posttrain.models.families import positions_of
-from posttrain.progress import counter, progress
 from posttrain.scoring import Scorer
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

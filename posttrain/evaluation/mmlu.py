@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import DataError
+from posttrain.base.paths import path_of
 from posttrain.data.readers import Record
 from posttrain.data.sources import open_source
-from posttrain.errors import DataError
-from posttrain.paths import path_of
 
 LETTERS = "ABCD"
 

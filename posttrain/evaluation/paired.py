@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from posttrain.distributions import sign_test, t_quantile, z_quantile
+from posttrain.base.distributions import sign_test, t_quantile, z_quantile
 from posttrain.evaluation.statistics import ROUNDING
 
 CHUNK = 1 << 22  # resampled values in memory at a time

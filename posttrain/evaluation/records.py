@@ -14,10 +14,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Self
 
-from posttrain.errors import RunError
-from posttrain.store.atomic import cannot_write
-from posttrain.store.files import check_database, load_json, open_regular, save_json, save_rows
-from posttrain.store.lock import FolderLock
+from posttrain.base.errors import RunError
+from posttrain.runs.atomic import cannot_write
+from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
+from posttrain.runs.lock import FolderLock
 
 log = logging.getLogger("posttrain")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Self
 
-from posttrain.errors import RunError
+from posttrain.base.errors import RunError
+from posttrain.base.progress import counter
 from posttrain.evaluation.answering import Answers, Reply
 from posttrain.evaluation.items import Item, Items, text_of
 from posttrain.evaluation.judging import UNGRADED, Judge, Outcome, Pending
 from posttrain.evaluation.records import Answer, EvaluationStore
 from posttrain.evaluation.summary import summarise
-from posttrain.progress import counter
 
 # Completions wait for so many others, or so long, before a function of the user's is called with all of them.
 ANSWERS_AT_ONCE, WAIT_S = 256, 5.0

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-from posttrain.distributions import t_quantile, z_quantile
+from posttrain.base.distributions import t_quantile, z_quantile
 
 ROUNDING = 1e-12  # relative to the mean: a smaller standard error is that of equal numbers
 

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from rich import box
 from rich.table import Table
 
+from posttrain.base.errors import ConfigError, RewardError
+from posttrain.base.paths import path_of
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.errors import ConfigError, RewardError
-from posttrain.paths import path_of
 from posttrain.rewards.python import call_function
 
 FOLDER = Path(__file__).parent / "suites"

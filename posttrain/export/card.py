@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from posttrain import __version__
+from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
-from posttrain.hub import stay_offline_without_network
 from posttrain.models.reading import found_file
-from posttrain.plain_yaml import read_yaml
-from posttrain.store.provenance import redact
-from posttrain.words import model_name
+from posttrain.runs.provenance import redact
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
 # A folder's part of a path inside a text: from the root, the home folder or a drive to the last separator. Not that of

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.base.errors import ModelError
+from posttrain.base.threads import sharing_cores
+from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.engines import stop_token_ids
-from posttrain.errors import ModelError
 from posttrain.evaluation.records import SUMMARY, read_summary
 from posttrain.export import hub
 from posttrain.export.card import Facts, Written, card, origin
@@ -23,12 +25,10 @@ from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of, set_eos_token_ids
 from posttrain.models.load import load_config, load_tokenizer
 from posttrain.models.quantised import method_of
-from posttrain.reports.listing import in_units, size_of
-from posttrain.store.files import save_json
-from posttrain.threads import sharing_cores
-from posttrain.training.inputs import content_of
+from posttrain.runs.files import save_json
+from posttrain.runs.inputs import content_of
+from posttrain.runs.listing import in_units, size_of
 from posttrain.training.job import set_pad_token
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -11,14 +11,14 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
+from posttrain.base.errors import ModelError
+from posttrain.base.memory import release_memory
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.errors import ModelError
 from posttrain.export.card import origin
 from posttrain.export.merging import LIMITS, compare, load_base, outputs_of
 from posttrain.export.prompts import prompts_for
 from posttrain.export.source import Source, adapters_of
 from posttrain.export.unchanged import Adapter
-from posttrain.memory import release_memory
 from posttrain.models.adapters import SCORE, attach, base_settings, name_base, with_adapter
 from posttrain.models.devices import take_device
 from posttrain.models.families import base_of

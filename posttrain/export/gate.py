@@ -13,19 +13,19 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from posttrain.base.distributions import t_quantile
+from posttrain.base.progress import progress
+from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.distillation import compare
-from posttrain.distributions import t_quantile
 from posttrain.evaluation.paired import paired_difference
+from posttrain.evaluation.pairs import own_margins
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
-from posttrain.inspection.pairs import own_margins
 from posttrain.losses.distillation import forward_kl
 from posttrain.models.attention import width_step
 from posttrain.models.quantised import Precision, weight_errors
-from posttrain.progress import progress
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
-from posttrain.words import counted
 
 CONFIDENCE = 0.95
 BATCH, PACK_TOKENS = 32, 4096

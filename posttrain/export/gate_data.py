@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, DataError, PosttrainError
+from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, DevicesConfig, RunConfig
 from posttrain.config.reading.explain import explain
@@ -20,15 +22,13 @@ from posttrain.data.prepare import prepare_run
 from posttrain.data.prompts import Prompt
 from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
-from posttrain.errors import ConfigError, DataError, PosttrainError
+from posttrain.evaluation.pairs import LONGEST
 from posttrain.export.prompts import built_in
 from posttrain.export.source import Source
 from posttrain.inspection.generate import generate_all
-from posttrain.inspection.pairs import LONGEST
 from posttrain.inspection.sample import Setup, first_prompts
 from posttrain.models.families import positions_of
 from posttrain.rollout import sampling_of
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

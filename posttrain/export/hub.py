@@ -8,9 +8,9 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from posttrain.errors import ModelError
-from posttrain.hub import stay_offline_without_network
-from posttrain.words import first_line
+from posttrain.base.errors import ModelError
+from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.words import first_line
 
 # What a hub makes itself; a repository with anything else is not empty.
 MADE_BY_THE_HUB = {".gitattributes", "README.md"}

@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.errors import VitalSignError
+from posttrain.base.errors import VitalSignError
+from posttrain.base.memory import release_memory
 from posttrain.export.source import Source
-from posttrain.memory import release_memory
 from posttrain.models.adapters import merged, with_adapter
 from posttrain.models.families import is_adapted
 from posttrain.models.load import check_embeddings, load_model, to_dtype

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from posttrain.atomic import put_folder, settle
-from posttrain.errors import RunError
-from posttrain.reports.listing import in_units
-from posttrain.store.atomic import cannot_write
+from posttrain.base.atomic import put_folder, settle
+from posttrain.base.errors import RunError
+from posttrain.runs.atomic import cannot_write
+from posttrain.runs.listing import in_units
 
 NO_ROOM = "nothing was written, and the model is intact: free some space, or give --output on another disk"
 

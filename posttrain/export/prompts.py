@@ -7,14 +7,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError, PosttrainError
+from posttrain.base.words import counted
 from posttrain.config import DataConfig, RunConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
-from posttrain.errors import DataError, PosttrainError
 from posttrain.inspection.sample import Setup, first_prompts
 from posttrain.models.families import positions_of
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -9,10 +9,15 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
-from posttrain.atomic import LEFTOVER
+from posttrain.base.atomic import LEFTOVER
+from posttrain.base.errors import ModelError
+from posttrain.base.extras import need
+from posttrain.base.memory import release_memory
+from posttrain.base.threads import sharing_cores
+from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.errors import ModelError
+from posttrain.evaluation.evaluate import Options, evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export.card import origin, start_of
@@ -31,18 +36,13 @@ from posttrain.export.gate_data import Rows, completions_for, pairs_for
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.source import QUANTISED, Source, find_source
-from posttrain.extras import need
-from posttrain.inspection.evaluate import Options, evaluate
-from posttrain.memory import release_memory
 from posttrain.models.devices import take_device
 from posttrain.models.load import check_embeddings, load_config, load_model, load_tokenizer
 from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
-from posttrain.reports.listing import in_units, size_of
-from posttrain.store.files import load_json, save_json
-from posttrain.store.provenance import now
-from posttrain.threads import sharing_cores
-from posttrain.training.inputs import content_of
-from posttrain.words import counted
+from posttrain.runs.files import load_json, save_json
+from posttrain.runs.inputs import content_of
+from posttrain.runs.listing import in_units, size_of
+from posttrain.runs.provenance import now
 
 log = logging.getLogger("posttrain")
 

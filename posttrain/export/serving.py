@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ModelError
 from posttrain.data.render import RenderRequest, rendered
-from posttrain.errors import ModelError
 from posttrain.export.turns import LAST, REPLY, START, InexpressibleError, Turns, turns_of
 
 ENGINES = ("ollama", "llama.cpp", "vllm")

@@ -7,16 +7,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ModelError, PosttrainError, RunError
+from posttrain.base.words import SAVED, model_name
 from posttrain.config import ModelConfig, RunConfig, load
-from posttrain.errors import ModelError, PosttrainError, RunError
 from posttrain.models.adapters import BASE, base_settings, is_adapter
 from posttrain.models.load import Head, is_reward_model, load_config
-from posttrain.reports.listing import newest_model
-from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
-from posttrain.store.files import load_json
-from posttrain.store.runs import RunInfo, read_run
-from posttrain.training.inputs import START, content_of, dated, located, recorded
-from posttrain.words import SAVED, model_name
+from posttrain.runs.checkpoint import MANIFEST, saved_step, unusable, verify
+from posttrain.runs.files import load_json
+from posttrain.runs.finding import RunInfo, read_run
+from posttrain.runs.inputs import START, content_of, dated, located, recorded
+from posttrain.runs.listing import newest_model
 
 log = logging.getLogger("posttrain")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ModelError
 from posttrain.data.render import Message, Renderer, RenderRequest, rendering
-from posttrain.errors import ModelError
 
 START, REPLY, LAST = "", "reply", "last"  # no message before; the opening of a reply; a reply that is to be continued
 ROLES = {"s": "system", "u": "user", "a": "assistant"}

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import ModelError, RunError
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.tokencheck import end_of_turn
-from posttrain.errors import ModelError, RunError
 from posttrain.export.card import Written, origin, public
 from posttrain.export.gate import Check
 from posttrain.export.gate_table import TITLES, cells
@@ -17,7 +17,7 @@ from posttrain.export.source import QUANTISED, Source, adapters_of, chats
 from posttrain.models.devices import take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import adapter_stops, check_adapter_weights
-from posttrain.store.files import load_json, save_json
+from posttrain.runs.files import load_json, save_json
 
 COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # of a quantised model: weights, config, tokenizer
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.data.readers import read_jsonl
 from posttrain.data.rows import RowError, field, text_of
 from posttrain.data.templates import alpaca_prompt
-from posttrain.errors import DataError
 
 
 class PackedSFTDataset(Dataset[dict[str, Tensor]]):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
+from posttrain.data.latex import last_box
 from posttrain.grading.dates import read_occasion
 from posttrain.grading.labels import read_base, read_choice, read_ratio, read_residue
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
@@ -30,7 +31,6 @@ from posttrain.grading.parts import (
 )
 from posttrain.grading.sets import Interval, RealSet, chain, is_set_like, read_set
 from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
-from posttrain.latex import last_box
 
 T = TypeVar("T")
 

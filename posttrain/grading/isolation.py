@@ -11,7 +11,7 @@ import os
 import signal
 import struct
 
-from posttrain.system import IS_LINUX, resource
+from posttrain.base.system import IS_LINUX, resource
 
 MEMORY_BYTES = 1_000_000_000  # of address space, which bounds memory too
 ROOM_BYTES = 500_000_000  # of address space for answers, where a rule's packages leave less of it

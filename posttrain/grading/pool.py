@@ -22,12 +22,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Self
 
-from posttrain.errors import RewardError
+from posttrain.base.errors import RewardError
+from posttrain.base.helpers import HelperPool
+from posttrain.base.system import CAN_FORK
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
 from posttrain.grading.template import Template
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
-from posttrain.helpers import HelperPool
-from posttrain.system import CAN_FORK
 
 log = logging.getLogger("posttrain")
 

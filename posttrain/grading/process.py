@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from posttrain.errors import RewardError
+from posttrain.base.errors import RewardError
 from posttrain.grading.template import Forked, Template
 from posttrain.grading.verdict import Grade, GradeRequest, read_grade
 

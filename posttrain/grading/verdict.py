@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 Verdict = Literal[
     "correct", "wrong", "scored", "timeout", "crashed", "bad_gold", "not_applicable"
-]  # scored: by a judge (posttrain.judging); not_applicable: according to a function (rewards/file.py)
+]  # scored: by a judge (posttrain.judges); not_applicable: according to a function (rewards/file.py)
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # of rules
 # These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})

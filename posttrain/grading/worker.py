@@ -26,11 +26,11 @@ import threading
 from functools import lru_cache
 from typing import Any, BinaryIO
 
+from posttrain.base.memory import peak_of_process
+from posttrain.base.system import leave_signals_to_parent
 from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, die_with_parent, isolate
 from posttrain.grading.template import FORK, NUMBER
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
-from posttrain.memory import peak_of_process
-from posttrain.system import leave_signals_to_parent
 
 RETIRE_BYTES = MEMORY_BYTES // 2  # above this, ordinary answers might run out of memory
 ORPHAN_S = 0.25  # interval at which a worker checks whether its parent is alive

@@ -9,9 +9,9 @@ from statistics import fmean, pstdev
 from rich import box
 from rich.table import Table
 
+from posttrain.base.words import counted
 from posttrain.config import DataConfig, TagsConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.words import counted
 
 Keeps = Callable[[str], bool]
 FEW = 0.5  # a share below this is reported

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.progress import counter
+from posttrain.base.threads import sharing_cores
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import Prompt, prompts_of
@@ -19,10 +21,8 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.evaluation.answering import too_long
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.progress import counter
 from posttrain.rollout import sampling_of
-from posttrain.store.files import ready_to_write, save_rows
-from posttrain.threads import sharing_cores
+from posttrain.runs.files import ready_to_write, save_rows
 
 log = logging.getLogger("posttrain")
 

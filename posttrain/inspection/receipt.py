@@ -13,19 +13,19 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from posttrain import engines
+from posttrain.base.errors import PosttrainError, RunError
+from posttrain.base.terminal import visible
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.rewards import Reward
-from posttrain.errors import PosttrainError, RunError
+from posttrain.data.pieces import pieces
 from posttrain.models.load import load_tokenizer
-from posttrain.pieces import pieces
 from posttrain.recipes import REGRADED
 from posttrain.reports.gradient import groups_of
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
-from posttrain.store.metrics import read_metrics
-from posttrain.store.stored_rollouts import StoredRun
-from posttrain.terminal import visible
-from posttrain.training.inputs import dated, located
+from posttrain.runs.inputs import dated, located
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.stored_rollouts import StoredRun
 
 SHOWN = 60  # characters of a string in a table
 

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError, RunError
+from posttrain.base.terminal import visible
+from posttrain.base.threads import sharing_cores
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.config.schema.rollout import RolloutConfig
@@ -18,7 +21,6 @@ from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
 from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
-from posttrain.errors import DataError, RunError
 from posttrain.evaluation.answering import too_long
 from posttrain.inspection.findings import (
     Keeps,
@@ -34,8 +36,6 @@ from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rollout import sampling_of, to_reward
-from posttrain.terminal import visible
-from posttrain.threads import sharing_cores
 
 SHOWN = 2_000  # characters of a completion; the middle of a longer one is omitted
 

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.base.errors import DataError
+from posttrain.base.progress import progress
+from posttrain.base.threads import sharing_cores
 from posttrain.batch import pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.data import prepare
 from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
-from posttrain.errors import DataError
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
-from posttrain.progress import progress
+from posttrain.runs.files import ready_to_write, save_rows
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.files import ready_to_write, save_rows
-from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
 

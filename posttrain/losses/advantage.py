@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.losses.reduce import sum_segments
+from posttrain.batch import sum_segments
 
 ScaleRewards = Literal["group", "batch", "none"]
 

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from posttrain.batch import sum_segments
 from posttrain.losses.divergence import MAX_EXPONENT
-from posttrain.losses.reduce import sum_segments
 
 # The level of one ratio π / π_old: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).

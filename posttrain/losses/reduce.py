@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
-
 
 def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Tensor:
     """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the complete step;
@@ -18,19 +16,6 @@ def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Te
     if count <= 0:
         raise ValueError(f"a mean needs a count above 0, got {count}")
     return (value if weight is None else value * weight).sum() / count
-
-
-def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
-    """Sums over consecutive segments of lengths `length_S`: (N) to (S), floating point. `length_S` adds up to N.
-
-    Sums have a fixed order, so that results are reproducible to the bit on a GPU too, unlike with `index_add`.
-    """
-    if value_N.device.type not in HAVE_SEGMENTS:
-        sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
-        return value_N.new_zeros(len(length_S)).index_add(0, sequence_N, value_N)
-    if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # on a GPU the check would wait for it
-        raise ValueError(f"lengths add up to {int(length_S.sum())}, but there are {len(value_N)} values")
-    return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # unchecked: no wait for a GPU
 
 
 def loss_coefficients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

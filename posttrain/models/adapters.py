@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from posttrain.base.errors import WeightsError
 from posttrain.config.schema.model import ModelConfig
-from posttrain.errors import WeightsError
 from posttrain.models.families import base_of, eos_token_ids, set_eos_token_ids
 from posttrain.models.reading import clear_errors, read_json, some
 from posttrain.models.untrusted import adapter_config, adapter_stops, check_adapter_weights

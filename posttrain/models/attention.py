@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from posttrain.base.errors import ModelError
 from posttrain.batch import Pack
-from posttrain.errors import ModelError
 from posttrain.models import flex
 from posttrain.models.matmul import ONEDNN, ROWS
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from posttrain.base.errors import ModelError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.training import DevicesConfig
-from posttrain.errors import ModelError
 
 
 def take_device(devices: DevicesConfig) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from posttrain.errors import ConfigError, ModelError
+from posttrain.base.errors import ConfigError, ModelError
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of
 from posttrain.models.sharding import architecture_of

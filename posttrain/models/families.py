@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from posttrain.errors import ModelError
+from posttrain.base.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
 
 if TYPE_CHECKING:

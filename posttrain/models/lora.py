@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from posttrain.base.errors import DamagedError, ModelError
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
-from posttrain.errors import DamagedError, ModelError
 from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
 from posttrain.models.load import Head, grow, load_config, new_token_ids

@@ -3,9 +3,9 @@
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from posttrain.base.errors import ModelError
+from posttrain.base.extras import need
 from posttrain.config.schema.model import ModelConfig
-from posttrain.errors import ModelError
-from posttrain.extras import need
 from posttrain.models import flex
 from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.quantised import nf4

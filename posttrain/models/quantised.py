@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.errors import ModelError
-from posttrain.extras import need
+from posttrain.base.errors import ModelError
+from posttrain.base.extras import need
 from posttrain.models.families import backbone_of
 
 Precision = Literal["int8", "int4"]

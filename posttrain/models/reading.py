@@ -10,10 +10,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
+from posttrain.base.errors import ModelError, WeightsError
+from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.words import first_line
 from posttrain.config.schema.model import ModelConfig
-from posttrain.errors import ModelError, WeightsError
-from posttrain.hub import stay_offline_without_network
-from posttrain.words import first_line
 
 # What transformers, tokenizers and PEFT raise for invalid files; running out of memory is not among them.
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)

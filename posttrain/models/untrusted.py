@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from re import _parser  # type: ignore[attr-defined]  # of regular expressions, which has no public name
 from typing import Any
 
-from posttrain.errors import ModelError
+from posttrain.base.errors import ModelError
 from posttrain.models.reading import NEEDS_PICKLE, found_file, read_json
 
 VOCABULARY, RANK = 2**24, 2**14  # accepted maxima of a model and of an adapter

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import DamagedError
+from posttrain.base.errors import DamagedError
 from posttrain.models.sharding import is_sharded, own_part
-from posttrain.ranks import ALONE, Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 
 
 class AdamW:

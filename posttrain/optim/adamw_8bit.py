@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from posttrain.extras import need
+from posttrain.base.extras import need
 from posttrain.optim.adamw import AdamW
 
 BLOCK = 256  # values that share a scale

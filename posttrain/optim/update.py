@@ -11,7 +11,7 @@ import torch
 
 from posttrain.models.experts import RouterLoss
 from posttrain.optim.adamw import AdamW
-from posttrain.ranks import ALONE, Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 
 Metrics = dict[str, torch.Tensor]
 

@@ -27,12 +27,12 @@ from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.models.sharding import layers_of
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning.activations import activations, empty_model
 from posttrain.planning.cards import CARDS
-from posttrain.ranks import ALONE, Ranks
+from posttrain.runs.inputs import reference_settings
+from posttrain.runs.run import Run
 from posttrain.scoring import CHUNK_ELEMENTS, gradient_elements
-from posttrain.store.run import Run
-from posttrain.training.inputs import reference_settings
 from posttrain.training.job import Job
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ SAMPLED_LOGITS = 4  # logits, exponentials, random words and a filter's sorted c
 SAFE = 0.75  # share of a GPU's memory; the estimate is within a quarter of the peak
 # Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees. Measured after twelve
 # steps with glibc 2.36, with oneDNN as the matmul library (its buffers are allocated and freed, too) and with MKL
-# (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.memory).
+# (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.base.memory).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.words import counted
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
-from posttrain.console import PlainConsole
 from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype
@@ -23,10 +24,9 @@ from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
-from posttrain.store.folder import run_folder
+from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.schedule import total_steps, warmup_count
-from posttrain.words import counted
 
 STEPS_LOOKED_AT = 50
 

@@ -14,19 +14,19 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError, ModelError, is_out_of_memory
+from posttrain.base.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig, dump
-from posttrain.console import PlainConsole
 from posttrain.data import Prepared
-from posttrain.errors import ConfigError, ModelError, is_out_of_memory
-from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
 from posttrain.models.devices import take_device
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import Estimate, estimate, holds_reference, start_job
 from posttrain.planning.largest import largest_step
+from posttrain.runs.run import Run
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.run import Run
 from posttrain.training.job import Job, router_weight
 from posttrain.training.reference import frozen_model
 

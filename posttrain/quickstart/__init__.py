@@ -11,16 +11,16 @@ from pathlib import Path
 from rich.console import Console
 
 from posttrain import runner
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import RunError
 from posttrain.config import load
-from posttrain.console import PlainConsole
 from posttrain.data import arithmetic_problems
-from posttrain.errors import RunError
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.replies import Measured, ask, make_pairs, measure, rewards
 from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.quickstart.stages import Size, settings_files
-from posttrain.store.atomic import write_file
-from posttrain.store.files import save_rows
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import save_rows
 
 __all__ = ["Size", "quickstart"]
 

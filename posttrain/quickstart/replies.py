@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.base.progress import counter, progress
 from posttrain.config import ModelConfig, TagsConfig
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.progress import counter, progress
 
 LONGEST = 56  # tokens of a reply; a right one has at most 45
 ROWS = 256  # replies scored at a time

@@ -23,12 +23,12 @@ from posttrain.reports.curves import plain_axes, png_of
 from posttrain.reports.design import LIGHT
 from posttrain.reports.markup import Markup
 from posttrain.reports.panels import Panel, lines_of
-from posttrain.reports.progress import duration
 from posttrain.reports.report import SIZE, smoothing
 from posttrain.reports.series import Series
-from posttrain.store.atomic import write_file
-from posttrain.store.files import load_json, save_json, save_rows
-from posttrain.store.metrics import read_metrics
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import load_json, save_json, save_rows
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.progress import duration
 
 LONGEST = 60  # characters of a reply shown
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown

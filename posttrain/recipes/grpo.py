@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import Pack
+from posttrain.batch import Pack, sum_segments
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
 from posttrain.losses import (
@@ -31,7 +31,6 @@ from posttrain.losses import (
     truncated_weights,
 )
 from posttrain.losses.policy import Level, PolicyLoss
-from posttrain.losses.reduce import sum_segments
 from posttrain.optim.update import Objective
 from posttrain.recipes.online import Minibatch, Step, in_packs, measure_mismatch, minibatches, online, scored
 from posttrain.rollout import Rollout, RolloutPack

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import Example, Pack
+from posttrain.batch import Example, Pack, sum_segments
 from posttrain.data import Dataset, Prepared
 from posttrain.engines import Completion
-from posttrain.losses.reduce import sum_segments
 from posttrain.optim.update import Batch, Objective
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Rollout, RolloutPack, Sampler
-from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
+from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.training.checks import Alarms, check_sampler
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job

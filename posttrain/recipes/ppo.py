@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import RunError
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
 from posttrain.data import Prepared
-from posttrain.errors import RunError
 from posttrain.losses import (
     ReturnScale,
     adapted_kl_coef,

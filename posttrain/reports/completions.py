@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError
+from posttrain.base.errors import PosttrainError
+from posttrain.base.words import counted
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Html, cut
-from posttrain.store.logs import harmless
-from posttrain.store.rollouts import NAME
-from posttrain.store.stored_rollouts import StoredRun
-from posttrain.words import counted
+from posttrain.runs.logs import harmless
+from posttrain.runs.rollouts import NAME
+from posttrain.runs.stored_rollouts import StoredRun
 
 SHOWN = 3  # completions at each end
 LONGEST, LONGEST_PROMPT = 4_000, 1_500  # characters of a completion, of a prompt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.reports.design import LIGHT
 from posttrain.reports.panels import KNOWN, ORDER, PANELS, Panel
-from posttrain.store.atomic import write_file
+from posttrain.runs.atomic import write_file
 
 if TYPE_CHECKING:  # listing runs must not import matplotlib
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from typing import Any
 from posttrain.reports.chart import HOVER
 from posttrain.reports.design import CSS
 from posttrain.reports.markup import Markup, el, join, number
-from posttrain.store.atomic import cannot_write, write_file
-from posttrain.store.files import flat
+from posttrain.runs.atomic import cannot_write, write_file
+from posttrain.runs.files import flat
 
 MOST_BYTES = 2_000_000
 # Characters of one string; a smaller limit is tried where a page would exceed MOST_BYTES. A table has a tenth as many

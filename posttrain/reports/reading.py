@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError
-from posttrain.plain_yaml import read_yaml
-from posttrain.reports.headline import headlines
+from posttrain.base.errors import PosttrainError
+from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.words import counted, model_name
 from posttrain.reports.markup import number
 from posttrain.reports.series import Series
-from posttrain.store.files import load_json, open_regular, read_regular
-from posttrain.store.metrics import NAME
-from posttrain.store.runs import RunInfo, read_run
-from posttrain.words import counted, model_name
+from posttrain.runs.files import load_json, open_regular, read_regular
+from posttrain.runs.finding import RunInfo, read_run
+from posttrain.runs.headline import headlines
+from posttrain.runs.metrics import NAME
 
 
 @dataclass(frozen=True, slots=True)

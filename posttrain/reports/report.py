@@ -9,16 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
-from posttrain.reports.checks import MESSAGES, checks_of
 from posttrain.reports.completions import completions
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of
-from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
 from posttrain.reports.series import FACTS, Series
-from posttrain.store.files import open_regular
-from posttrain.words import counted
+from posttrain.runs.checks import MESSAGES, checks_of
+from posttrain.runs.files import open_regular
+from posttrain.runs.progress import duration
 
 REPORT = "report.html"
 POINTS = 40_000  # of all curves of a page; a curve has 60 to 400

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.store.files import open_regular, read_regular
-from posttrain.store.metrics import NAME, line_of
+from posttrain.runs.files import open_regular, read_regular
+from posttrain.runs.metrics import NAME, line_of
 
 AXES = ("step", "tokens", "hours")
 FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # of a line, not metrics

@@ -7,15 +7,15 @@ from typing import Any
 
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.headline import LABELS, OF_METHOD
 from posttrain.reports.markup import Markup, el, join
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS
-from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
 from posttrain.reports.report import REPORT, SIZE, SMOOTH_FROM, SMOOTHED, alarms, curves, points_of, smoothing
-from posttrain.store.files import flat, is_regular, read_regular
-from posttrain.store.runs import find_runs
+from posttrain.runs.files import flat, is_regular, read_regular
+from posttrain.runs.finding import find_runs
+from posttrain.runs.headline import LABELS, OF_METHOD
+from posttrain.runs.progress import duration
 
 INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
 

@@ -14,7 +14,7 @@ from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any
 
-from posttrain.errors import RewardError
+from posttrain.base.errors import RewardError
 
 MOST_LATE = 4  # maximum number of a function's calls that run beyond their deadline
 GRACE_S = 0.25  # time for a cancelled async function to end

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from posttrain.base.errors import RewardError
+from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, TagsConfig
 from posttrain.config.schema.rewards import (
     ALL_ZERO,
@@ -24,16 +26,14 @@ from posttrain.config.schema.rewards import (
     RuleReward,
     term_name,
 )
-from posttrain.errors import RewardError
 from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import NON_VERDICTS, VERDICTS, Grade, GradeRequest
-from posttrain.judging.single import Judged, JudgeInput, SingleJudge
+from posttrain.judges.single import Judged, JudgeInput, SingleJudge
 from posttrain.rewards import shaping
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import DataError, RewardError
+from posttrain.base.progress import progress
+from posttrain.base.words import counted
 from posttrain.config import TagsConfig
-from posttrain.console import PlainConsole
 from posttrain.data.readers import Record, read_files, type_name
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
-from posttrain.errors import DataError, RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, GradeRequest
-from posttrain.progress import progress
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
-from posttrain.store.files import ready_to_write, save_rows
-from posttrain.words import counted
+from posttrain.runs.files import ready_to_write, save_rows
 
 
 @dataclass(frozen=True, slots=True)

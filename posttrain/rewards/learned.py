@@ -8,16 +8,16 @@ from itertools import compress, groupby
 
 import torch
 
+from posttrain.base.errors import ModelError, RewardError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.data.pieces import Pieces
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.tokenise import Ids, Tokeniser, Trained, common_prefix
-from posttrain.errors import ModelError, RewardError
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
-from posttrain.pieces import Pieces
 from posttrain.scoring import RewardScorer
 
 log = logging.getLogger("posttrain")

@@ -13,6 +13,7 @@ Liu et al. 2025.)
 
 import re
 
+from posttrain.data.latex import last_box
 from posttrain.grading.equality import LONGEST, is_readable, same_answer
 from posttrain.grading.extract import (
     ANSWER,
@@ -27,7 +28,6 @@ from posttrain.grading.extract import (
 from posttrain.grading.notation import tidy
 from posttrain.grading.numbers import Number, read_number, same_number
 from posttrain.grading.verdict import BadGold, Judgement, Rule
-from posttrain.latex import last_box
 
 LINE = 400  # characters of a last line in which a number is sought
 _ONE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*\\overline\{\d+\}|\.\d+)?|(?<!\d)\.\d+"

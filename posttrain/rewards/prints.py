@@ -19,7 +19,7 @@ PASSING = ""
 def speaking(name: str) -> Iterator[None]:
     """Log, line by line, what is written to `sys.stdout` and `sys.stderr` in this context, as "name: line".
 
-    Other threads, such as a progress bar's, write as before. Without our log handlers (posttrain/store/logs.py), as in
+    Other threads, such as a progress bar's, write as before. Without our log handlers (posttrain/runs/logs.py), as in
     a notebook, nothing changes.
     """
     if not any(handler.level <= logging.INFO for handler in log.handlers):

@@ -23,11 +23,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError, RewardError
-from posttrain.paths import settings_folders
+from posttrain.base.errors import PosttrainError, RewardError
+from posttrain.base.paths import settings_folders
+from posttrain.base.words import counted
 from posttrain.rewards.beside import Beside, OverdueError
 from posttrain.rewards.prints import speaking
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -6,8 +6,8 @@ Frameworks have trained for days on all-zero rewards because their grader was br
 from collections.abc import Iterable
 from typing import Any
 
+from posttrain.base.errors import RewardError
 from posttrain.config import TagsConfig
-from posttrain.errors import RewardError
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest
 

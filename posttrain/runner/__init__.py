@@ -8,20 +8,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import RankError, RunError, is_out_of_memory
+from posttrain.base.output import enduring
 from posttrain.config import RunConfig, Stage
-from posttrain.errors import RankError, RunError, is_out_of_memory
-from posttrain.output import enduring
-from posttrain.ranks import Ranks, joined
+from posttrain.parallel.ranks import Ranks, joined
 from posttrain.runner.comparison import compare
 from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
-from posttrain.store.checkpoint import named_checkpoint
-from posttrain.store.files import flat
-from posttrain.store.provenance import environment, redact
-from posttrain.store.runs import is_whole_run
-from posttrain.store.tracking import require_trackers
+from posttrain.runs.checkpoint import named_checkpoint
+from posttrain.runs.files import flat
+from posttrain.runs.finding import is_whole_run
+from posttrain.runs.inputs import located
+from posttrain.runs.provenance import environment, redact
+from posttrain.runs.tracking import require_trackers
 from posttrain.training.best import Watch
-from posttrain.training.inputs import located
 from posttrain.training.resume import as_started, memory_settings, run_folder_of, saved_settings, smaller_packs
 from posttrain.training.state import problems_of
 

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from posttrain.comparing.methods import write_comparison
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError, DataError
 from posttrain.config import RunConfig, Stage, load
-from posttrain.console import PlainConsole
-from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_tokenizer
-from posttrain.store.files import load_json
-from posttrain.store.folder import run_folder
+from posttrain.runner.methods import write_comparison
+from posttrain.runs.files import load_json
+from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of
 
 log = logging.getLogger("posttrain")

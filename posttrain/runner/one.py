@@ -14,31 +14,31 @@ from typing import Any
 
 import torch
 
+from posttrain.base.errors import DamagedError, RankError, RunError, Stopped, reason_of
+from posttrain.base.memory import peak_memory, release_memory
+from posttrain.base.signals import handling, leave
+from posttrain.base.terminal import say
+from posttrain.base.threads import sharing_cores
+from posttrain.base.words import counted
 from posttrain.config import RunConfig, dump
-from posttrain.errors import DamagedError, RankError, RunError, Stopped, reason_of
-from posttrain.memory import peak_memory, release_memory
 from posttrain.models.devices import determinism, own_device
+from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning.estimate import start_job
 from posttrain.planning.largest import keeps_engine
-from posttrain.ranks import ALONE, Ranks
 from posttrain.recipes import RECIPES
 from posttrain.reports.curves import write_curves
-from posttrain.reports.progress import duration
 from posttrain.reports.report import write_report
-from posttrain.signals import handling, leave
-from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, unusable
-from posttrain.store.follower import Follower, own_log
-from posttrain.store.run import Run
-from posttrain.store.tracking import Tracking
-from posttrain.terminal import say
-from posttrain.threads import sharing_cores
+from posttrain.runs.checkpoint import has_saved, newest_complete, saved_step, unusable
+from posttrain.runs.follower import Follower, own_log
+from posttrain.runs.inputs import dated, models_read, refuse_other_models
+from posttrain.runs.progress import duration
+from posttrain.runs.run import Run
+from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
-from posttrain.training.inputs import dated, models_read, refuse_other_models
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
 from posttrain.training.state import problems_of
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

@@ -18,20 +18,20 @@ from typing import Any
 
 from rich.table import Table
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.config import RunConfig, Stage, check_skip, dump, held_out_together, load
 from posttrain.config.schema.rewards import ModelReward, Reward
-from posttrain.console import PlainConsole
-from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
-from posttrain.reports.headline import headlines
-from posttrain.reports.progress import duration
 from posttrain.reports.several import write_pipeline_report
-from posttrain.store.atomic import write_file
-from posttrain.store.checkpoint import verify
-from posttrain.store.files import load_json
-from posttrain.store.folder import never_stepped, run_folder
-from posttrain.store.provenance import redact_yaml
-from posttrain.store.runs import read_run
-from posttrain.training.inputs import refuse_other_models
+from posttrain.runs.atomic import write_file
+from posttrain.runs.checkpoint import verify
+from posttrain.runs.files import load_json
+from posttrain.runs.finding import read_run
+from posttrain.runs.folder import never_stepped, run_folder
+from posttrain.runs.headline import headlines
+from posttrain.runs.inputs import refuse_other_models
+from posttrain.runs.progress import duration
+from posttrain.runs.provenance import redact_yaml
 from posttrain.training.resume import as_trained, refuse_changes
 
 log = logging.getLogger("posttrain")

@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from posttrain import __version__
+from posttrain.base.errors import DataError, EngineError, PosttrainError, RewardError
+from posttrain.data.pieces import Pieces
 from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy
-from posttrain.errors import DataError, EngineError, PosttrainError, RewardError
-from posttrain.pieces import Pieces
 from posttrain.serving.answers import Form, Json, Replies
 from posttrain.serving.host import Host, Policy, TokenScore, new_seed
 from posttrain.serving.texts import Report, pieces_of

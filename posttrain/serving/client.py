@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from posttrain.errors import DataError, EngineError
+from posttrain.base.errors import DataError, EngineError
 
 CONNECT_S, READ_S = 10.0, 600.0
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.data.render import RenderRequest, rendered
@@ -24,7 +25,6 @@ from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
 from posttrain.engines.joining import Alternatives, Ended, Event, Job
 from posttrain.engines.live import Live
-from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer

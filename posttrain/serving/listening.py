@@ -7,8 +7,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from posttrain.errors import ConfigError
-from posttrain.system import resource
+from posttrain.base.errors import ConfigError
+from posttrain.base.system import resource
 
 GRACE_S = 5  # for requests that are being answered, at the end
 HEADERS_S, BODY_S = 10.0, 60.0  # for a request to arrive

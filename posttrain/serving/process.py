@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from posttrain.errors import EngineError
+from posttrain.base.errors import EngineError
 from posttrain.serving.client import Client
 
 START_S = 600.0  # a large model is read from a slow disk

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.errors import DataError
+from posttrain.base.errors import DataError
 from posttrain.serving.client import Client
 
 SETTINGS: dict[str, type[int] | type[float]] = {

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
+from posttrain.data.pieces import Pieces
 from posttrain.engines.joining import Alternatives
-from posttrain.errors import DataError
-from posttrain.pieces import Pieces
 
 SLICE = 8192  # characters that are tokenised at a time where only the number of tokens is asked for
 ADVICE = ": shorten it, or start the server with a larger --context"

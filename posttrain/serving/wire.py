@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.data import Variables
 from posttrain.engines.protocol import Sampling
-from posttrain.errors import DataError
 
 MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
 MOST_STOP_CHARACTERS = 1024

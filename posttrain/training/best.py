@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from posttrain.base.distributions import t_quantile
+from posttrain.base.errors import RunError
+from posttrain.base.words import counted
 from posttrain.config import RunConfig
 from posttrain.config.schema.metrics import SHARES, is_one_of
-from posttrain.distributions import t_quantile
-from posttrain.errors import RunError
 from posttrain.evaluation.statistics import wilson
-from posttrain.store.run import Run
+from posttrain.runs.run import Run
 from posttrain.training.state import State
-from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 

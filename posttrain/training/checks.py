@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Pack, sequences
 from posttrain.config.schema.base import MethodSettings
-from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.adamw import AdamW
-from posttrain.ranks import Ranks
-from posttrain.reports.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START
+from posttrain.parallel.ranks import Ranks
+from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START
+from posttrain.runs.files import bits
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.files import bits
 
 PackOf = Callable[[list[Example]], list[Pack]]
 log = logging.getLogger("posttrain")

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import nn
 
+from posttrain.base.progress import progress
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
@@ -24,12 +25,11 @@ from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
-from posttrain.progress import progress
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
-from posttrain.store.checkpoint import saved_step
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
+from posttrain.runs.checkpoint import saved_step
+from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation
 from posttrain.training.job import Job
 from posttrain.training.saving import Saver
 from posttrain.training.schedule import evaluated_rows

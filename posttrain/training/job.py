@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
+from posttrain.base.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import DistillMethod, learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
@@ -22,8 +24,6 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.data.tokencheck import stop_faults
 from posttrain.engines.stops import stop_token_ids
-from posttrain.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
-from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
@@ -37,9 +37,9 @@ from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW, ShardedAdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
-from posttrain.ranks import ALONE, Ranks
-from posttrain.store.run import Run
-from posttrain.store.runs import is_inside
+from posttrain.parallel.ranks import ALONE, Ranks
+from posttrain.runs.finding import is_inside
+from posttrain.runs.run import Run
 from posttrain.training.best import Watch
 from posttrain.training.checks import Finding
 

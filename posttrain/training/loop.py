@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.base.errors import VitalSignError
+from posttrain.base.memory import return_free_pages
+from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack
 from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
-from posttrain.errors import VitalSignError
-from posttrain.memory import return_free_pages
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import HasTokens, Objective, balanced, over_batches, over_updates, update
-from posttrain.progress import progress
-from posttrain.reports.checks import STEPS
-from posttrain.reports.progress import TrainingProgress
+from posttrain.runs.checks import STEPS
+from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best, prefix_of
 from posttrain.training.checks import Finding, MovedWeights

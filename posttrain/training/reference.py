@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from posttrain.base.caches import default_folder
+from posttrain.base.errors import ModelError, RunError
+from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack, sent, sequences
-from posttrain.caches import default_folder
 from posttrain.config import DistillMethod, DPOMethod, KTOMethod, RunConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prepare import prompts_with_system
-from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import as_begun
 from posttrain.models.sharding import whole
-from posttrain.progress import progress
 from posttrain.rollout import Rollout, RolloutPack
+from posttrain.runs.checkpoint import save_folder, verify
+from posttrain.runs.files import load_tensors, save_tensors
+from posttrain.runs.inputs import reference_settings
 from posttrain.scoring import Scorer, scored_states
-from posttrain.store.checkpoint import save_folder, verify
-from posttrain.store.files import load_tensors, save_tensors
 from posttrain.training.checks import fingerprints
-from posttrain.training.inputs import reference_settings
 from posttrain.training.job import Job
 
 log = logging.getLogger("posttrain")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import RunError
 from posttrain.config import RunConfig, load
-from posttrain.errors import RunError
-from posttrain.store.checkpoint import saved_step
-from posttrain.store.files import flat
-from posttrain.store.metrics import NAME as METRICS
-from posttrain.store.provenance import redact
-from posttrain.store.rollouts import NAME as ROLLOUTS
-from posttrain.training.inputs import recorded
+from posttrain.runs.checkpoint import saved_step
+from posttrain.runs.files import flat
+from posttrain.runs.inputs import recorded
+from posttrain.runs.metrics import NAME as METRICS
+from posttrain.runs.provenance import redact
+from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.training.state import Saved
 
 log = logging.getLogger("posttrain")

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from posttrain.base.errors import DamagedError, RunError, is_out_of_memory
+from posttrain.base.memory import available_memory, release_memory, return_free_pages
 from posttrain.config import load
 from posttrain.data import Prepared
-from posttrain.errors import DamagedError, RunError, is_out_of_memory
-from posttrain.memory import available_memory, release_memory, return_free_pages
 from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.adamw import AdamW
+from posttrain.runs.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.runs.logs import QUIET_LOGGER
+from posttrain.runs.parts import load_parts, part_file
+from posttrain.runs.rollouts import RolloutStore
 from posttrain.scoring import ValueScorer
-from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
-from posttrain.store.logs import QUIET_LOGGER
-from posttrain.store.parts import load_parts, part_file
-from posttrain.store.rollouts import RolloutStore
 from posttrain.training.checks import check_finite, check_same_weights
 from posttrain.training.job import Job
 from posttrain.training.state import Saved, State

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import DamagedError, RunError
-from posttrain.store.checkpoint import saved_step
-from posttrain.store.files import load_json
+from posttrain.base.errors import DamagedError, RunError
+from posttrain.runs.checkpoint import saved_step
+from posttrain.runs.files import load_json
 
 
 @dataclass(slots=True)

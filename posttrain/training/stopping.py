@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from posttrain.errors import Stopped
-from posttrain.ranks import Ranks
-from posttrain.signals import handling
+from posttrain.base.errors import Stopped
+from posttrain.base.signals import handling
+from posttrain.parallel.ranks import Ranks
 
 log = logging.getLogger("posttrain")
 

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from torch import nn
 
 from posttrain import __version__
+from posttrain.base.errors import ConfigError
 from posttrain.data.prompts import Prompt
 from posttrain.engines import Engine, Sampling, make_engine
-from posttrain.errors import ConfigError
 from posttrain.evaluation.answering import Answers, Found, Generated, ask, stops_of
 from posttrain.evaluation.items import Item, Items, load_items
 from posttrain.evaluation.judging import Judge

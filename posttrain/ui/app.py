@@ -9,19 +9,19 @@ import fastapi
 import gradio as gr
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
+from posttrain.runs.files import is_regular
 from posttrain.serving.process import ModelServers
-from posttrain.store.files import is_regular
 from posttrain.ui import chat
+from posttrain.ui.data_page import check, data_page, read
+from posttrain.ui.evaluations_page import evaluations_page
 from posttrain.ui.guard import Guard
+from posttrain.ui.new_page import new_page, plan, start
+from posttrain.ui.rollouts_page import rollouts_page
+from posttrain.ui.run_page import run_page
+from posttrain.ui.runs_page import runs_page
 from posttrain.ui.theme import FAVICON, HEAD, THEME
 from posttrain.ui.view import Place, view
-from posttrain.viewing.data_page import check, data_page, read
-from posttrain.viewing.evaluations_page import evaluations_page
-from posttrain.viewing.new_page import new_page, plan, start
-from posttrain.viewing.rollouts_page import rollouts_page
-from posttrain.viewing.run_page import run_page
-from posttrain.viewing.runs_page import runs_page
-from posttrain.viewing.viewer import Viewer
+from posttrain.ui.viewer import Viewer
 
 MODELS = 3  # in memory at a time: two that answer, and one that scores
 # Title -> address, page, whether the bar at the top has it. The first is the front page.

@@ -9,15 +9,15 @@ from typing import Any
 
 import gradio as gr
 
-from posttrain.errors import PosttrainError, message_of
+from posttrain.base.errors import PosttrainError, message_of
+from posttrain.base.words import counted
 from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client
 from posttrain.serving.talk import Talk
 from posttrain.serving.together import together
 from posttrain.ui.view import Place
-from posttrain.viewing.chat import COLOURS, cells, token_map, write_vote
-from posttrain.viewing.viewer import models_below
-from posttrain.words import counted
+from posttrain.ui.viewer import models_below
+from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
 
 VOTES = "votes.jsonl"  # in the folder of runs
 ALTERNATIVES = 5

@@ -11,8 +11,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from posttrain.base.terminal import visible
 from posttrain.serving.guard import ambiguous, host_name, is_foreign, is_loopback
-from posttrain.terminal import visible
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"

@@ -6,10 +6,10 @@ import threading
 import webbrowser
 from pathlib import Path
 
-from posttrain.errors import ConfigError
+from posttrain.base.errors import ConfigError
+from posttrain.base.terminal import say
 from posttrain.serving.guard import is_loopback
 from posttrain.serving.listening import bounded_server, listen
-from posttrain.terminal import say
 
 SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them
 READING_S = 10.0  # then the first page waits for the rest

@@ -9,7 +9,7 @@ import gradio as gr
 
 from posttrain.reports.chart import HOVER
 from posttrain.serving.process import ModelServers
-from posttrain.viewing.viewer import Act, Render, Viewer, rendered
+from posttrain.ui.viewer import Act, Render, Viewer, rendered
 
 SCRIPT = HOVER + Path(__file__).with_name("view.js").read_text(encoding="utf-8")
 

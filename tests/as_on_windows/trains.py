@@ -9,7 +9,7 @@ import pkgutil
 import sys
 
 import posttrain
-from posttrain.errors import ConfigError
+from posttrain.base.errors import ConfigError
 
 OPTIONAL = ("vllm", "lm_eval")  # packages of which a module is nothing without
 
@@ -27,9 +27,9 @@ def main(file: str) -> None:
                 raise
             left.append(module.name)
 
+    from posttrain.base.system import CAN_FORK, HANGUP
     from posttrain.cli import main
-    from posttrain.store import lock
-    from posttrain.system import CAN_FORK, HANGUP
+    from posttrain.runs import lock
 
     first = main(["train", file, "--max-steps", "2"])
     second = main(["train", file, "--resume", "--max-steps", "4"])

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from posttrain.errors import ConfigError
-from posttrain.paths import remember_settings
-from posttrain.plain_yaml import MOST_DEPTH, is_too_deep
-from posttrain.terminal import visible
+from posttrain.base.errors import ConfigError
+from posttrain.base.paths import remember_settings
+from posttrain.base.plain_yaml import MOST_DEPTH, is_too_deep
+from posttrain.base.terminal import visible
 
 KeyPath = tuple[str | int, ...]
 MOST_BYTES = 1_000_000  # of a settings file

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from posttrain.base.errors import ConfigError
 from posttrain.config.reading.files import KeyPath
 from posttrain.config.reading.layers import merge
 from posttrain.config.schema.run import RunConfig
-from posttrain.errors import ConfigError
 
 # Limit of the total length of all ${...}: references that double at every step would fill any memory.
 MOST_CHARACTERS = 1_000_000

@@ -5,11 +5,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.base.errors import ConfigError
 from posttrain.config.reading.files import KeyPath, Tree, parse_value
 from posttrain.config.schema.base import OnOff
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
-from posttrain.errors import ConfigError
 
 # Names of other systems -> names here, within a section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {

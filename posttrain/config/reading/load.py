@@ -11,6 +11,9 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
+from posttrain.base.errors import ConfigError
+from posttrain.base.paths import path_of
+from posttrain.base.plain_yaml import MOST_DEPTH
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
 from posttrain.config.reading.files import Tree, read_settings, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
@@ -26,9 +29,6 @@ from posttrain.config.reading.stages import (
     take_init_from,
 )
 from posttrain.config.schema.run import RunConfig
-from posttrain.errors import ConfigError
-from posttrain.paths import path_of
-from posttrain.plain_yaml import MOST_DEPTH
 
 MOST_FILES = 100  # extended files: files that extend two others each double at every step
 Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin

@@ -4,12 +4,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.base.errors import ConfigError
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import KeyPath, Tree
 from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
 from posttrain.config.schema.data import HeldOutRows
 from posttrain.config.schema.run import RunConfig
-from posttrain.errors import ConfigError
 
 # Other entries of the folder of the stages' folders: names that a stage cannot have.
 RESERVED = ("best", "final", "base", "comparison")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from posttrain.terminal import CONTROLS
+from posttrain.base.terminal import CONTROLS
 
 
 class Settings(BaseModel):

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from posttrain.base.words import model_name
 from posttrain.config.schema.base import Float, FolderName, OnOff, Place, Positive, Settings, Text
-from posttrain.words import model_name
 
 LORA_DROPOUT = 0.05  # the default
 

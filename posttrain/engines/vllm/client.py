@@ -12,6 +12,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
+from posttrain.base.errors import EngineError, EngineLostError
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
@@ -19,7 +20,6 @@ from posttrain.engines.vllm.core import VERSIONS, RawCompletion
 from posttrain.engines.vllm.nccl import Sender
 from posttrain.engines.vllm.process import Process
 from posttrain.engines.vllm.weights import Named
-from posttrain.errors import EngineError, EngineLostError
 
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 POLL_S = 0.5  # between two looks for a server that is to come back

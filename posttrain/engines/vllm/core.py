@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
+from posttrain.base.extras import need
+from posttrain.base.words import first_line
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.stops import StopTexts
-from posttrain.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
-from posttrain.extras import need
 from posttrain.models.families import positions_of
-from posttrain.words import first_line
 
 VERSIONS = ("0.32",)  # of vLLM, whose internals change between versions
 MAX_ROWS = 256  # completions alive at a time

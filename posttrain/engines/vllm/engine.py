@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
@@ -21,10 +22,9 @@ from posttrain.engines.stops import StopTexts
 from posttrain.engines.vllm.core import Core, RawCompletion
 from posttrain.engines.vllm.servers import Ask, Prove, Servers, Weights
 from posttrain.engines.vllm.weights import Adapters, adapters_of, fingerprint, weights_of
-from posttrain.errors import ConfigError, VitalSignError
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.sharding import architecture_of, whole
-from posttrain.ranks import ALONE, Ranks
+from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.scoring import Scorer
 
 PROBE_TOKENS = 8

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import ConfigError, EngineError, PosttrainError
+from posttrain.base.extras import need
 from posttrain.engines.vllm.weights import Named
-from posttrain.errors import ConfigError, EngineError, PosttrainError
-from posttrain.extras import need
 
 TRAINER, SERVER, BOTH = 0, 1, 2  # ranks of the communicator, and their number
 BEFORE_S = 0.05  # between two looks whether the tensors have left

@@ -11,9 +11,9 @@ import time
 from importlib.util import find_spec
 from tempfile import TemporaryFile
 
+from posttrain.base.errors import ConfigError, EngineError
+from posttrain.base.extras import need
 from posttrain.engines.vllm import wire
-from posttrain.errors import ConfigError, EngineError
-from posttrain.extras import need
 
 STOPPING = 3.0  # seconds that our own server has to end before it is killed
 PROGRAM = ["-m", "posttrain.engines.vllm.server"]

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.base.errors import ConfigError, EngineError, EngineLostError, PosttrainError
+from posttrain.base.helpers import end_with_parent
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.engines.vllm.nccl import Receiver
-from posttrain.errors import ConfigError, EngineError, EngineLostError, PosttrainError
-from posttrain.helpers import end_with_parent
 
 IDLE = 600.0  # seconds that a connection may be silent
 SIGN = 1.0  # seconds of work between two heartbeats

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from posttrain.base.errors import EngineError, EngineLostError
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm.client import Address, Server, side_by_side
 from posttrain.engines.vllm.core import RawCompletion
 from posttrain.engines.vllm.weights import Named
-from posttrain.errors import EngineError, EngineLostError
-from posttrain.ranks import Ranks
+from posttrain.parallel.ranks import Ranks
 
 log = logging.getLogger("posttrain")
 

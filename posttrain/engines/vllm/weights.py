@@ -8,10 +8,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from posttrain.base.errors import ModelError
 from posttrain.engines.streams import seed_of
-from posttrain.errors import ModelError
 from posttrain.models.families import base_of
-from posttrain.store.files import bits
+from posttrain.runs.files import bits
 
 Named = tuple[str, Tensor]
 Adapters = tuple[tuple[bool, tuple[str, ...]], ...]

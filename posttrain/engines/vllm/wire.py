@@ -7,7 +7,7 @@
     POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark} (nccl.py)
     POST /generate   {mark, requests, sampling} -> a line {tokens} each second of work; finally a line {groups}
 
-A failure is {error: {kind, message}}, where kind is a class of posttrain.errors. Every answer except /generate's is
+A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer except /generate's is
 one JSON object. Requests are handled side by side, and need `Authorization: Bearer KEY` if a key is set.
 """
 
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain import errors
+from posttrain.base import errors
+from posttrain.base.errors import EngineError, PosttrainError
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm.core import RawCompletion
-from posttrain.errors import EngineError, PosttrainError
 
 PROTOCOL = 2
 KEY = "POSTTRAIN_SERVER_KEY"  # environment variable, on both sides

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import RunError
+from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.data import Prepared
 from posttrain.engines import Completion
-from posttrain.errors import RunError
 from posttrain.inspection.losslab.weights import finished_steps
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Rollout
-from posttrain.store.folder import read_facts
-from posttrain.store.stored_rollouts import StoredRun
+from posttrain.runs.folder import read_facts
+from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training.job import Job, data_of
 from posttrain.training.schedule import epoch_order, place_of
-from posttrain.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import RunError
+from posttrain.base.memory import available_memory
+from posttrain.base.progress import progress
 from posttrain.config import DevicesConfig, DistillMethod, RunConfig, dump
-from posttrain.errors import RunError
 from posttrain.inspection.losslab.batches import Rows, StoredStep, rows_of, stored_step
 from posttrain.inspection.losslab.objectives import Bench, clipped, clipped_at_last_update
 from posttrain.inspection.losslab.variants import Variant, variants
 from posttrain.inspection.losslab.weights import Weights, logged, settings_of, weights_for
-from posttrain.memory import available_memory
 from posttrain.models.devices import determinism, take_device
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import backward
-from posttrain.progress import progress
-from posttrain.store.files import restore_rng, rng_state
-from posttrain.store.run import Run
+from posttrain.runs.files import restore_rng, rng_state
+from posttrain.runs.run import Run
 from posttrain.training.job import Job
 
 GIB = 2**30

@@ -7,12 +7,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.base.terminal import visible
 from posttrain.inspection.losslab.lab import Lab
 from posttrain.reports.curves import png_of
 from posttrain.reports.design import DIVERGING, LIGHT, text_on
-from posttrain.store.atomic import write_file
-from posttrain.store.files import save_json
-from posttrain.terminal import visible
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import save_json
 
 CELL = 5  # characters of a cosine in the terminal, with the gap
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from posttrain.base.errors import ConfigError
 from posttrain.config import DistillMethod, DPOMethod, GRPOMethod, PPOMethod
 from posttrain.config.reading.explain import did_you_mean, wrong_value
 from posttrain.config.reading.fields import full
@@ -16,7 +17,6 @@ from posttrain.config.schema.distill import DivergenceName
 from posttrain.config.schema.methods import METHODS, PPO_NAMES, AnyMethod
 from posttrain.config.schema.offline import ContrastiveLoss, PreferenceLoss, UnpairedLoss
 from posttrain.config.schema.online import PolicyLossType
-from posttrain.errors import ConfigError
 from posttrain.losses import PREFERENCE_LOSSES
 
 # One update over the complete batch, and a reference that scores it then: what the lab computes.

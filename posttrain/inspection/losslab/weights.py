@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from posttrain.base.errors import RunError
 from posttrain.config import RunConfig, load
-from posttrain.errors import RunError
-from posttrain.store.checkpoint import list_checkpoints, verify
-from posttrain.store.files import load_tensors, restore_rng
-from posttrain.store.folder import check_run_folder
-from posttrain.store.lock import is_locked
-from posttrain.store.metrics import read_metrics
-from posttrain.training.inputs import REFERENCES, START, content_of, dated, located, models_of, recorded
+from posttrain.runs.checkpoint import list_checkpoints, verify
+from posttrain.runs.files import load_tensors, restore_rng
+from posttrain.runs.folder import check_run_folder
+from posttrain.runs.inputs import REFERENCES, START, content_of, dated, located, models_of, recorded
+from posttrain.runs.lock import is_locked
+from posttrain.runs.metrics import read_metrics
 from posttrain.training.state import Saved, State, problems_of
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared
 from posttrain.data.prepare import rows_of_run
-from posttrain.errors import DataError
 from posttrain.inspection.quality.contamination import Questions, contamination, questions_of
 from posttrain.inspection.quality.noise import label_noise
 from posttrain.inspection.quality.preferences import margins_of

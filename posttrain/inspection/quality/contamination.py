@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from huggingface_hub import constants
 
+from posttrain.base.errors import DataError, PosttrainError
+from posttrain.base.paths import path_of
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import read_files
-from posttrain.errors import DataError, PosttrainError
 from posttrain.evaluation.items import FIELD, load_items
 from posttrain.evaluation.suite import find_suite, suite_names, with_settings
 from posttrain.inspection.quality.texts import Corpus
 from posttrain.inspection.quality.words import Array, Texts, ngrams, words_of
-from posttrain.paths import path_of
 
 SUITE_FILES = (".yaml", ".yml")
 LEAST_WORDS = 8  # of a question that is checked

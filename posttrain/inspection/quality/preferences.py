@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.base.errors import ConfigError
+from posttrain.base.progress import progress
+from posttrain.base.threads import sharing_cores
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import prepare
-from posttrain.errors import ConfigError
+from posttrain.evaluation.pairs import BATCH, own_margins
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
-from posttrain.inspection.pairs import BATCH, own_margins
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
-from posttrain.progress import progress
-from posttrain.threads import sharing_cores
 
 
 @dataclass(frozen=True, slots=True)

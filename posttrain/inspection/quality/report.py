@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.base.words import counted
 from posttrain.data import Prepared
 from posttrain.inspection.quality.contamination import COVERED, Contamination
 from posttrain.inspection.quality.duplicates import NEAR, SHINGLE, groups_of, near_groups
@@ -17,7 +18,6 @@ from posttrain.inspection.quality.noise import summary as noise_summary
 from posttrain.inspection.quality.preferences import LengthBias, length_bias
 from posttrain.inspection.quality.texts import MOST_WORDS, Corpus
 from posttrain.inspection.quality.words import Array, Texts
-from posttrain.words import counted
 
 SHOWN = 3  # examples on a line
 LISTED = 10  # rows of a list

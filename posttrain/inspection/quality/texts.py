@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.base.progress import progress
 from posttrain.data import Prepared
 from posttrain.data.rows import Row, Turns
 from posttrain.inspection.quality.words import Array, Texts, words_of
-from posttrain.progress import progress
 
 MOST_WORDS = 20_000_000  # of a source, 80 MB; further rows are not checked, and the report says so
 

@@ -1,0 +1,65 @@
+"""The console for tables, progress bars and strings."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, ConsoleOptions, HighlighterType, JustifyMethod, OverflowMethod, RenderableType
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.base.terminal import visible
+
+
+class PlainConsole(Console):
+    """rich's console for strings of any origin: brackets and colons are not read as markup or emoji, and control
+    characters are shown as escapes. Styles are passed separately (`style=`, `Text.append`)."""
+
+    def __init__(self, stderr: bool = False):
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render_str(
+        self,
+        text: str,
+        *,
+        style: str | Style = "",
+        justify: JustifyMethod | None = None,
+        overflow: OverflowMethod | None = None,
+        emoji: bool | None = None,
+        markup: bool | None = None,
+        highlight: bool | None = None,
+        highlighter: HighlighterType | None = None,
+    ) -> Text:
+        """As in rich, after escaping, so that a table measures what it shows."""
+        return super().render_str(
+            visible(text),
+            style=style,
+            justify=justify,
+            overflow=overflow,
+            emoji=emoji,
+            markup=markup,
+            highlight=highlight,
+            highlighter=highlighter,
+        )
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As in rich; escapes `Text` objects, which do not pass through `render_str`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def numbers_table(*columns: str) -> Table:
+    """A narrow table of numbers: the first column, of names, folds; the others are on the right and do not."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(columns[0], overflow="fold")
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a terminal's table."""
+    header = [str(column.header) for column in table.columns]
+    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    return header, [list(row) for row in rows]

@@ -1,0 +1,37 @@
+"""Paths as users write them."""
+
+import errno
+from os.path import expanduser
+from pathlib import Path
+
+from posttrain.base.errors import ConfigError, PosttrainError
+
+
+def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
+    """The path, with `~` expanded; it need not exist.
+
+    Raises `error` if the system cannot look for it: its name is too long, or a folder above it may not be read.
+    """
+    path = Path(expanduser(text))
+    try:
+        path.exists()
+    except OSError as problem:
+        if problem.errno == errno.ENAMETOOLONG:
+            raise error(f"{text[:60]}… is too long for the name of a file or folder") from problem
+        raise error(f"{text} cannot be read: {problem.strerror}") from problem
+    return path
+
+
+_settings_folders: dict[Path, None] = {}  # as `sys.path`: what this program has read
+
+
+def remember_settings(path: Path) -> None:
+    """Functions named in settings may come from Python files beside them; but not from a run's own folder."""
+    folder = path.resolve().parent
+    if not (folder / "run.json").exists():
+        _settings_folders[folder] = None
+
+
+def settings_folders() -> list[Path]:
+    """The folders of the settings files that were read, the latest first."""
+    return list(_settings_folders)[::-1]

@@ -1,0 +1,97 @@
+"""Temporary signal handlers."""
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from posttrain.base.errors import Stopped
+
+log = logging.getLogger("posttrain")
+
+
+RESEND_S = 0.01  # long enough for the code that drops an exception to finish
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@contextmanager
+def handling(
+    handler: Callable[[int, object], None] | signal.Handlers,
+    *numbers: signal.Signals,
+    again: Callable[[BaseException], None] = _raise,
+) -> Iterator[None]:
+    """Use `handler` for the signals inside the block. Outside the main thread, where Python allows no handlers, it does
+    nothing.
+
+    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C, and thus the
+    signal whose handler raised it there. The signal is then sent again, and `again` is called with the dropped
+    exception instead of `handler`: by default it raises it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    raised: dict[int, BaseException] = {}  # signal number -> what its handler raised last
+    dropped: list[BaseException] = []
+
+    def call(number: int, frame: object) -> None:
+        try:
+            if dropped:
+                again(dropped.pop())
+            elif callable(handler):
+                handler(number, frame)
+        except BaseException as error:
+            raised[number] = error
+            raise
+
+    def look(unraisable: Any) -> None:
+        for number, error in raised.items():
+            if unraisable.exc_value is error:
+                dropped.append(error)
+                threading.Timer(RESEND_S, _send, [number]).start()
+                return
+        hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, look
+    installed = call if callable(handler) else handler
+    before = {number: signal.signal(number, installed) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        sys.unraisablehook = hook
+
+
+def _send(number: int) -> None:
+    """Send a signal to the main thread, which handles it, so that a blocking call there is interrupted."""
+    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident):
+        signal.pthread_kill(main, number)
+    else:
+        signal.raise_signal(number)
+
+
+def leave(number: int, frame: object) -> None:
+    """End the process cleanly, as Ctrl-C does: folders are closed and their state is written."""
+    raise Stopped(number)
+
+
+@contextmanager
+def deferring(doing: str) -> Iterator[list[int]]:
+    """Finish the block despite SIGINT and SIGTERM, and yield the list of their numbers; a second SIGINT interrupts
+    it."""
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if came and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        came.append(number)
+        log.warning("%s: %s first (again to leave at once)", signal.Signals(number).name, doing)
+
+    with handling(note, signal.SIGINT, signal.SIGTERM):
+        yield came

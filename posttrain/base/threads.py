@@ -1,0 +1,144 @@
+"""Controls how OpenMP's threads wait for one another: they spin while they have the cores to themselves, else sleep.
+
+A step of a small model consists of thousands of short parallel regions, so a thread that spins between two regions is
+ready when the next one starts. If another process is busy, spinning keeps the thread that has work off its core, and a
+run takes up to thirty times as long (benchmarks/README.md).
+
+libgomp, the OpenMP of PyTorch's Linux builds, spins for 300,000 turns, or for 100 while it manages more threads than
+there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` measures how long this process's threads wait for a core;
+while they do, an additional idle team of threads raises libgomp's count above the cores. The number of computing
+threads does not change, so the results are the same to the bit.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.base.system import usable_cores
+
+INTERVAL_S = 0.1  # between two measurements
+CONTENDED = 0.15  # share of an interval, summed over threads: threads sleep if the wait for a core is at least this
+CALM, CALM_LOOKS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
+TASKS = Path("/proc/self/task")
+CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """Let OpenMP's threads sleep instead of spin inside the block while other processes need the cores.
+
+    Does nothing with one thread, with an OpenMP other than libgomp, without Linux's scheduler statistics, or if the
+    user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
+    """
+    import torch
+
+    threads, library = torch.get_num_threads(), _libgomp()
+    if threads == 1 or library is None or waited() is None or any(map(os.environ.get, CHOSEN_BY_USER)):
+        yield
+        return
+    watch = Watch(library, team_beside(threads))
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.end()
+
+
+class Watch(threading.Thread):
+    """Measures every `INTERVAL_S` whether threads wait for cores, and keeps an idle team while they do."""
+
+    def __init__(self, library: ctypes.CDLL, team_size: int):
+        super().__init__(name="posttrain-cores", daemon=True)
+        self._library, self._team_size = library, team_size
+        self._ended = threading.Event()
+        self._team: _Team | None = None
+        self._calm_looks = 0
+
+    @property
+    def contended(self) -> bool:
+        """Whether OpenMP's threads sleep now."""
+        return self._team is not None
+
+    def run(self) -> None:
+        then, before = time.monotonic(), waited() or 0
+        while not self._ended.wait(INTERVAL_S):
+            now, total = time.monotonic(), waited() or 0
+            self.look((total - before) / 1e9 / (now - then))
+            then, before = now, total
+        self._release()
+
+    def look(self, share: float) -> None:
+        """Decide from the share of the last interval in which threads waited for a core."""
+        self._calm_looks = self._calm_looks + 1 if share < CALM else 0
+        if self._team is None and share > CONTENDED:
+            self._team = _Team(self._library, self._team_size)
+            self._team.start()
+        elif self._calm_looks == CALM_LOOKS:
+            self._release()
+
+    def end(self) -> None:
+        """Stop measuring; threads spin again."""
+        self._ended.set()
+        self.join()
+
+    def _release(self) -> None:
+        if self._team is not None:
+            self._team.end()
+            self._team = None
+
+
+class _Team(threading.Thread):
+    """An OpenMP team that only sleeps. libgomp drops its threads when the thread that made it ends."""
+
+    def __init__(self, library: ctypes.CDLL, size: int):
+        super().__init__(name="posttrain-team", daemon=True)
+        self._library, self._size = library, size
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # called once by each member
+        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
+        self._ended.wait()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def team_beside(threads: int) -> int:
+    """Size of a team that raises libgomp's count above the cores. libgomp does not count the thread that makes it."""
+    return max(usable_cores() - threads, 0) + 2
+
+
+def waited() -> int | None:
+    """Nanoseconds that this process's threads have waited for a core so far; None if the system does not count them."""
+    try:
+        return sum(_waited_of(task) for task in TASKS.iterdir())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _waited_of(task: Path) -> int:
+    try:
+        return int((task / "schedstat").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):  # this thread has just ended
+        if task.exists():  # it has not: the system does not count
+            raise
+        return 0
+
+
+def _libgomp() -> ctypes.CDLL | None:
+    """torch's OpenMP library if it is libgomp, else None."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None

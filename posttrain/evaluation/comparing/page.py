@@ -1,0 +1,249 @@
+"""A comparison as tables in 80 columns, `compare.json` and `compare.html`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain import __version__
+from posttrain.base.console import cells_of, numbers_table
+from posttrain.base.words import counted
+from posttrain.evaluation.comparing.differences import Comparison, Difference, Suite, p_text, verdict
+from posttrain.evaluation.comparing.items import Flip
+from posttrain.evaluation.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
+from posttrain.evaluation.comparing.picture import picture
+from posttrain.evaluation.comparing.sides import Side
+from posttrain.evaluation.records import Answer
+from posttrain.reports import page as pages
+from posttrain.reports.chart import COLOURS, Interval, intervals
+from posttrain.reports.markup import Markup
+from posttrain.runs.atomic import cannot_write, write_file
+from posttrain.runs.files import save_json
+from posttrain.runs.provenance import now
+
+FORMAT = 1
+FLIPS_SHOWN = 50  # on the page, in each direction; compare.json has all
+FEW = 4  # degrees of freedom of the noise over seeds, below which it is hardly known: Student's t is 3.2 to 12.7
+HOW = """\
+A difference is that of the mean scores of the items that both sides answered, item by item. It is shown if its test, \
+adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
+explanation. Detectable: the difference that would have been detected in 80 % of cases."""
+
+INTERVALS = "Coloured: a difference is shown. Ticks: single runs. Grey band: what seeds alone make."
+
+
+def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()) -> None:
+    """Print both tables of every suite, the verdicts, the notes, and a judge's preferences."""
+    percent = _percent(comparison)
+    for suite in comparison.suites:
+        console.print(f"{suite.key}: {suite.metric}", style="bold")
+        console.print(values_table(suite, percent))
+        console.print(differences_table(suite, percent))
+        for one in suite.differences:
+            console.print(verdict(one))
+        for line in notes(suite):
+            console.print(f"note: {line}")
+        console.print()
+    for key, why in comparison.left_out.items():
+        console.print(f"note: {key} is not compared for all: {why}")
+    if judged:
+        console.print(judged_table(judged, percent))
+        for line in sentences(judged):
+            console.print(line)
+
+
+def _percent(comparison: Comparison) -> str:
+    return f"{100 * comparison.options.confidence:g} %"
+
+
+def values_table(suite: Suite, percent: str) -> Table:
+    seeds = ["runs", "over runs"] if suite.noise else []
+    shown = numbers_table("", "mean", f"{percent} interval", "items", "answers", *seeds)
+    for name, value in suite.values.items():
+        estimate = value.estimate
+        cells = [name, "-", "-", "0", "0"]
+        if estimate:
+            counts = f"{estimate.prompts:,}", f"{estimate.answers:,}"
+            cells = [name, f"{estimate.value:.3f}", interval(estimate.low, estimate.high), *counts]
+        spread = f"{min(value.by_run):.3f} to {max(value.by_run):.3f}" if len(value.by_run) > 1 else ""
+        shown.add_row(*cells, *([str(len(value.by_run)), spread] if seeds else []))
+    return shown
+
+
+def differences_table(suite: Suite, percent: str) -> Table:
+    """The differences; each against the first side, or between any two."""
+    firsts, adjusted = {one.a for one in suite.differences}, len(suite.differences) > 1
+    about = f"against {next(iter(firsts))}" if len(firsts) == 1 else "difference"
+    shown = numbers_table(about, "mean", f"{percent} interval", "won/lost/tied", "p", "detectable")
+    for one in suite.differences:
+        paired, p = one.paired, one.p_adjusted if adjusted else one.p
+        shown.add_row(
+            one.b if len(firsts) == 1 else f"{one.b}\n- {one.a}",
+            f"{paired.value:+.3f}",
+            interval(paired.low, paired.high, "+"),
+            f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
+            p_text(p)[2:].removeprefix("= "),
+            "-" if paired.smallest is None else f"{paired.smallest:.3f}",
+        )
+    return shown
+
+
+def interval(low: float | None, high: float | None, sign: str = "") -> str:
+    return "-" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def notes(suite: Suite) -> Iterator[str]:
+    """How the differences were tested, the noise over seeds, and the warnings."""
+    tests = " and ".join(dict.fromkeys(one.test for one in suite.differences))
+    several = ", p adjusted for their number (Holm)" if len(suite.differences) > 1 else ""
+    yield f"test: {tests}{several}"
+    if suite.noise:
+        noise = suite.noise
+        few = "; more seeds would lower what seeds alone may make" if noise.freedom < FEW else ""
+        degrees = counted(noise.freedom, "degree")
+        yield f"seeds: standard deviation {noise.deviation:.4f} over {noise.runs} runs ({degrees} of freedom){few}"
+    else:
+        yield "seeds: one run each, so how much runs differ by their seeds alone is not known"
+    yield from suite.warnings
+
+
+def as_json(comparison: Comparison, judged: Sequence[Judged] = ()) -> dict[str, Any]:
+    """The whole comparison, with the texts of every item that flipped."""
+    return {
+        "format": FORMAT,
+        "posttrain": __version__,
+        "created": now(),
+        "confidence": comparison.options.confidence,
+        "sides": [_side(side) for side in comparison.sides],
+        "suites": {suite.key: _suite(suite) for suite in comparison.suites},
+        "not_compared": dict(comparison.left_out),
+        "judged": [judged_facts(one) for one in judged],
+    }
+
+
+def _side(side: Side) -> dict[str, Any]:
+    paths, seeds = ([getattr(source, name) for source in side.sources] for name in ("path", "seed"))
+    return {"name": side.name, "paths": paths, "seeds": seeds}
+
+
+def _suite(suite: Suite) -> dict[str, Any]:
+    values = {
+        name: {**(asdict(one.estimate) if one.estimate else {}), "ungraded": one.ungraded, "runs": list(one.by_run)}
+        for name, one in suite.values.items()
+    }
+    noise = None if suite.noise is None else asdict(suite.noise)
+    differences = [as_facts(one) for one in suite.differences]
+    warnings = list(suite.warnings)
+    return {"metric": suite.metric, "values": values, "differences": differences, "seeds": noise, "warnings": warnings}
+
+
+def as_facts(one: Difference, flips: bool = True) -> dict[str, Any]:
+    """A difference for JSON, with or without the items that flipped."""
+    return {
+        "a": one.a,
+        "b": one.b,
+        "items": len(one.items.items),
+        "not_compared": dict(one.items.left_out),
+        "other_prompts": len(one.items.other_prompts),
+        **asdict(one.paired),
+        "test": one.test,
+        "p": one.p,
+        "mid_p": one.mid_p,
+        "p_adjusted": one.p_adjusted,
+        "seed_floor": one.floor,
+        "better": one.better,
+        "verdict": verdict(one),
+        **({"flips": [_flip(flip) for flip in one.flips]} if flips else {}),
+    }
+
+
+def _flip(one: Flip) -> dict[str, Any]:
+    facts: dict[str, Any] = {"item": one.item, "prompt": one.prompt, "gold": one.gold}
+    for name, score, answer in (("a", one.a_score, one.a), ("b", one.b_score, one.b)):
+        texts = {"extracted": answer.extracted, "verdict": answer.verdict, "completion": answer.completion}
+        facts[name] = {"score": score, **texts}
+    if one.b.prompt != one.prompt:
+        facts["b"]["prompt"] = one.b.prompt
+    return facts
+
+
+def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
+    """Write `compare.json`, `compare.png` and `compare.html` to the folder. Raises RunError if they cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    save_json(folder / "compare.json", as_json(comparison, judged))
+    png = picture(comparison) if comparison.suites else b""
+    if png:
+        write_file(folder / "compare.png", png)
+    else:  # an earlier comparison's
+        (folder / "compare.png").unlink(missing_ok=True)
+    title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
+    page = [*sections(comparison), *judged_sections(judged, _percent(comparison))]
+    pages.write_page(folder / "compare.html", title, page)
+
+
+def sections(comparison: Comparison) -> Iterator[pages.Section]:
+    percent = _percent(comparison)
+    said = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
+    if said:
+        yield pages.Text("In short", "\n".join(said))
+        figures = (figure for suite in comparison.suites for figure in intervals_of(suite))
+        yield pages.charts("Means and differences", figures, INTERVALS)
+    for suite in comparison.suites:
+        for title, table in (
+            ("means", values_table(suite, percent)),
+            ("differences", differences_table(suite, percent)),
+        ):
+            note = HOW if title == "differences" else suite.metric
+            yield pages.Table(f"{suite.key}: {title}", *cells_of(table), note)
+        yield pages.Text(f"{suite.key}: notes", "\n".join(notes(suite)))
+        for one in suite.differences:
+            yield from _flipped(suite, one)
+    paths = {side.name: ", ".join(source.path for source in side.sources) for side in comparison.sides}
+    yield pages.Facts("Compared", {name: path for name, path in paths.items() if path})
+
+
+def intervals_of(suite: Suite) -> Iterator[Markup]:
+    """The means and the differences of a suite, with their intervals."""
+    means = [
+        Interval(name, value.estimate.value, value.estimate.low, value.estimate.high, at % COLOURS, dots=value.by_run)
+        for at, (name, value) in enumerate(suite.values.items())
+        if value.estimate
+    ]
+    differences = [
+        Interval(
+            f"{one.b} − {one.a}", one.paired.value, one.paired.low, one.paired.high, 1 if one.shown else None, one.floor
+        )
+        for one in suite.differences
+    ]
+    yield intervals(f"{suite.key}: {suite.metric}", means)
+    yield intervals(f"{suite.key}: difference", differences, zero=True)
+
+
+def _flipped(suite: Suite, one: Difference) -> Iterator[pages.Table]:
+    """The items that one of the two answered better, each way, with both answers."""
+    for better, worse, wins in ((one.b, one.a, True), (one.a, one.b, False)):
+        found = [flip for flip in one.flips if (flip.b_score > flip.a_score) == wins]
+        more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(found) > FLIPS_SHOWN else ""
+        some = found[:FLIPS_SHOWN]
+        known = any(flip.gold is not None for flip in some)
+        header = ["item", "prompt", *(["right answer"] if known else []), one.a, one.b]
+        rows = [
+            [
+                *(flip.item, flip.prompt),
+                *([flip.gold] if known else []),
+                *(_said(flip.a, flip.a_score), _said(flip.b, flip.b_score)),
+            ]
+            for flip in some
+        ]
+        yield pages.Table(f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(found), 'item')}{more}.")
+
+
+def _said(answer: Answer, score: float) -> str:
+    read = "" if answer.extracted is None else f", {answer.extracted}"
+    return f"[{score:.3g}{read}]\n{answer.completion}"

@@ -1,0 +1,274 @@
+"""What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.base.errors import DataError, RunError
+from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.words import counted, model_name
+from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.runs.files import read_regular
+from posttrain.runs.listing import runs_below
+from posttrain.runs.stored_rollouts import StoredRun
+
+AT_STEP = re.compile(r"(?P<folder>.+)@(?P<step>\d+)")
+OWN = ("name", "output_dir", "seed")  # settings that may differ between runs of one method
+REWARD = "reward on "  # before the name of a run's validation set
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A suite's answers, what their score is, and how they came about (sampling …)."""
+
+    metric: str
+    answers: Sequence[Answer]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One path. `settings` identifies a run's settings except its seed; None if it is not a run's."""
+
+    name: str
+    path: str
+    suites: Mapping[str, Scores]
+    settings: str | None = None
+    seed: int | None = None
+
+
+def read_source(path: str) -> Source:
+    """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
+
+    Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared.
+    """
+    folder, step = _at_step(path)
+    if folder.is_file():
+        return Source(folder.name.partition(".")[0], path, read_rows(folder))
+    if not folder.is_dir():
+        raise RunError(f"there is no file or folder {folder}; a model of the hub needs suites to compare on: --suite")
+    if is_evaluation(folder):
+        if step is not None:
+            raise RunError(f"{folder} is an evaluation: @{step} names a step of a run")
+        run = _run_of(folder)
+        settings, seed = _settings(run) if run else (None, None)
+        return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
+    evaluated = _evaluated(folder) if step is None else None
+    suites: dict[str, Scores] = {} if evaluated is None else _evaluation(evaluated)
+    if (folder / "run.json").is_file() and (folder / "rollouts.sqlite").is_file():
+        suites |= _validation(folder, step)
+    if not suites:
+        below = [] if (folder / "rollouts.sqlite").is_file() else runs_below(folder)
+        if len(below) > 1 or below not in ([], [folder]):
+            raise RunError(f"{folder} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
+        raise RunError(
+            f"{folder} has nothing to compare: no evaluation (posttrain eval, or --suite, makes one), and no rewarded "
+            "completions of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
+        )
+    settings, seed = _settings(folder)
+    name = model_name(str(folder)) if evaluated is None else _name(evaluated)
+    if settings and evaluated is not None and evaluated.name != "final":
+        settings = f"{settings} {evaluated.name}"
+    return Source(name + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
+
+
+def _at_step(path: str) -> tuple[Path, int | None]:
+    found = AT_STEP.fullmatch(path)
+    if found and not Path(path).expanduser().exists():
+        return Path(found["folder"]).expanduser(), int(found["step"])
+    return Path(path).expanduser(), None
+
+
+def _evaluated(folder: Path) -> Path | None:
+    """The evaluation folder of a run's final model, or of the only one of its models that was evaluated.
+
+    Raises RunError if there are several, and none of the final model.
+    """
+    found = sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
+    final = next((path for path in found if path.name == "final"), None)
+    if final is None and len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise RunError(f"{folder} has evaluations of {names}, none of its final model: name one, such as {found[-1]}")
+    return final or next(iter(found), None)
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run whose model an evaluation folder is about: that which contains it, or its model."""
+    model = str(read_summary(folder)["model"].get("path") or "")
+    runs = [_above(folder), *([Path(model).absolute().parent] if model else [])]
+    return next((run for run in runs if (run / "run.json").is_file()), None)
+
+
+def _above(folder: Path) -> Path:
+    """RUN for RUN/evaluation/MODEL."""
+    return folder.absolute().parent.parent
+
+
+def _name(folder: Path) -> str:
+    """The run's name for an evaluation in its folder, else that of the model that was evaluated."""
+    if (_above(folder) / "run.json").is_file():
+        return _above(folder).name + ("" if folder.name == "final" else f"/{folder.name}")
+    return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
+
+
+def config_of(run: Path) -> dict[str, Any] | None:
+    """A run's settings; None if they cannot be read."""
+    try:
+        config = read_yaml(read_regular(run / "config.yaml").decode())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _settings(run: Path) -> tuple[str | None, int | None]:
+    """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
+    config = config_of(run)
+    if config is None:
+        return None, None
+    rest = {name: value for name, value in config.items() if name not in OWN}
+    return json.dumps(rest, sort_keys=True, default=str), config.get("seed", 0)
+
+
+def _rewards(run: Path) -> str:
+    """The rewards of a run, each with its settings."""
+    said = []
+    for term in (config_of(run) or {}).get("rewards") or []:
+        if isinstance(term, dict):
+            given = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
+            said.append(f"{term.get('type')} ({', '.join(given)})")
+    return ", ".join(said) or "none"
+
+
+def _evaluation(folder: Path) -> dict[str, Scores]:
+    """The suites of an evaluation folder, whose answers are all there."""
+    summary, by_key = read_summary(folder), {}
+    for answer in read_answers(folder):
+        by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
+    found = {}
+    for key, facts in summary["suites"].items():
+        answers = by_key.get(key, [])
+        if len(answers) != facts.get("answers", len(answers)) or not answers:
+            raise RunError(
+                f"{folder} is not whole: answers.jsonl has {counted(len(answers), 'answer')} of {key}, summary.json "
+                f"counts {facts.get('answers', 0):,}: run the same `posttrain eval` again"
+            )
+        twice, times = Counter((one.item, one.sample) for one in answers).most_common(1)[0]
+        if times > 1:
+            raise RunError(f"{folder / 'answers.jsonl'} has item {twice[0]}, sample {twice[1]} of {key} twice")
+        about = {name: facts[name] for name in ("source", "sampling", "rule") if name in facts}
+        found[key] = Scores(str(facts.get("metric", "score")), answers, about)
+    if not found:
+        raise RunError(f"{folder} has no suite: run `posttrain eval` again")
+    return found
+
+
+def _validation(run: Path, step: int | None) -> dict[str, Scores]:
+    """The rewards of a run's validation completions at a step, by default the last; a suite per validation set."""
+    with StoredRun(run, looking=True) as stored:
+        every = stored.evaluations()
+    by_step = read_validation(every)
+    if step is not None and step not in by_step:
+        has = f"it has {', '.join(map(str, sorted(by_step)))}" if by_step else "it has none"
+        raise RunError(f"{run} has no evaluation at step {step}: {has}")
+    if not by_step:
+        return {}
+    at, found = max(by_step) if step is None else step, {}
+    for one in by_step[at]:
+        found.setdefault(one.suite, []).append(one)
+    kept = {name: answers for name, answers in found.items() if any(one.score is not None for one in answers)}
+    about = {"step": at, "rewards": _rewards(run)}
+    return {REWARD + name: Scores("reward", answers, about) for name, answers in kept.items()}
+
+
+def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[Answer]]:
+    """The validation completions of a run as answers, by step; an item is a row of a data set."""
+    found: dict[int, list[Answer]] = {}
+    samples: Counter[tuple[int, str]] = Counter()
+    for one in evaluations:
+        item = f"{one['dataset']}/{one['row']}"
+        answer = Answer(
+            suite=one["dataset"],
+            item=item,
+            sample=samples[one["step"], item],
+            verdict="ungraded" if one["reward"] is None else "scored",
+            score=one["reward"],
+            **{name: one[name] for name in ("prompt", "completion", "finish_reason")},
+        )
+        found.setdefault(one["step"], []).append(answer)
+        samples[one["step"], item] += 1
+    return found
+
+
+def read_rows(file: Path) -> dict[str, Scores]:
+    """The rows of a file as a suite: `pairs` that `posttrain score` scored, `rows` that `posttrain grade` graded, or
+    `completions` of `posttrain generate`, which have no score and are for a judge.
+
+    Rows that cannot be read, or have no score, are not graded. Raises DataError if no row is one of these.
+    """
+    from posttrain.data.readers import read_files  # imports torch
+
+    rows = [(str(record.row), record.value or {}) for record in read_files((file,))]
+    for key, metric, fields, read in (
+        ("pairs", "pairwise accuracy", {"chosen_reward", "chosen_logprob"}, _pair),
+        ("rows", "score", {"score", "verdict"}, _graded),
+        ("completions", "", {"completions"}, _generated),
+    ):
+        if any(fields & row.keys() for _, row in rows):
+            found = [(item, sample, facts) for item, row in rows for sample, facts in enumerate(read(row))]
+            return {key: Scores(metric, [Answer(suite=key, item=item, sample=n, **facts) for item, n, facts in found])}
+    raise DataError(
+        f"{file} has nothing to compare: no row has chosen_reward and rejected_reward (posttrain score), a score "
+        "(posttrain grade) or completions (posttrain generate)"
+    )
+
+
+def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
+    from posttrain.evaluation.items import pair_text  # imports torch
+
+    facts = {"prompt": pair_text(row) if {"chosen", "rejected"} & row.keys() else "", "completion": ""}
+    for key in ("reward", "logprob"):
+        chosen, rejected = _number(row.get(f"chosen_{key}")), _number(row.get(f"rejected_{key}"))
+        if chosen is not None and rejected is not None:
+            verdict, margin = "correct" if chosen > rejected else "wrong", f"{chosen - rejected:+.4g}"
+            return [facts | {"verdict": verdict, "score": float(chosen > rejected), "extracted": margin}]
+    return [facts | {"verdict": "ungraded"}]
+
+
+def _graded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    score, extracted = _number(row.get("score")), row.get("extracted")
+    verdict = str(row.get("verdict") or ("ungraded" if score is None else "scored"))
+    facts = {"score": score, "verdict": verdict, "extracted": None if extracted is None else _text(extracted)}
+    facts |= {"completion": _text(row.get("completion", "")), "finish_reason": "stop" if "completion" in row else ""}
+    return [{"prompt": _prompt(row), "gold": _gold(row)} | facts]
+
+
+def _generated(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = row.get("completions") or []
+    ends = [str(one.get("finish_reason") or "stop") if isinstance(one, dict) else "stop" for one in found]
+    texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found]
+    facts = {"prompt": _prompt(row), "gold": _gold(row), "verdict": "ungraded"}
+    ended = zip(texts or [""], ends or [""], strict=True)
+    return [facts | {"completion": text, "finish_reason": end} for text, end in ended]
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    return next((_text(row[name]) for name in ("prompt", "problem", "question", "instruction") if name in row), "")
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    return next((_text(row[name]) for name in ("answer", "gold") if row.get(name) is not None), None)
+
+
+def _number(value: Any) -> float | None:
+    number = float(value) if isinstance(value, int | float) else None
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

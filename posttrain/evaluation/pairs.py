@@ -1,0 +1,244 @@
+"""Pairs of completions as a suite: how often a model scores the chosen one above the rejected one.
+
+A reward model by its rewards; a policy by its implicit reward beta (log pi - log pi_ref) (Rafailov et al. 2023, arXiv
+2305.18290), or without a reference by its log-probability per token.
+"""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.base.errors import ModelError
+from posttrain.base.progress import progress
+from posttrain.batch import Example, Pack, pack
+from posttrain.config import DataConfig, ModelConfig
+from posttrain.config.schema.suite import SuiteConfig
+from posttrain.data import Dataset, prepare
+from posttrain.evaluation.answering import template_of
+from posttrain.evaluation.items import Item, Items, pair_text, records_of
+from posttrain.evaluation.judging import UNGRADED
+from posttrain.evaluation.records import Answer, EvaluationStore
+from posttrain.evaluation.running import started
+from posttrain.evaluation.summary import summarise
+from posttrain.models.attention import width_step
+from posttrain.models.devices import compute_dtype
+from posttrain.models.families import positions_of
+from posttrain.models.load import check_embeddings, load_model, load_tokenizer
+from posttrain.runs.inputs import content_of
+from posttrain.scoring import RewardScorer, Scorer
+
+PACK_TOKENS, BATCH = 8192, 64
+LONGEST = 4096  # tokens of a sequence of a model without a limit of positions
+
+Margins = Callable[[Sequence[Example]], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """`reference`: of a policy. `num_batches` batches of `batch_size` pairs are sampled with replacement; None: all."""
+
+    reference: str | None = None
+    beta: float = 0.1
+    num_batches: int | None = None
+    batch_size: int = 16
+    max_rows: int | None = None
+    seed: int = 0
+
+
+def pair_facts(model: ModelConfig, suite: SuiteConfig, options: PairOptions, content: str) -> dict[str, Any]:
+    """What identifies an evaluation of pairs."""
+    reference = _reference(model, options)
+    return {
+        "model": content,
+        "items": hashlib.sha256(json.dumps(pair_texts(suite)).encode()).hexdigest(),
+        "pairs": [options.num_batches, options.batch_size, options.max_rows, options.seed],
+        "columns": {name: list(columns) for name, columns in suite.columns.items()},
+        "template": suite.template,
+        "system prompt": suite.system_prompt,
+        "reference": None if reference is None else [content_of(reference), options.beta],
+        "dtype": model.dtype,
+    }
+
+
+def evaluate_pairs(
+    model: ModelConfig,
+    loaded: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: SuiteConfig,
+    options: PairOptions,
+    store: EvaluationStore,
+    facts: Mapping[str, Any],
+) -> None:
+    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0.
+
+    `loaded` is a reward model or a policy. Pairs that are stored already, of an evaluation with the same `facts`, are
+    kept.
+    """
+    key, device = suite.name, loaded.device
+    dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
+    reference, sampling = _reference(model, options), {}
+    if reference is not None and not is_classifier(loaded):
+        other = load_model(reference, "lm", compute_dtype(reference, device), device)
+        check_embeddings(other, tokenizer, reference.path)
+        margins, sampling = _implicit(loaded, other, options.beta, device), {"beta": options.beta}
+    else:
+        margins = own_margins(loaded, device)
+    if not started(store, key, facts):
+        store.start(key, facts)
+    began, chosen, done = time.perf_counter(), Counter(_chosen(options, read)), store.positions(key)
+    index_of, texts = {row: index for index, row in enumerate(dataset.rows.tolist())}, pair_texts(suite)
+    left = [row for row in chosen if row not in done]
+    left.sort(key=lambda row: -dataset.lengths[index_of[row]] if row in index_of else 0)  # longest first
+    for start in progress(range(0, len(left), BATCH), f"{key}: scoring pairs"):
+        block = left[start : start + BATCH]
+        there = [row for row in block if row in index_of]
+        found = dict(zip(there, margins([dataset[index_of[row]] for row in there]), strict=True))
+        rows = [(row, (texts[row], chosen[row], found.get(row), reasons.get(row))) for row in block]
+        store.add(key, [(row, answer) for row, facts_of in rows for answer in _answers(suite, row, *facts_of)])
+    partial = _partial(options, chosen.total(), read)
+    asked = tuple(Item(row, str(row), "", "", None, {}, {}) for row in chosen)
+    items = Items(suite, asked, read, partial, str(facts["items"]))
+    spent = time.perf_counter() - began
+    stored = list(store.answers(key))
+    store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
+
+
+def pairs_for(
+    model: ModelConfig,
+    loaded: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: SuiteConfig,
+    options: PairOptions,
+) -> tuple[Dataset, dict[int, str], int]:
+    """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
+
+    Raises ModelError for a tokenizer that is not the model's, or that the reference does not share.
+    """
+    check_embeddings(loaded, tokenizer, model.path)
+    reference = None if is_classifier(loaded) else _reference(model, options)
+    if reference is not None and _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
+        raise ModelError(
+            f"--reference {reference.path} has another tokenizer than the policy, so their log-probabilities are not "
+            "those of the same tokens: give the model that the policy was trained from"
+        )
+    longest = min(positions_of(loaded.config) or LONGEST, LONGEST)
+    data = DataConfig(
+        source=suite.source,
+        split=suite.split if not Path(suite.source).expanduser().is_file() else "train",
+        columns=_columns(suite),
+        template=template_of(suite, tokenizer),
+        chat_template_kwargs=suite.chat_template_kwargs,
+        system_prompt=suite.system_prompt,
+        shuffle=False,
+        max_length=longest,
+        max_prompt_length=None,
+        overlong="drop",
+    )
+    prepared = prepare(data, tokenizer, "pair")
+    reasons = {bad.row: bad.reason for bad in prepared.report.malformed}
+    there = set(prepared.train.rows.tolist())
+    for row in range(prepared.report.read):
+        if row not in there:
+            reasons.setdefault(row, f"a pair is too long: a completion with its prompt has over {longest:,} tokens")
+    return prepared.train, reasons, prepared.report.read
+
+
+def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
+    return None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Without added tokens, such as a pad token of the trained model."""
+    added = cast(dict[str, int], cast(Any, tokenizer).get_added_vocab())
+    return {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
+
+
+def pair_texts(suite: SuiteConfig) -> dict[int, str]:
+    """The pairs for display, by row."""
+    return {record.row: pair_text(record.value or {}, _columns(suite)) for record in records_of(suite, suite.split)}
+
+
+def _columns(suite: SuiteConfig) -> dict[str, str]:
+    return {name: columns[0] for name, columns in suite.columns.items()}
+
+
+def _chosen(options: PairOptions, read: int) -> list[int]:
+    """The rows to score: all, evenly spread ones, or a sample with replacement."""
+    if options.num_batches is not None:
+        count = options.num_batches * options.batch_size
+        return np.random.default_rng(options.seed).integers(read, size=count).tolist()
+    most = min(options.max_rows or read, read)
+    return [index * read // most for index in range(most)]
+
+
+def _partial(options: PairOptions, chosen: int, read: int) -> str | None:
+    if options.num_batches is not None:
+        return f"{options.num_batches} batches of {options.batch_size} pairs of {read:,}, with replacement"
+    return f"{chosen:,} of {read:,} items" if chosen < read else None
+
+
+def _answers(
+    suite: SuiteConfig, row: int, text: str, count: int, margin: float | None, reason: str | None
+) -> Iterator[Answer]:
+    """The answer to a pair, as often as it is sampled. A margin that is not finite is no verdict."""
+    if margin is not None and not isfinite(margin):
+        margin, reason = None, "the model's scores are not finite"
+    for sample in range(count):
+        yield Answer(
+            suite=suite.name,
+            item=str(row),
+            sample=sample,
+            prompt=text,
+            completion="",
+            extracted=None if margin is None else f"{margin:+.6g}",
+            verdict=UNGRADED if margin is None else "correct" if margin > 0 else "wrong",
+            score=None if margin is None else float(margin > 0),
+            reason=reason if margin is None else None,
+        )
+
+
+def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
+    """Differences of rewards, or of mean log-probabilities per token."""
+    scorer = RewardScorer(loaded) if is_classifier(loaded) else Scorer(loaded)
+
+    def per_sequence(packed: Pack) -> torch.Tensor:
+        if isinstance(scorer, RewardScorer):
+            return scorer(packed)
+        return packed.sum_by_sequence(scorer(packed).logprob_N) / packed.length_S
+
+    return lambda examples: _margins(examples, per_sequence, device, is_classifier(loaded))
+
+
+def _implicit(policy: PreTrainedModel, reference: PreTrainedModel, beta: float, device: torch.device) -> Margins:
+    one, other = Scorer(policy), Scorer(reference)
+
+    def per_sequence(packed: Pack) -> torch.Tensor:
+        return beta * packed.sum_by_sequence(one(packed).logprob_N - other(packed).logprob_N)
+
+    return lambda examples: _margins(examples, per_sequence, device, False)
+
+
+@torch.no_grad()
+def _margins(
+    examples: Sequence[Example], per_sequence: Callable[[Pack], torch.Tensor], device: torch.device, reward: bool
+) -> list[float]:
+    """The score of chosen minus that of rejected, for each pair."""
+    found: dict[int, list[float]] = {}
+    for packed in pack(list(examples), PACK_TOKENS, reward, width_step(device, PACK_TOKENS)):
+        for group, value in zip(packed.group_S.tolist(), per_sequence(packed.to(device)).tolist(), strict=True):
+            found.setdefault(group, []).append(value)
+    return [found[index][0] - found[index][1] for index in range(len(examples))]
+
+
+def is_classifier(loaded: PreTrainedModel) -> bool:
+    return type(loaded).__name__.endswith("ForSequenceClassification")

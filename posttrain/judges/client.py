@@ -1,0 +1,306 @@
+"""Asks a model behind an OpenAI-compatible address: replies from disk where they are known, else paced and retried."""
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import os
+import random
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from http.client import HTTPException
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from posttrain.base.caches import default_folder
+from posttrain.base.errors import RewardError
+from posttrain.base.progress import progress
+from posttrain.config.schema.judge import JudgeSettings
+from posttrain.judges.cache import ReplyCache, StoredReply
+from posttrain.judges.post import Answer, Pace, Post
+
+log = logging.getLogger("posttrain")
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before the first retry, doubled for each further one
+CHARACTERS_PER_TOKEN = 3  # for the limit of tokens per minute, until the server has counted them
+SLICE_S = 0.5  # of the wait for a reply
+FEWEST_FAILURES = 4  # in a row, each after all its retries, before the judge counts as down
+MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A judge's reply, or why there is none.
+
+    `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses) or invalid (not a chat
+    completion). `requests`: HTTP requests that were made; 0 for a stored reply, or one shared with an equal question.
+    """
+
+    content: str = ""
+    finish_reason: str = ""
+    failure: str = ""
+    reason: str = ""
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    body: bytes
+    key: str
+    future: Future[Reply]
+    stop: threading.Event
+
+
+class JudgeClient:
+    """Threads that ask; each question is a future. Raises RewardError if the key or the cache folder is missing.
+
+    The API key is read from the environment and goes into the request's header, nowhere else.
+    """
+
+    def __init__(self, settings: JudgeSettings):
+        self.settings = settings
+        parts = urlsplit(settings.base_url)
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}/chat/completions"
+        self._key = _key(settings)
+        self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_folder() / "judge")
+        self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
+        self._random = random.Random()  # its own: a run's random numbers stay as they are
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._workers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._open: set[Post] = set()
+        self._asked: dict[str, Future[Reply]] = {}
+        self._stop = threading.Event()
+        self._failed_in_row, self._answered = 0, False
+
+    def submit(self, messages: Sequence[Message]) -> Future[Reply]:
+        """Ask; an equal question that is being asked is asked once. `gather` waits for the reply."""
+        request = self._request(messages)
+        text = json.dumps(request, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        shared = self._asked.get(key)
+        if shared is not None:
+            return _without_cost(shared)
+        future: Future[Reply] = Future()
+        stored = self._cache.get(key)
+        if stored is not None:
+            future.set_result(Reply(stored.content, stored.finish_reason, seconds=stored.seconds))
+            return future
+        self._asked[key] = future
+        self._tasks.put(_Task(text.encode(), key, future, self._stop))
+        if len(self._workers) < self.settings.concurrency:
+            worker = threading.Thread(target=self._work, name="posttrain-judge", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+        return future
+
+    def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
+        """Wait for the replies, with a progress bar if there is a title. If the wait is interrupted, so are they."""
+        try:
+            return [_result(future) for future in (progress(futures, title) if title else futures)]
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            self._asked.clear()
+            self._failed_in_row = 0  # the next call tries again
+
+    def close(self) -> None:
+        self._abort()
+        for _ in self._workers:
+            self._tasks.put(None)
+        for worker in self._workers:
+            if worker.is_alive():  # not one whose start was interrupted
+                worker.join(1.0)  # one that is still connecting ends with the process
+        self._workers.clear()
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _abort(self) -> None:
+        self._stop.set()
+        with self._lock:
+            for post in self._open:
+                post.cut()
+        self._stop = threading.Event()
+
+    def _request(self, messages: Sequence[Message]) -> dict[str, Any]:
+        settings = self.settings
+        sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens} | settings.parameters
+        kept = {name: value for name, value in sampling.items() if value is not None}
+        return {"model": settings.model, "messages": [_clean(message) for message in messages], **kept}
+
+    # --- in a worker ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        for task in iter(self._tasks.get, None):
+            if not task.future.set_running_or_notify_cancel():
+                continue
+            try:
+                task.future.set_result(self._tried(task))
+            except BaseException as error:  # raised in the waiting thread
+                task.future.set_exception(error)
+
+    def _tried(self, task: _Task) -> Reply:
+        """The reply after as many tries as the settings allow."""
+        started, last = time.monotonic(), Reply(failure="outage", reason="interrupted")
+        pause = PAUSE_S
+        for tries in range(1, self.settings.retries + 2):
+            if self._is_down():
+                return replace(last, reason=f"the judge is down: {last.reason}" if tries > 1 else "the judge is down")
+            entry = self._pace.enter(self._estimate(task.body), task.stop)
+            if entry is None:
+                return last
+            reply, wait = self._once(task)
+            last = replace(reply, requests=tries, seconds=time.monotonic() - started)
+            if not reply.failure:
+                entry.tokens = reply.prompt_tokens + reply.completion_tokens
+                self._failed_in_row, self._answered = 0, True
+                return self._stored(task, last)
+            if reply.failure == "refused":
+                return last
+            if wait is not None and wait > self.settings.timeout:
+                return replace(last, reason=f"{last.reason}; it asks to wait {wait:.0f} s, longer than timeout")
+            if wait is not None:
+                self._pace.hold(wait)
+            elif tries <= self.settings.retries:
+                task.stop.wait(pause * self._random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        with self._lock:
+            self._failed_in_row += 1
+        return last
+
+    def _is_down(self) -> bool:
+        """Whether so many questions in a row have failed that further ones are not asked in this call."""
+        return self._failed_in_row >= max(FEWEST_FAILURES, self.settings.concurrency)
+
+    def _estimate(self, body: bytes) -> int:
+        return len(body) // CHARACTERS_PER_TOKEN + self.settings.max_tokens
+
+    def _once(self, task: _Task) -> tuple[Reply, float | None]:
+        """The reply to one request, and the wait that a server asks for with it."""
+        post = Post(self.url, self._key)
+        with self._lock:
+            self._open.add(post)
+        try:
+            if task.stop.is_set():
+                return Reply(failure="outage", reason="interrupted"), None
+            answer = post.send(task.body, self.settings.timeout)
+        except TimeoutError as error:
+            return Reply(failure="timeout", reason=str(error)), None
+        except ssl.SSLCertVerificationError as error:
+            return Reply(failure="refused", reason=f"the server's certificate is not valid: {error}"), None
+        except (OSError, HTTPException, ValueError) as error:
+            return Reply(failure="outage", reason=f"the connection failed: {error or type(error).__name__}"), None
+        finally:
+            with self._lock:
+                self._open.discard(post)
+        return self._read(answer), answer.retry_after if answer.status != 200 else None
+
+    def _read(self, answer: Answer) -> Reply:
+        """A reply from an answer. Raises RewardError if the first answers say that the settings are wrong."""
+        text = answer.body.decode(errors="replace")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if answer.status == 200:
+            return _completion(value) or Reply(failure="invalid", reason=f"not a chat completion: {self._short(text)}")
+        said = self._short(_message(value) or text)
+        reason = f"HTTP {answer.status}{': ' + said if said else ''}"
+        if answer.status in MISTAKES and not self._answered:
+            raise RewardError(
+                f"the judge at {self.url} cannot be used, {MISTAKES[answer.status]} ({reason}); check base_url, model "
+                f"({self.settings.model}) and api_key_env ({self.settings.api_key_env or 'not set'})"
+            )
+        again = answer.status in (408, 409, 425, 429) or answer.status >= 500
+        return Reply(failure="outage" if again else "refused", reason=reason)
+
+    def _short(self, text: str) -> str:
+        """The start of what a server says, without the key."""
+        return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
+
+    def _stored(self, task: _Task, reply: Reply) -> Reply:
+        stored = StoredReply(
+            reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens, reply.seconds
+        )
+        self._cache.put(task.key, self.settings.model, stored)
+        return reply
+
+
+def _result(future: Future[Reply]) -> Reply:
+    """The future's result. Waits in slices, since a signal just before a wait is noticed only when the wait ends."""
+    while not future.done():
+        concurrent.futures.wait([future], SLICE_S)
+    return future.result()
+
+
+def _key(settings: JudgeSettings) -> str | None:
+    if settings.api_key_env is None:
+        return None
+    key = os.environ.get(settings.api_key_env, "").strip()
+    if not key:
+        raise RewardError(f"the judge's key is missing: set the environment variable {settings.api_key_env}")
+    if not key.isascii() or not key.isprintable():
+        raise RewardError(f"the value of {settings.api_key_env} has characters that no API key has")
+    return key
+
+
+def _clean(message: Message) -> Message:
+    """The message with lone surrogates, which servers refuse, as escapes."""
+    return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
+
+
+def _without_cost(shared: Future[Reply]) -> Future[Reply]:
+    """The reply of another question, whose tokens are counted there."""
+    future: Future[Reply] = Future()
+
+    def copy(done: Future[Reply]) -> None:
+        if done.cancelled():
+            future.cancel()
+        elif (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(replace(done.result(), requests=0, prompt_tokens=0, completion_tokens=0))
+
+    shared.add_done_callback(copy)
+    return future
+
+
+def _completion(value: Any) -> Reply | None:
+    """The reply in a chat completion; None if it is none."""
+    try:
+        choice = value["choices"][0]
+        content = choice["message"]["content"]
+    except (LookupError, TypeError):
+        return None
+    if content is not None and not isinstance(content, str):
+        return None
+    usage = value.get("usage") or {}
+    tokens = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    prompt, completion = (one if isinstance(one, int) and one >= 0 else 0 for one in tokens)
+    reason = choice.get("finish_reason")
+    return Reply(content or "", str(reason or ""), prompt_tokens=prompt, completion_tokens=completion)
+
+
+def _message(value: Any) -> str:
+    """What an error answer says, by OpenAI's schema and its relatives'; else empty."""
+    for name in ("error", "message", "detail"):
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,246 @@
+"""Heartbeats between the ranks of a run, beside their exchanges: that they live, and where they wait.
+
+Each rank writes a line to a common store every second; the first rank reads all lines, the others read its line. A rank
+that dies is usually noticed earlier, by the exchange that it misses; one that hangs holds the exchange up, and the main
+thread of the others with it. So do two ranks that wait for one another in different exchanges.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from posttrain.base.errors import RankError
+from posttrain.base.terminal import say
+
+log = logging.getLogger("posttrain")
+
+BEAT_S = 1.0  # between two heartbeats
+SILENCE_S = 30.0  # without one, a rank counts as lost; in two places for so long, two ranks as out of step
+
+
+class Store(Protocol):
+    """torch's store of keys and values, in the process of the launcher or of the first rank."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: its number of exchanges so far, whether it waits in one now, and in which step of training."""
+
+    exchanges: int = 0
+    kind: str = ""  # of the exchange it waits in; empty outside
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.exchanges}|{self.kind}|{self.step}"
+
+    @classmethod
+    def read(cls, text: str) -> Place:
+        exchanges, kind, step = text.split("|")
+        return cls(int(exchanges), kind, int(step))
+
+
+@dataclass(slots=True)
+class Beat:
+    """The last heartbeat of a rank, and since when it is so."""
+
+    line: str
+    heard: float
+    place: Place
+    there: float  # since when the rank is at this place
+    host: str
+
+
+class Watch:
+    """Reports to the other ranks that this one lives, and ends the process when another one does not.
+
+    One thread talks to the store, which may be in a process that hangs; another judges what the first one heard.
+    """
+
+    def __init__(self, store: Store, index: int, size: int):
+        self._store, self._index = store, index
+        self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
+        self._heard = time.monotonic()  # the last time that the store answered
+        self._beats = {rank: Beat("", self._heard, Place(), self._heard, "") for rank in self._others}
+        self.ended_together = False
+        self.reported: Exception | None = None  # the error of this rank that the others know of
+        self.in_step = False  # exchanges are part of every pass: no rank can continue without the others
+        self.place, self._since = Place(), self._heard
+        self.on_lost: Callable[[BaseException], None] = lambda error: None
+        self._threads: list[threading.Thread] = []
+        self._ended, self._handled = threading.Event(), threading.Event()
+        self._set()
+
+    def start(self) -> None:
+        for work in (self._talk, self._judge):
+            self._threads.append(threading.Thread(target=work, name=f"posttrain-ranks{work.__name__}", daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """Stop watching. A thread that is still in the store's code when the interpreter exits would abort it."""
+        self._handled.set()
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)  # a store that hangs does not hold up the end
+
+    def enter(self, kind: str) -> None:
+        """The main thread waits for the others now."""
+        self._move(replace(self.place, exchanges=self.place.exchanges + 1, kind=kind))
+
+    def leave(self) -> None:
+        self._move(replace(self.place, kind=""))
+
+    def at_step(self, step: int) -> None:
+        """The main thread starts a step of training."""
+        self._move(replace(self.place, step=step))
+
+    def _move(self, place: Place) -> None:
+        self.place, self._since = place, time.monotonic()
+
+    # What is wrong, in words
+
+    def blame(self, error: BaseException) -> str:
+        """Which rank is lost, once its heartbeats stop."""
+        if lost := self.lost(error):
+            return lost
+        counts = {rank: beat.place.exchanges for rank, beat in self._beats.items()}
+        behind = [f"rank {rank}" for rank, count in counts.items() if count < self.place.exchanges]
+        first = " ".join(str(error).split())[:200]
+        return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
+
+    def lost(self, error: BaseException) -> str | None:
+        """The ranks whose heartbeats stop after this error, in words."""
+        log.debug("an exchange between ranks failed: %s", error)
+        self._handled.set()  # the main thread ends the run itself
+        self.in_step = False
+        self.leave()
+        since = time.monotonic()
+        time.sleep(5 * BEAT_S)
+        lost = [rank for rank, beat in list(self._beats.items()) if beat.heard < since + 2 * BEAT_S]
+        if self._heard < since + 2 * BEAT_S:
+            lost = [0]
+        return self._named(lost) if lost else None
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        names = [self._name(rank) for rank in ranks]
+        if ranks == [self._index]:  # the store is gone, which the launcher has, or this process
+            return "the launcher of the first rank is lost: its process has ended, or is stopped"
+        lost = "is lost: its process has ended, or is stopped" if len(names) == 1 else "are lost"
+        return f"{', '.join(names)} {lost}"
+
+    def _name(self, rank: int) -> str:
+        if rank == self._index:
+            return f"rank {rank} on {socket.gethostname()}"
+        host = self._beats[rank].host if rank in self._beats else ""
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+    def _out_of_step(self) -> str | None:
+        """The ranks that wait in another exchange than this one, and have for long, in words."""
+        here, now = self.place, time.monotonic()
+        if not here.kind or now - self._since < SILENCE_S:
+            return None
+        apart = {
+            self._name(rank): beat.place
+            for rank, beat in list(self._beats.items())
+            if beat.place.kind and now - beat.there > SILENCE_S and (beat.place != here)
+        }
+        if not apart:
+            return None
+        return out_of_step({self._name(self._index): here, **apart})
+
+    # The threads
+
+    def _talk(self) -> None:
+        try:
+            while not self._ended.wait(BEAT_S):
+                self._set()
+                for key, rank in ((f"posttrain/{rank}", rank) for rank in self._others):
+                    if self._store.check([key]):  # to read what is not there yet would wait for it
+                        self._note(rank, self._store.get(key).decode())
+                self._heard = time.monotonic()
+        except RuntimeError as error:  # the store went with its process
+            log.debug("the store of the ranks does not answer: %s", error)
+            self._heard = -math.inf
+
+    def _set(self) -> None:
+        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.place}")
+
+    def _note(self, rank: int, line: str) -> None:
+        now, before = time.monotonic(), self._beats[rank]
+        if before.line == line:
+            return
+        _, host, place = line.split(" ", 2)
+        at = Place.read(place)
+        there = before.there if before.place == at else now
+        self._beats[rank] = Beat(line, now, at, there, host)
+
+    def _judge(self) -> None:
+        last = time.monotonic()
+        while not self._handled.wait(BEAT_S):
+            now = time.monotonic()
+            if now - last > SILENCE_S / 2:  # this process was itself stopped
+                self._start_again(now)
+            last = now
+            lost = [rank for rank, beat in list(self._beats.items()) if now - beat.heard > SILENCE_S]
+            if gone := now - self._heard > SILENCE_S:
+                lost = [0]
+            if lost and (self.place.kind or self.in_step):
+                self._give_up(RankError(self._named(lost)))
+            elif apart := self._out_of_step():
+                self._give_up(RankError(apart))
+            elif gone:  # the exchanges continue: the launcher has died, and nothing else would end the ranks
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def _start_again(self, now: float) -> None:
+        """Count every silence from now on."""
+        self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
+        for beat in list(self._beats.values()):
+            beat.heard = beat.there = now
+
+    def _give_up(self, error: RankError) -> None:
+        """End the process, unless the main thread notices by itself, or waits no more."""
+        before = self.place.exchanges
+        self._ended.wait(5 * BEAT_S)
+        if self._ended.is_set() or not (self.in_step or (self.place.kind and self.place.exchanges == before)):
+            return
+        try:
+            self.on_lost(error)
+        finally:
+            say(f"error: {error}", error=True)
+            os._exit(1)
+
+
+@contextmanager
+def watching(store: Store, index: int, size: int) -> Iterator[Watch]:
+    """A watch over the other ranks, until the block ends."""
+    watch = Watch(store, index, size)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.end()
+
+
+def out_of_step(places: dict[str, Place]) -> str:
+    """A message for ranks at different places, by their names."""
+    at = [f"{name} is at step {one.step}, exchange {one.exchanges} ({one.kind})" for name, one in places.items()]
+    return (
+        f"the ranks are out of step: {'; '.join(at)}. Code of yours that runs on every rank, such as a reward, must "
+        "return or raise on all of them alike; if none does so, please report this"
+    )

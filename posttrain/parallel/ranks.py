@@ -1,0 +1,336 @@
+"""The processes that train one model together: what each does, and how they exchange it.
+
+Every rank has the whole model, or its rows of every tensor (models/sharding.py), and packs the whole batch; it scores
+its own packs, and gradients, metrics and log-probabilities are summed over the ranks. As all denominators are those of
+the whole step, sums are exact: the number of ranks changes no gradient but for the order of its terms.
+
+    with joined() as ranks:              # of torchrun's environment; ALONE without it
+        mine = ranks.mine(packs)
+        ranks.sum_(gradients)
+        metrics = ranks.together(lambda: scored(mine))     # what every rank found, or the error of one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posttrain.base.errors import RankError, is_out_of_memory, reason_of
+from posttrain.base.signals import handling
+from posttrain.parallel.heartbeats import Place, Watch, out_of_step, watching
+from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
+from posttrain.parallel.shared_sums import ROOM, SharedSums, shared_sums
+
+T = TypeVar("T")
+CONNECT_S = 120.0  # for connections between ranks that have all started
+PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
+MOST_LISTED = 20  # differences in a message
+LONGEST_SHOWN = 120  # characters of a value in it
+LEAST_SHARED = 1 << 16  # numbers that are summed in shared memory: two meetings take longer than one exchange of fewer
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run, numbered from 0; the first one writes the run folder. Of one process, every method is the
+    identity."""
+
+    index: int = 0
+    size: int = 1
+    local: int = 0  # number on this machine
+    locals: int = 1  # ranks on this machine
+    in_step: bool = False  # whether a pass over the model is a collective operation, of which all make as many
+    _watch: Watch | None = field(default=None, repr=False, compare=False)
+    _objects: Any = field(default=None, repr=False, compare=False)  # the group that exchanges objects
+    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # of ranks on one machine, on its CPU
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's items, every `size`-th one."""
+        return items if self.size == 1 else items[self.index :: self.size]
+
+    def keeping_step(self, in_step: bool) -> Ranks:
+        """The ranks of a run whose passes over the model are collective operations, or are not."""
+        if self._watch is not None:
+            self._watch.in_step = in_step
+        return replace(self, in_step=in_step and self.size > 1)
+
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """Context in which the failure of a collective pass is a RankError, if a rank is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            watch = self._watch
+            if watch is None or not watch.in_step or is_out_of_memory(error):
+                raise
+            with handling(lambda number, frame: None, signal.SIGTERM):  # of the launcher, which has noticed too
+                lost = watch.lost(error)
+            if lost:
+                raise RankError(lost) from error
+            raise
+
+    def spare(self, items: Sequence[T]) -> Sequence[T]:
+        """What this rank goes through besides `mine`, without effect, where all ranks must make as many passes."""
+        if not self.in_step or not items:
+            return ()
+        return [items[0]] * (-(-len(items) // self.size) - len(self.mine(items)))
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Raises RankError if a rank is lost, or calls this in another step."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self._exchange("objects") as here:
+            dist.all_gather_object(found, (here, value), group=self._objects)
+        if any(place != here for place, _ in found):
+            raise RankError(out_of_step({f"rank {rank}": place for rank, (place, _) in enumerate(found)}))
+        return [value for _, value in found]
+
+    def at_step(self, step: int) -> None:
+        """This rank starts a step of training."""
+        if self._watch is not None:
+            self._watch.at_step(step)
+
+    def differences(self, facts: Mapping[str, Any]) -> list[str]:
+        """A line for every fact that is not the same on all ranks, with its values by rank; the same lines on each.
+
+        Digests are exchanged, and the facts only where these differ.
+        """
+        text = json.dumps(facts, sort_keys=True, default=str)
+        digests = self.gather(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+        if len(set(digests)) == 1:
+            return []
+        lines = list(_differences(self.gather((socket.gethostname(), json.loads(text)))))
+        more = [f"and {len(lines) - MOST_LISTED:,} more"] if len(lines) > MOST_LISTED else []
+        return lines[:MOST_LISTED] + more
+
+    def passes(self, work: Callable[[], T]) -> list[T]:
+        """As `together`, of work that makes passes over the model: where these are collective, the others cannot wait
+        for an error of one rank, which then is lost."""
+        return self.gather(work()) if self.in_step else self.together(work)
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns on every rank. An error on one of them is raised there, and a RankError on the others.
+
+        `work` may itself call `together`, on all ranks alike.
+        """
+        if self.size == 1:
+            return [work()]
+        failed: Exception | None = None
+        value: T | None = None
+        try:
+            value = work()
+        except RankError:
+            raise
+        except Exception as error:
+            if self._watch is not None and self._watch.reported is error:  # by a `together` inside this one
+                raise
+            failed = error
+        found = self.gather((value, None if failed is None else reason_of(failed)))
+        assert self._watch is not None
+        self._watch.reported = failed
+        self._watch.ended_together = any(reason is not None for _, reason in found)
+        if failed is not None:
+            raise failed
+        for rank, (_, reason) in enumerate(found):
+            if reason is not None:
+                raise RankError(f"rank {rank} failed: {reason}")
+        return [one for one, _ in found]  # pyright: ignore[reportReturnType]
+
+    @property
+    def ended_together(self) -> bool:
+        """Whether all ranks leave what they do at the same place: one of them failed, and the others know it."""
+        return self._watch is not None and self._watch.ended_together
+
+    def any(self, flag: bool) -> bool:
+        return flag if self.size == 1 else any(self.gather(flag))
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the first rank, which alone does it."""
+        return self.together(lambda: work() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
+
+    @contextmanager
+    def ahead(self, of_machine: bool = False) -> Iterator[None]:
+        """A block that the first rank, or the first of each machine, leaves before the others enter it: it fills caches
+        that they read."""
+        first = self.local == 0 if of_machine else self.is_first
+        if not first:
+            self.gather(None)
+        yield
+        if first:
+            self.gather(None)
+
+    @torch.no_grad()
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype and device by their sums over the ranks; the same bits on every rank."""
+        if self.size == 1 or not tensors:
+            return
+        whole = [tensor.contiguous() for tensor in tensors]
+        for pieces in _exchanges([tensor.view(-1) for tensor in whole]):
+            with self._exchange("sums"):
+                self._sum(pieces)
+        for tensor, total in zip(tensors, whole, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Sum the gradients of parameters; one without a gradient on this rank but on another counts as 0."""
+        if self.size == 1:
+            return
+        there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+        with self._exchange("gradients"):
+            dist.all_reduce(there, dist.ReduceOp.MAX, group=self._objects)
+        trained = [one for one, has in zip(parameters, there.tolist(), strict=True) if has]
+        for one in trained:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        self.sum_([one.grad for one in trained if one.grad is not None])
+
+    def spread(
+        self, items: Sequence[T], shapes: Sequence[Sequence[int]], of: Callable[[T], Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """`of` of every item, float32 tensors of these shapes on this device, each computed by one rank."""
+        if self.size == 1:
+            return [of(item) for item in items]
+        own = range(self.index, len(items), self.size)
+        made = [torch.zeros(*shape, device=device) for shape in shapes]
+        for place in own:
+            made[place] = of(items[place]).detach().float()
+        for item in self.spare(items):
+            of(item)
+        self.sum_(made)
+        return made
+
+    def _sum(self, pieces: Sequence[Tensor]) -> None:
+        """Sum flat tensors that fit one exchange."""
+        if self._memory is not None and sum(one.numel() for one in pieces) >= LEAST_SHARED:
+            self._memory.sum_(pieces)
+            return
+        if len(pieces) == 1:
+            dist.all_reduce(pieces[0])
+            return
+        flat = torch.cat(list(pieces))
+        dist.all_reduce(flat)
+        for one, total in zip(pieces, flat.split([one.numel() for one in pieces]), strict=True):
+            one.copy_(total)
+
+    def on_lost(self, end: Callable[[BaseException], None]) -> None:
+        """Call `end(error)` before this process ends because another one is lost while the main thread waits for it."""
+        if self._watch is not None:
+            self._watch.on_lost = end
+
+    @contextmanager
+    def _exchange(self, kind: str) -> Iterator[Place]:
+        assert self._watch is not None
+        self._watch.enter(kind)
+        try:
+            yield self._watch.place
+        except RuntimeError as error:  # a closed connection, or a timeout
+            raise RankError(self._watch.blame(error)) from error
+        finally:
+            self._watch.leave()
+
+
+ALONE = Ranks()
+
+
+def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Flat tensors of one dtype in groups of at most ROOM bytes, longer ones in several parts."""
+    room = ROOM // tensors[0].element_size()
+    some: list[Tensor] = []
+    for part in (part for tensor in tensors for part in tensor.split(room)):
+        if some and sum(one.numel() for one in some) + part.numel() > room:
+            yield some
+            some = []
+        some.append(part)
+    yield some
+
+
+def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """`each` has the host and the facts of every rank."""
+    for name in sorted({name for _, facts in each for name in facts}):
+        having: dict[str, list[int]] = {}
+        for rank, (_, facts) in enumerate(each):
+            having.setdefault(_shown(facts[name]) if name in facts else "nothing", []).append(rank)
+        if len(having) > 1:
+            first, *others = having.items()
+            yield f"{name}: " + "; ".join(f"{_these(ranks, each)} {value}" for value, ranks in [*others, first])
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}… ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
+
+
+def _these(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
+    """Some ranks with their machines, and the verb."""
+    hosts = ", ".join(dict.fromkeys(each[rank][0] for rank in ranks))
+    names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{names} on {hosts} {'has' if len(ranks) == 1 else 'have'}"
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun or `accelerate launch` started, connected inside the block; ALONE without them.
+
+    Raises RankError if they do not find one another in time, or were started with different numbers of ranks.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "RANK" not in os.environ:
+        yield ALONE
+        return
+    index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here < size:
+        choose_network()
+    try:
+        with ExitStack() as stack:
+            with meeting(index, size) as store:
+                # A connection of its own for another thread: one that waits in a connection holds it up.
+                watch = stack.enter_context(watching(connected(index, as_client=True), index, size))
+                objects = _connect(store, watch, index, size)
+            ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
+            if here == size and not torch.cuda.is_available():
+                ranks = replace(ranks, _memory=shared_sums(index, dist.barrier, ranks.gather))
+            yield ranks
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _connect(store: dist.Store, watch: Watch, index: int, size: int) -> Any:
+    """Connect the ranks for tensors on their devices. Returns the group for objects, which times out by itself."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or "the one that the name of the machine leads to"
+    failed = f"rank {index} on {socket.gethostname()} cannot connect to the others"
+    advice = (
+        "another rank has ended, or not all ports are open between the machines; GLOO_SOCKET_IFNAME names the network "
+        f"interface to use (now {interface})"
+    )
+    watch.enter("connect")
+    try:
+        with in_time(f"{failed} {{}}: {advice}", CONNECT_S):
+            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
+            objects = dist.new_group(timeout=PATIENCE, backend="gloo")
+    except RuntimeError as error:
+        raise RankError(f"{failed} ({reason_of(error)}): {advice}") from error
+    finally:
+        watch.leave()
+    return objects

@@ -1,0 +1,182 @@
+"""How the ranks of a run find one another when they start: a store that all reach, in which they check in."""
+
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from posttrain.base.errors import RankError
+from posttrain.base.terminal import say
+
+JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
+MARGIN_S = 10.0  # beyond that, for a connection that hangs
+ANSWER_S = 30.0  # for a launcher that listens
+POLL_S = 0.05  # between two looks for a rank that starts
+READ_S = 1.0  # for the others to read what this rank wrote, before it ends
+ELSEWHERE = "192.0.2.1"  # for documentation alone (RFC 5737): the default route leads there
+OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
+OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTHERWISE
+
+
+@contextmanager
+def meeting(index: int, size: int) -> Iterator[Store]:
+    """A connection to the store that all ranks share, once every rank has checked in; the block is part of joining.
+
+    Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
+    the connection itself hangs, as with another program at the port.
+    """
+    with in_time(f"rank {index} got no answer from the others {OTHER_PROGRAM}", JOIN_S + MARGIN_S):
+        store = connected(index)
+        try:
+            _check_in(store, index, size)
+        except RuntimeError as error:
+            raise RankError(f"rank {index}: the first rank ended before all had started: see its output") from error
+        yield store
+
+
+@contextmanager
+def in_time(problem: str, seconds: float) -> Iterator[None]:
+    """Context for calls that may never return; the process ends if they take longer, with the problem, in which `{}`
+    is the time."""
+
+    def give_up() -> None:
+        say(f"error: {problem.format(f'within {seconds:.0f} seconds')}", error=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def choose_network() -> None:
+    """Let gloo connect this machine with others over the interface that leads to the first one, if the user's
+    GLOO_SOCKET_IFNAME names none. By itself gloo takes the address of the host name: on many machines the loopback's.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    of = {
+        one.address.partition("%")[0]: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    of = {address: name for address, name in of.items() if not ipaddress.ip_address(address).is_loopback}
+    # On the first machine its own name may lead to the loopback: then that of the default route, or the only one.
+    hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
+    names = [of[address] for address in map(_own_address, hosts) if address in of]
+    if not names and len(set(of.values())) == 1:
+        names = list(of.values())
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def _own_address(host: str) -> str | None:
+    """The address from which this machine would send to a host; nothing is sent."""
+    try:
+        family, kind, *_, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as unused:
+            unused.connect(there)
+            return unused.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+
+
+def refuse_port_in_use(port: int) -> None:
+    """Raise RankError if this machine cannot listen on a port."""
+    with socket.socket() as tried, socket.socket() as free:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were just closed do not count
+        free.bind(("", 0))
+        try:
+            tried.bind(("", port))
+            tried.listen()
+        except OSError as error:
+            raise RankError(
+                f"port {port} of --address cannot be used on this machine ({error.strerror}): another run or program "
+                f"may have it. Give a free one, such as {free.getsockname()[1]}, the same on every machine"
+            ) from None
+
+
+def reach(host: str, port: int, seconds: float) -> None:
+    """Wait until the launcher of the first machine listens, and answers. Raises RankError if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"the first machine was not reached at {host}:{port} within {seconds:.0f} seconds "
+                    f"({error.strerror or error}): start `posttrain launch … --node-rank 0` there, and open the port"
+                ) from None
+            time.sleep(1)
+    problem = f"no answer from a launcher at {host}:{port}"
+    with in_time(f"{problem} {OTHER_PROGRAM}", ANSWER_S):
+        try:
+            TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
+        except RuntimeError:
+            raise RankError(f"{problem}: another program has this port; {OTHERWISE}") from None
+
+
+def connected(index: int, as_client: bool = False) -> Store:
+    """A connection to the ranks' store, which is in the launcher, or else in the first rank."""
+    variables = os.environ
+    if "MASTER_ADDR" not in variables or not variables.get("MASTER_PORT", "").isdecimal():
+        raise RankError(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start ranks by `posttrain launch`, "
+            "or unset these variables to train in one process"
+        )
+    host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    hosts = index == 0 and not as_client and variables.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    patience = timedelta(seconds=JOIN_S)
+    try:
+        store = TCPStore(host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise RankError(
+                f"port {port} (MASTER_PORT) is in use on this machine: set it to a free port, the same for every rank"
+            ) from None
+        raise RankError(
+            f"rank {index} does not reach the first rank at {_address()} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
+        ) from error
+    return PrefixStore(f"posttrain/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _check_in(store: Store, index: int, size: int) -> None:
+    """Wait until all ranks are here."""
+    host, deadline = socket.gethostname(), time.monotonic() + JOIN_S
+    store.set(f"here/{index}", f"{size} {host}")
+    missing = list(range(size))
+    while missing:
+        if not store.check([f"here/{missing[0]}"]):
+            if time.monotonic() > deadline:
+                late = [str(rank) for rank in missing if not store.check([f"here/{rank}"])]
+                raise RankError(
+                    f"rank {', '.join(late)} of {size} did not start within {JOIN_S:.0f} seconds: look at the output "
+                    f"of its machine; {OTHERWISE}"
+                )
+            time.sleep(POLL_S)
+            continue
+        rank = missing.pop(0)
+        count, _, where = store.get(f"here/{rank}").decode().partition(" ")
+        if count != str(size):
+            time.sleep(READ_S)
+            raise RankError(
+                f"rank {rank} on {where} was started as one of {count} ranks (WORLD_SIZE), rank {index} on {host} as "
+                f"one of {size}: {OTHERWISE}"
+            )

@@ -1,0 +1,210 @@
+"""Comparison of several methods on the same prompts from the same start: with the start, and with one another.
+
+Everything is read from the run folders. Every evaluation of a run samples the completions of the validation prompts
+with the same random numbers, so that two runs, or the start and the end of one, are compared prompt by prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.base.console import cells_of, numbers_table
+from posttrain.base.errors import RunError
+from posttrain.evaluation.comparing.differences import Comparison, Options, compare, verdict
+from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
+from posttrain.evaluation.comparing.picture import interval_bar
+from posttrain.evaluation.comparing.sides import Side
+from posttrain.evaluation.comparing.sources import Scores, Source, read_validation
+from posttrain.evaluation.paired import Paired, paired_difference
+from posttrain.evaluation.records import Answer
+from posttrain.evaluation.statistics import Estimate, mean_by_prompt
+from posttrain.reports import page as pages
+from posttrain.reports.chart import COLOURS, Interval, Line, chart, intervals
+from posttrain.reports.curves import plain_axes, png_of
+from posttrain.reports.design import LIGHT
+from posttrain.reports.markup import Markup
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import load_json, save_json
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.progress import duration
+from posttrain.runs.stored_rollouts import StoredRun
+
+SUITE = "reward on the validation prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method: its budget, and the rewards of its completions at the end. `change` is prompt by prompt."""
+
+    name: str
+    steps: int
+    tokens: int  # trained on
+    seconds: float
+    reward: Estimate
+    change: Paired | None  # from the start
+    answer_accuracy: float | None
+    curve: tuple[tuple[int, float], ...]  # (step, eval_reward)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run's entry, its rewards before training if they were evaluated, and its last answers."""
+
+    entry: Entry
+    start: Estimate | None
+    answers: Sequence[Answer]
+
+
+def read_finished(name: str, folder: Path) -> Run:
+    """What a finished run adds to the comparison. Raises RunError if it has no evaluation with rewards."""
+    results, lines = load_json(folder / "results.json"), read_metrics(folder)
+    with StoredRun(folder) as stored:
+        by_step = read_validation(stored.evaluations())
+    graded = {step: answers for step, answers in by_step.items() if any(one.score is not None for one in answers)}
+    if not graded:
+        raise RunError(f"{folder} has no evaluation in which completions were rewarded: nothing to compare")
+    last = _by_item(graded[max(graded)])
+    first = _by_item(graded[0]) if 0 in graded else None
+    both = sorted(last.keys() & first.keys()) if first is not None and max(graded) > 0 else []
+    before, after = ([fmean(rewards[item]) for item in both] for rewards in (first or {}, last))
+    entry = Entry(
+        name=name,
+        steps=results["steps"],
+        tokens=results["num_tokens"],
+        seconds=results["train_runtime"],
+        reward=mean_by_prompt(list(last.values())),
+        change=paired_difference(before, after) if both else None,
+        answer_accuracy=results["final"].get("eval_answer_accuracy"),
+        curve=tuple((line["step"], line["eval_reward"]) for line in lines if line.get("eval_reward") is not None),
+    )
+    start = mean_by_prompt(list(first.values())) if first is not None else None
+    return Run(entry, start, graded[max(graded)])
+
+
+def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """The rewards of each prompt that has one."""
+    found: dict[str, list[float]] = {}
+    for one in answers:
+        if one.score is not None:
+            found.setdefault(one.item, []).append(one.score)
+    return found
+
+
+def against_each_other(runs: Sequence[Run]) -> Comparison:
+    """Every two methods, p adjusted for all of them; in the order of `runs`, the better one as B."""
+    sides = [
+        Side(run.entry.name, (Source(run.entry.name, "", {SUITE: Scores("reward", run.answers)}),))
+        for run in reversed(runs)
+    ]
+    return compare(sides, Options(all_pairs=True))
+
+
+def with_the_best(comparison: Comparison, best: str) -> Comparison:
+    """The comparison with the differences between the best method and the others alone."""
+    (suite,) = comparison.suites
+    some = [one for one in reversed(suite.differences) if one.b == best]
+    return replace(comparison, suites=[replace(suite, differences=some)])
+
+
+def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
+    """The table: the start, then the methods by reward, best first, each compared with the start."""
+    shown = numbers_table("method", "tokens", "time", "reward", "change", "95 % interval", "+/-")
+    if start is not None:
+        shown.add_row("before training", "", "", f"{start.value:.3f}", "", "", "")
+    for entry in entries:
+        tokens = f"{entry.tokens / 1e6:.2f}M" if entry.tokens >= 1e6 else f"{entry.tokens / 1e3:.0f}k"
+        cells, change = [entry.name, tokens, duration(entry.seconds), f"{entry.reward.value:.3f}"], entry.change
+        if change is not None:
+            counts = f"{change.wins}/{change.losses}"
+            cells += [f"{change.value:+.3f}", interval(change.low, change.high, "+"), counts]
+        shown.add_row(*cells)
+    return shown
+
+
+def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
+    """A PNG: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure((11, 0.6 + max(3.2, 0.42 * len(entries) + 1.2)), dpi=110, facecolor=LIGHT.ground)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    curves, ends = figure.subplots(1, 2)
+    for at, entry in enumerate(entries):
+        colour, line = LIGHT.series[at % len(LIGHT.series)], "-" if at < len(LIGHT.series) else "--"
+        curves.plot(*zip(*entry.curve, strict=True), line, color=colour, lw=1.4, marker="o", ms=3, label=entry.name)
+        interval_bar(ends, at, entry.reward.value, entry.reward.low, entry.reward.high, colour)
+    if start is not None:
+        ends.axvline(start.value, color=LIGHT.ink, lw=1, ls=":")
+        ends.text(start.value, 0.6, " before training", color=LIGHT.ink, fontsize=8, va="bottom")
+    ends.set_yticks([-at for at in range(len(entries))], [entry.name for entry in entries])
+    ends.set_ylim(-len(entries) + 0.4, 1.1)
+    curves.legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
+    curves.set_xlabel("step", color=LIGHT.ink, fontsize=9)
+    ends.set_xlabel("reward at the end, 95 % interval", color=LIGHT.ink, fontsize=9)
+    curves.set_title("Reward on held-out prompts", color=LIGHT.ink, fontsize=11, loc="left")
+    for axes in (curves, ends):
+        plain_axes(axes)
+    return png_of(figure)
+
+
+def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Markup]:
+    """For the page: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
+    lines = [
+        Line(entry.name, *zip(*entry.curve, strict=True), colour=at % COLOURS, dashed=at >= COLOURS)
+        for at, entry in enumerate(entries)
+    ]
+    rows = [
+        Interval(entry.name, entry.reward.value, entry.reward.low, entry.reward.high, at % COLOURS)
+        for at, entry in enumerate(entries)
+    ]
+    if start is not None:
+        rows.append(Interval("before training", start.value, start.low, start.high))
+    return [chart(lines, "Reward on held-out prompts", ends=True), intervals("Reward at the end, 95 % interval", rows)]
+
+
+def shared_prompts(runs: Sequence[Run]) -> tuple[int, int]:
+    """How many validation prompts every run has completions of, and how many any of them has."""
+    items = [{one.item for one in run.answers} for run in runs]
+    return len(set.intersection(*items)), len(set.union(*items))
+
+
+def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
+    """Write `comparison.json`, `.png` and `.html` of these finished runs to the folder, and print the tables.
+
+    One run alone is compared with its start only.
+    """
+    runs = sorted(
+        (read_finished(name, path) for name, path in folders.items()), key=lambda run: -run.entry.reward.value
+    )
+    entries, start = [run.entry for run in runs], runs[0].start
+    table, png = methods_table(entries, start), methods_picture(entries, start)
+    (shared, every), note = shared_prompts(runs), ""
+    if len(runs) > 1:
+        table.caption = note = f"validation prompts: {shared:,} of {every:,} shared"
+        table.caption_justify = "left"
+    console.print(table)
+    figures = methods_figures(entries, start)
+    page: list[pages.Section] = [pages.Table("Methods", *cells_of(table), note=note), pages.charts("Curves", figures)]
+    pairs = []
+    if len(runs) > 1:
+        found = against_each_other(runs)
+        best = with_the_best(found, entries[0].name)
+        console.print(differences_table(best.suites[0], "95 %"))
+        for one in best.suites[0].differences:
+            console.print(verdict(one))
+        page += sections(best)
+        pairs = [as_facts(one, flips=False) for one in found.suites[0].differences]
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "start": start and asdict(start),
+        "methods": [asdict(entry) for entry in entries],
+        "prompts": {"shared": shared, "all": every},
+        "pairs": pairs,
+    }
+    save_json(folder / "comparison.json", facts)
+    write_file(folder / "comparison.png", png)
+    pages.write_page(folder / "comparison.html", "Comparison of methods", page)

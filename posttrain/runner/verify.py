@@ -1,0 +1,305 @@
+"""Verifies exact resume for any configuration: a run killed many times equals an uninterrupted one, bit for bit.
+
+The configuration is trained twice in a scratch folder: once uninterrupted, once in processes that are killed (SIGKILL)
+at random moments, some of them during a save, and resumed each time. Then all saved files and metrics are compared.
+
+Each process is forked from a server that has imported torch but computed nothing, so that a kill costs no import.
+"""
+
+import math
+import multiprocessing
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from posttrain import runner
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import PosttrainError, RunError
+from posttrain.base.words import counted
+from posttrain.config import RunConfig, Stage, TrackingConfig
+from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.finding import find_runs
+from posttrain.runs.identical import Comparison, compare_runs
+from posttrain.runs.logs import ConsoleLog
+from posttrain.runs.metrics import last_metrics
+from posttrain.runs.progress import duration
+
+POLL_S = 0.001
+SAVES = 10  # minimum number of checkpoints in the run, so that a resume seldom starts from nothing
+INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the rest are at any moment
+HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
+PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # imported by every run
+SHOWN = 10  # maximum number of differences shown
+Train = Callable[..., int]
+Moment = Literal["starting", "anywhere", "saving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The moment to kill a process."""
+
+    moment: Moment
+    progress: float  # steps before it, unless `starting`
+    share: float  # waiting time as a share of the duration of a start, step or save
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Counts of the kills, and the comparison of the two runs by run folder (one per model)."""
+
+    kills: int = 0
+    inside_a_save: int = 0  # killed with an unfinished folder on the disk
+    while_starting: int = 0  # before the first step after a start
+    steps_made_again: int = 0
+    seconds: float = 0.0
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def identical(self) -> bool:
+        return not any(comparison.differences for comparison in self.comparisons.values())
+
+    def lines(self) -> list[str]:
+        """The outcome in words, with the first differences."""
+        lines = [
+            f"killed {self.kills} times in {duration(self.seconds)}: {self.inside_a_save} inside a save, "
+            f"{self.while_starting} while starting; {counted(self.steps_made_again, 'step')} repeated"
+        ]
+        for name, seen in self.comparisons.items():
+            what = f"{counted(seen.lines, 'line')} of metrics, {counted(seen.tensors, 'tensor')} of "
+            what += f"{counted(seen.values, 'value')} in {counted(len(seen.folders), 'saved folder')}, "
+            what += f"the last {seen.folders[-1]}"
+            if not seen.differences:
+                lines.append(f"{name}: identical, bit for bit: {what}")
+                continue
+            lines.append(f"{name}: {len(seen.differences)} differences (uninterrupted and resumed), the first:")
+            lines += [f"  {difference}" for difference in seen.differences[:SHOWN]]
+        return lines
+
+
+def prepared(stages: Sequence[Stage], default_steps: int = 40) -> tuple[Stage, ...]:
+    """The configuration for the verification: every step logged, frequent checkpoints, no tracker."""
+    return tuple(replace(stage, config=_prepared(stage.config, default_steps)) for stage in stages)
+
+
+def _prepared(config: RunConfig, default_steps: int) -> RunConfig:
+    steps = config.training.max_steps or default_steps
+    save_steps = min(config.checkpoint.save_steps, max(1, steps // SAVES))
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update={"max_steps": steps}),
+            "checkpoint": config.checkpoint.model_copy(update={"save_steps": save_steps}),
+            "tracking": TrackingConfig(logging_steps=1),
+        }
+    )
+
+
+def verify_resume(
+    stages: Sequence[Stage],
+    folder: Path,
+    kills: int,
+    console: Console | None = None,
+    train: Train = runner.train,
+) -> Outcome:
+    """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
+
+    `train(stages, resume=…)` runs in each process; a module-level function, so that processes can import it.
+    Raises RunError when a process fails by itself.
+    """
+    console = console or PlainConsole(stderr=True)
+    scratch = Scratch(stages, folder, train)
+    whole, began = scratch.whole, time.monotonic()
+    with scratch.process(whole) as process:
+        scratch.watch(process, whole, None)
+        scratch.refuse_failure(process)
+    console.print(f"uninterrupted: {counted(whole.steps, 'step')} in {duration(time.monotonic() - began)}")
+
+    killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
+    plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))
+    while outcome.kills < kills:
+        with scratch.process(killed) as process:
+            if not scratch.watch(process, killed, plan[outcome.kills]):
+                scratch.refuse_failure(process)
+                continue  # it finished before its moment: finished runs can be resumed, and killed, too
+        outcome.kills += 1
+        saving = killed.saving()
+        starting = not killed.moved
+        outcome.inside_a_save += saving
+        outcome.while_starting += starting
+        outcome.steps_made_again += killed.steps - killed.saved_steps()
+        where = "inside a save" if saving else "while starting" if starting else "in training"
+        console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}")
+    with scratch.process(killed) as process:
+        scratch.watch(process, killed, None)
+        scratch.refuse_failure(process)
+    outcome.seconds = time.monotonic() - began
+    for run in find_runs(whole.root):
+        name = str(run.relative_to(whole.root))
+        outcome.comparisons[name] = compare_runs(run, killed.root / name)
+    return outcome
+
+
+def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
+    """Moments spread over the whole run, in order."""
+    saving, starting = math.ceil(kills * INSIDE_A_SAVE), int(kills * WHILE_STARTING)
+    counts: dict[Moment, int] = {"saving": saving, "starting": starting, "anywhere": kills - saving - starting}
+    moments: list[Moment] = [moment for moment, count in counts.items() for _ in range(count)]
+    rng.shuffle(moments)
+    progress = sorted(rng.uniform(0, steps) for _ in range(kills))
+    return [Kill(moment, at, rng.random()) for moment, at in zip(moments, progress, strict=True)]
+
+
+class Watched:
+    """The progress of the runs below `root`, observed while another process trains them."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.steps = 0  # of all runs, by their metrics
+        self.moved = False  # since the process started
+        self._runs: list[Path] = []
+        self._known: dict[Path, tuple[int, int]] = {}
+        self._look_at = 0.0
+        self._base = 0
+
+    def start(self) -> None:
+        """A new process starts: existing files are from earlier ones."""
+        self._runs, self._look_at, self.moved = find_runs(self.root), 0.0, False
+        self._known = {run: _identity(run) for run in self._runs}
+        self._base = self.saved_steps()
+
+    def look(self) -> None:
+        """Bring `steps` and `moved` up to date."""
+        if time.monotonic() > self._look_at:
+            self._runs, self._look_at = find_runs(self.root), time.monotonic() + 0.1
+        changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
+        if changed:
+            self._known |= {run: _identity(run) for run in changed}
+            with suppress(FileNotFoundError):  # a run that starts again
+                self.steps = sum(last_metrics(run).get("step", 0) for run in self._runs)
+            self.moved |= self.steps > self._base
+
+    def saving(self) -> bool:
+        """Whether some folder is unfinished."""
+        names = [name for run in self._runs for name in os.listdir(run)]
+        return any(map(HALF_WRITTEN.fullmatch, names))
+
+    def saved_steps(self) -> int:
+        """The steps that a resume does not repeat."""
+        newest = [list_checkpoints(run)[-1:] for run in find_runs(self.root)]
+        return sum(int(path.name.rpartition("-")[2]) for paths in newest for path in paths)
+
+
+def _identity(run: Path) -> tuple[int, int]:
+    """Changes whenever a line is added to the run's metrics, or lines are removed."""
+    try:
+        facts = os.stat(run / "metrics.jsonl")
+    except FileNotFoundError:
+        return 0, 0
+    return facts.st_ino, facts.st_size
+
+
+class Scratch:
+    """Where and how the two runs are trained, and how long the parts of one take."""
+
+    def __init__(self, stages: Sequence[Stage], folder: Path, train: Train):
+        self.stages, self.folder, self.train = stages, folder, train
+        self.whole = Watched(folder / "whole")
+        self.context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+        if hasattr(os, "fork"):
+            self.context.set_forkserver_preload(PRELOADED)
+        self.start_s = self.step_s = 0.0
+        self.saves_s = [0.0]
+
+    @contextmanager
+    def process(self, watched: Watched) -> Iterator[BaseProcess]:
+        """A process that trains below `watched.root`, resuming what is there; it does not outlive the block."""
+        place = {"output_dir": str(watched.root), "name": "run"}
+        stages = [replace(stage, config=stage.config.model_copy(update=place)) for stage in self.stages]
+        watched.start()
+        resume = bool(find_runs(watched.root))
+        log = self.folder / f"{watched.root.name}.log"
+        process = self.context.Process(target=_train, args=(self.train, stages, resume, log))  # pyright: ignore[reportAttributeAccessIssue]
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.join()
+
+    def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
+        """Wait for the process, or kill it at its moment; returns whether it was killed. Measures durations."""
+        began, saving_since = time.monotonic(), 0.0
+        first, first_at = watched.steps, 0.0
+        due = math.inf
+        while not wait([process.sentinel], timeout=POLL_S):
+            watched.look()
+            now, saving = time.monotonic(), watched.saving()
+            if kill is None and watched.moved and not first_at:
+                first, first_at, self.start_s = watched.steps, now, now - began
+            if kill is None and saving and not saving_since:
+                saving_since = now
+            elif not saving and saving_since:
+                self.saves_s.append(now - saving_since)
+                saving_since = 0.0
+            if kill is not None and due == math.inf and self._is_moment(kill, watched, saving):
+                due = now + kill.share * self._length(kill.moment)
+            if now >= due:
+                process.kill()
+                process.join()
+                watched.look()
+                return True
+        watched.look()
+        if kill is None and watched.steps > first:
+            self.step_s = (time.monotonic() - first_at) / (watched.steps - first)
+        return False
+
+    def _is_moment(self, kill: Kill, watched: Watched, saving: bool) -> bool:
+        at_the_end = watched.steps >= self.whole.steps  # a finished run that is resumed makes no step
+        reached = watched.steps >= kill.progress - 1 and (watched.moved or at_the_end)
+        return kill.moment == "starting" or (saving if kill.moment == "saving" and reached else reached)
+
+    def _length(self, moment: Moment) -> float:
+        if moment == "saving":
+            return sum(self.saves_s) / len(self.saves_s)
+        return self.start_s if moment == "starting" else self.step_s
+
+    def refuse_failure(self, process: BaseProcess) -> None:
+        """Raise RunError with its last message if a process failed."""
+        process.join()
+        if process.exitcode:
+            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            said = lines[-1].removeprefix("error: ")
+            raise RunError(f"training failed by itself, so nothing can be compared: {said} (its messages: {logs[-1]})")
+
+
+def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
+    """The body of a process: train, with all messages appended to `log`."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    multiprocessing.set_start_method(None, force=True)  # as in a process of its own
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ConsoleLog()
+    try:
+        sys.exit(train(stages, resume=resume))
+    except PosttrainError as error:
+        sys.exit(f"error: {error}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,128 @@
+"""Atomic writes: files and folders that appear complete or not at all, and errors that name the remedy."""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from posttrain.base.atomic import put_file, put_folder, settle, take_away
+from posttrain.base.errors import RunError
+from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK
+
+# Errors of a full disk: no space, quota reached, file size limit reached.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_file(path: Path, data: str | bytes) -> None:
+    """Write `data` (a string as UTF-8) to `path`, replacing it atomically.
+
+    Raises RunError if it cannot be written; then, as after Ctrl-C, the previous content is untouched.
+    """
+    try:
+        put_file(path, data)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder `target` from what `write(temporary_folder)` writes to it, replacing an existing one.
+
+    Raises RunError if the disk refuses; then, as after any exception of `write`, the previous `target` is untouched
+    and the temporary folder is removed.
+    """
+    try:
+        put_folder(target, write)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(target, error) from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that a crash never leaves it under its name with some files missing.
+
+    Raises RunError if the system refuses.
+    """
+    try:
+        take_away(folder)
+    except OSError as error:
+        raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
+
+
+def recover(folder: Path) -> list[str]:
+    """Remove the leftovers of crashes directly in `folder`; returns their names, removed or put back.
+
+    Call it only while no other process writes in `folder` (a `Run` holds its lock).
+    """
+    try:
+        return settle(folder, ended=False)
+    except OSError as error:
+        raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
+
+
+GO_ON = (
+    "what was saved before is intact. Free some disk space (or raise the quota), then continue with --resume; "
+    "checkpoint.save_total_limit limits the number of checkpoints."
+)
+
+
+def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON) -> RunError:
+    """The message for a failed write; `full` is the remedy when the disk is full."""
+    if _number(error) in FULL:
+        return RunError(f"no space to write {path} ({_reason(error)}): {full}")
+    return RunError(f"cannot write {path}: {_reason(error)}")
+
+
+def _number(error: OSError | SafetensorError) -> int | None:
+    """The system's error number; safetensors gives it only inside its message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"os error (\d+)|code: (\d+)", str(error))
+    return int(found[1] or found[2]) if found else None
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    number = _number(error)
+    return os.strerror(number) if number is not None else str(error)
+
+
+def open_itself(path: Path, flags: int, links: bool = False) -> int:
+    """A descriptor of a file of a run folder.
+
+    A run may be a stranger's: raises OSError for a link (without `links`), which may lead anywhere, and for a pipe or a
+    device, which may never answer.
+    """
+    link = not links and path.is_symlink()
+    descriptor = -1 if link else os.open(path, flags | BINARY | NONBLOCK | (0 if links else NOFOLLOW), 0o666)
+    if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not link:
+            os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, a folder or a device'}, no file", str(path))
+    return descriptor
+
+
+class LineFile:
+    """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
+
+    Methods raise OSError as the system does, the first also for what is no file (see `open_itself`).
+    """
+
+    def __init__(self, path: Path):
+        self._descriptor = open_itself(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def write(self, line: str) -> None:
+        data = (line + "\n").encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,231 @@
+"""Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators."""
+
+import json
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from posttrain.base.errors import DamagedError, RunError
+from posttrain.runs.atomic import cannot_write, open_itself, write_file
+
+if TYPE_CHECKING:  # reading a run folder must not import torch
+    import torch
+
+
+def save_json(path: Path, data: Any) -> None:
+    """Write `data` as JSON, atomically. Floats read back bit for bit.
+
+    Raises RunError for NaN and infinities (JSON has none) and for keys that are not strings.
+    """
+    _check_exact(data, path.name)
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_file(path, text.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
+
+
+def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows of any data set as JSONL, atomically; creates the folder.
+
+    Values that JSON has no type for, such as the dates and bytes of Parquet, become strings, and a lone surrogate
+    becomes JSON's escape.
+
+    Raises RunError when the file cannot be written.
+    """
+    _make_folder_of(path)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    write_file(path, "".join(lines).encode(errors="backslashreplace"))
+
+
+def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
+    """Check, before long work, that its output can be written without overwriting anything.
+
+    Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files; also through a
+    link), an existing file unless `overwrite` is set, and a folder that cannot be written to.
+    """
+    if path.is_dir():
+        raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
+    if path.exists():
+        read = (file for source in inputs for file in (source.iterdir() if source.is_dir() else [source]))
+        if any(file.exists() and path.samefile(file) for file in read):
+            raise RunError(f"cannot write {path}: it is an input file; give another one with --output")
+        if not path.is_file():
+            raise RunError(f"cannot write {path}: it is not a regular file; give the name of one")
+    if os.path.lexists(path) and not overwrite:
+        raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
+    _make_folder_of(path)
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _make_folder_of(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def open_regular(path: Path, links: bool = False) -> BufferedReader:
+    """Open a file of a run folder for reading. Raises OSError, also for what is no file (see `open_itself`)."""
+    return os.fdopen(open_itself(path, os.O_RDONLY, links), "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file of a run folder. Raises OSError, also for what is no file (see `open_itself`)."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def is_regular(path: Path) -> bool:
+    """Whether this is a file itself, and no link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def check_database(path: Path) -> None:
+    """Raises RunError if a database, or a file that SQLite opens with it, is no file itself; it may be missing."""
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.name}-journal"):
+        if os.path.lexists(path.with_name(name)) and not is_regular(path.with_name(name)):
+            raise RunError(f"{path.with_name(name)} cannot be read: it is a link, a pipe or a device, no file")
+
+
+def load_json(path: Path, links: bool = False) -> Any:
+    """Read a JSON file; raises RunError when it is missing or damaged, or a link without `links`."""
+    try:
+        with open_regular(path, links) as file:
+            return parse_json(file.read())
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise RunError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; with `lists`, lists are flattened too, by index."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        inner = dict(enumerate(value)) if lists and isinstance(value, list | tuple) else value
+        nested = isinstance(inner, Mapping)
+        found |= {f"{key}.{rest}": leaf for rest, leaf in flat(inner, lists).items()} if nested else {str(key): value}
+    return found
+
+
+def _check_exact(data: Any, where: str) -> None:
+    """Raise RunError, which names the place, for values that JSON cannot store exactly."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise RunError(f"{where} is {data}: only finite numbers can be saved")
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise RunError(f"{where} has the key {key!r}: keys in a saved file must be strings")
+            _check_exact(value, f"{where}: {key}" if ":" not in where else f"{where}.{key}")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            _check_exact(value, f"{where}[{index}]")
+
+
+def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]") -> None:
+    """Write named tensors of any dtype and device as safetensors.
+
+    Views, transposed and shared tensors (tied weights) are stored as independent copies, each under its own name.
+    """
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        ready[name] = tensor
+    try:
+        save_file(ready, path)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+
+
+def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str, torch.Tensor]":
+    """Read a safetensors file; raises DamagedError when it is missing or damaged."""
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=str(device))
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
+
+
+def rng_state(device: "torch.device") -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    """The state of the global generators of Python, NumPy and PyTorch: of the CPU, and of the run's own GPU.
+
+    Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
+    """
+    import numpy
+    import torch
+
+    version, words, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    tensors = {
+        "rng.python": torch.tensor(words, dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+        "rng.torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    facts = {
+        "rng.python": {"version": version, "gauss": python_gauss},
+        "rng.numpy": {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)},
+    }
+    return tensors, facts
+
+
+def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any], device: "torch.device") -> None:
+    """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
+
+    The state of the run's GPU then is set on its GPU now; if none was saved, that GPU's state is left alone.
+    Raises DamagedError if a state is missing or invalid.
+    """
+    import numpy
+    import torch
+
+    missing = {"rng.python", "rng.numpy", "rng.torch"} - tensors.keys() | {"rng.python", "rng.numpy"} - facts.keys()
+    if missing:
+        raise DamagedError(f"the random state lacks {', '.join(sorted(missing))}")
+    python, legacy = facts["rng.python"], facts["rng.numpy"]
+    try:
+        random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
+        keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
+        numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
+        torch.set_rng_state(tensors["rng.torch"].cpu())
+        # Checkpoints of earlier versions have the state of every GPU, by number.
+        saved = tensors.get("rng.cuda", tensors.get(f"rng.cuda.{device.index}"))
+        if device.type == "cuda" and saved is not None:
+            torch.cuda.set_rng_state(saved.cpu(), device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own type
+        raise DamagedError(f"the random state is invalid: {error}") from error
+
+
+def bits(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The values of a tensor as flat integers of the same width, which are equal if the bits are."""
+    import torch
+
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().flatten().view(words[tensor.element_size()])

@@ -1,0 +1,151 @@
+"""The models that a run reads: their exact content and their paths.
+
+`run.json` records them under `provenance.models`, by the setting that names them:
+
+    path       as in the setting
+    content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, also the content of its base
+    from_here  path relative to the run folder, for a model inside the whole run, which is moved with the run
+
+The whole run is the folder of all models and stages of a configuration.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from posttrain.base.errors import ModelError, RunError
+from posttrain.config import DataConfig, ModelConfig, RunConfig
+from posttrain.models.adapters import base_settings
+from posttrain.models.load import load_config
+from posttrain.runs.checkpoint import MANIFEST, file_hashes
+from posttrain.runs.files import flat, load_json
+from posttrain.runs.finding import is_inside
+
+START, REFERENCES = "models.0.path", ("method.ref_model", "method.teacher")
+# What transformers and PEFT load; a README may change.
+LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
+
+
+def models_of(config: RunConfig) -> dict[str, ModelConfig]:
+    """Every model that the settings of one run name, by setting: its own, the reference, reward models."""
+    values = flat(config.model_dump(mode="json"), lists=True)
+    found = {START: config.models[0]}
+    for setting in REFERENCES:
+        if values.get(setting) is not None:
+            found[setting] = reference_settings(config.models[0], values[setting])
+    for setting, kind in values.items():
+        path = setting.removesuffix("type") + "path"
+        if setting.endswith(".type") and kind == "model" and values.get(path) is not None:
+            found[path] = ModelConfig(path=values[path])
+    return found
+
+
+def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
+    """The settings to load the reference with; a revision applies to the policy only."""
+    return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
+
+
+def content_of(model: ModelConfig) -> str:
+    """Identifies the content of a model exactly. Raises ModelError if the model is missing.
+
+    For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that is
+    loaded now.
+    """
+    folder = Path(model.path)
+    if folder.is_dir():
+        names = [path.name for path in folder.iterdir() if path.suffix in LOADED and path.name != MANIFEST]
+        hashes = file_hashes(folder, sorted(name for name in names if not name.startswith(".")))
+        content = f"sha256 {hashlib.sha256(json.dumps(hashes).encode()).hexdigest()}"
+    else:
+        load_config(model)  # updates the cache if the hub can be reached
+        cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision or "main")
+        content = f"commit {Path(cached).parent.name if isinstance(cached, str) else None}"
+    base = base_settings(model)
+    return content if base is model else f"{content}, on {content_of(base)}"
+
+
+def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
+    """The models that the settings name, as recorded in `run.json` of `folder`."""
+    found: dict[str, dict[str, str]] = {}
+    here = folder.resolve()
+    for setting, model in models_of(config).items():
+        found[setting] = {"path": model.path, "content": content_of(model)}
+        place = Path(model.path).resolve()
+        if is_inside(place, folder):
+            found[setting]["from_here"] = os.path.relpath(place, here)
+    return found
+
+
+def recorded(folder: Path) -> dict[str, dict[str, str]]:
+    """The models that the run read, from `run.json`; empty without that file or for runs of earlier versions."""
+    return _provenance(folder).get("models", {})
+
+
+def dated(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of the run in `folder` with the day that it started, which chat templates that ask for it write.
+
+    Runs of earlier versions have no such record: their templates write the day on which they are rendered.
+    """
+    day = _provenance(folder).get("date")
+    if config.data.date is not None or day is None:
+        return config
+    values = config.data.model_dump(mode="json") | {"date": day}
+    return config.model_copy(update={"data": DataConfig.model_validate(values)})
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    facts = load_json(path) if path.exists() else {}
+    return facts.get("provenance", {}) if isinstance(facts, dict) else {}
+
+
+def located(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of the run in `folder`, with the current paths of its models inside the whole run.
+
+    A path that differs from the recorded one and exists is kept.
+    """
+    places: dict[str, str] = {}
+    named = models_of(config)
+    for setting, facts in recorded(folder).items():
+        if setting not in named or "from_here" not in facts:
+            continue
+        path, place = named[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
+        moved = not (Path(path).is_dir() and Path(path).resolve() == place.resolve())
+        if moved and place.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
+            places[setting] = str(place)
+    return _with_paths(config, places) if places else config
+
+
+def _with_paths(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
+    values = config.model_dump(mode="json")
+    for setting, path in places.items():
+        node: Any = values
+        *way, last = setting.split(".")
+        for key in way:
+            node = node[int(key)] if key.isdecimal() else node[key]
+        node[last] = path
+    return RunConfig.model_validate(values)
+
+
+def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:
+    """The models that the settings name, for `run.json`. Raises RunError if one differs from what the run read
+    before."""
+    before = recorded(folder)
+    try:
+        now = models_read(config, folder)
+    except ModelError as error:
+        settings = ", ".join(f"{setting}=..." for setting in before)
+        raise RunError(f"{folder} cannot be resumed: {error}. Give the model's current path: {settings}") from error
+    for setting, facts in now.items():
+        if setting in before and before[setting]["content"] != facts["content"]:
+            raise RunError(
+                f"{folder} was trained with another model than {facts['path']} is now ({setting}): it read "
+                f"{before[setting]['content']}, and now it is {facts['content']}. Restore the former model, give "
+                f"its path ({setting}=...), or delete {folder} to train with the new one"
+            )
+    return now

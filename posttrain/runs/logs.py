@@ -1,0 +1,83 @@
+"""Handlers of the logger `posttrain`: the console, and each open run's `training.log`."""
+
+import logging
+from pathlib import Path
+
+from posttrain.base.terminal import say, visible
+from posttrain.runs.atomic import LineFile, cannot_write
+from posttrain.runs.provenance import redact
+
+LOGGER = "posttrain"
+QUIET_LOGGER = "posttrain.base.progress"  # for training.log only: the console has a progress bar
+
+
+class RunLog(logging.Handler):
+    """Appends messages (INFO and up, with tracebacks, secrets redacted) to a file while it is attached.
+
+    A log that cannot be written does not stop a run: it is dropped with one warning on stderr.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(logging.INFO)
+        self.path = path
+        try:
+            self._file = LineFile(path)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        attach(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.write(harmless(self.format(record)))
+        except OSError as error:
+            self.close()
+            say(f"{self.path} is no longer written: {error.strerror}", error=True)
+
+    def close(self) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        self._file.close()
+        super().close()
+
+
+class ConsoleLog(logging.Handler):
+    """Prints messages on stderr without decoration; tracebacks only with `debug`.
+
+    Looks up stderr at every message, so that a live progress bar, which replaces stderr, stays intact. While it is
+    attached, messages do not propagate: a handler of the root logger, such as from a user's basicConfig, would print
+    them again.
+    """
+
+    def __init__(self, debug: bool = False):
+        super().__init__(logging.DEBUG if debug else logging.INFO)
+        self._debug = debug
+        self._propagated = logging.getLogger(LOGGER).propagate
+        attach(self)
+        logging.getLogger(LOGGER).propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == QUIET_LOGGER:
+            return
+        label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        text = label + record.getMessage()
+        if self._debug and record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        say(harmless(text), error=True)
+
+    def close(self) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        logging.getLogger(LOGGER).propagate = self._propagated
+        super().close()
+
+
+def attach(handler: logging.Handler) -> None:
+    """Add a handler to the logger `posttrain` and lower the logger's level to the handler's."""
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET or logger.level > handler.level:
+        logger.setLevel(handler.level)
+
+
+def harmless(text: str) -> str:
+    """Text from any source (data, models, errors) for display: without secrets, control characters escaped."""
+    return visible(redact(text))

@@ -1,0 +1,341 @@
+"""The interactive mode of `posttrain runs`: a table of runs that is worked with keys."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Input, Label, Static
+
+from posttrain.base.errors import PosttrainError, RunError
+from posttrain.base.terminal import visible
+from posttrain.base.words import counted
+from posttrain.runs.listing import in_units, summarise
+from posttrain.runs.managing.facts import facts_of
+from posttrain.runs.managing.needs import described, refuse_needed
+from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
+from posttrain.runs.managing.renaming import rename
+from posttrain.runs.managing.rows import DAMAGED, ORDERS, Row, filtered, ordered, rows_below
+from posttrain.runs.managing.snapshots import take
+from posttrain.runs.notes import Notes, read_notes, write_notes
+
+T = TypeVar("T")
+TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
+STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
+HELP = """↑ ↓ Page Home End   choose a run          enter   show it
+/                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears
+o                   the next order (time, name, state, method, model, step, result, size); O reverses it
+t                   tags: those that the run shall have, separated by spaces
+n                   note
+r                   rename; settings of other runs that name it are mended
+d                   delete, after a question
+p                   prune: delete all checkpoints but the newest intact one, after a question
+s                   snapshot: a whole copy in .snapshots, which pruning and deleting do not reach
+R                   read the folder again
+q                   leave
+
+A run in progress is never changed, and none is deleted or pruned that others need:
+posttrain runs rm --force does that."""
+
+
+class Shown(ModalScreen[None]):
+    """A page of text that any of the usual keys closes."""
+
+    BINDINGS: ClassVar = [Binding("escape,enter,q,question_mark", "dismiss", "close")]
+
+    def __init__(self, text: str):
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="page"):
+            yield Static(Text(self._text))
+        yield Footer(compact=True)
+
+
+class Asked(ModalScreen[str | None]):
+    """One line of text, or None for Escape."""
+
+    BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel")]
+
+    def __init__(self, question: str, value: str = ""):
+        super().__init__()
+        self._question, self._value = question, value
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Label(Text(self._question))
+            yield Input(self._value, select_on_focus=False)
+        yield Footer(compact=True)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value)
+
+
+class Confirmed(ModalScreen[bool]):
+    """A question: y is yes, and everything else no."""
+
+    BINDINGS: ClassVar = [Binding("y", "dismiss(True)", "yes"), Binding("n,escape,enter,q", "dismiss(False)", "no")]
+
+    def __init__(self, question: str):
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog"):
+            yield Static(Text(f"{self._question}\n\ny: yes     n: no"))
+        yield Footer(compact=True)
+
+
+class RunsApp(App[None]):
+    """The runs below a folder. Errors are messages at the bottom; nothing is changed without the key for it."""
+
+    TITLE = "posttrain runs"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    DataTable { height: 1fr; }
+    #filter { display: none; border: tall $accent; }
+    #filter.open { display: block; }
+    #status { height: auto; color: $text-muted; padding: 0 1; }
+    Shown, Asked, Confirmed { align: center middle; }
+    .page { width: 90%; height: 90%; border: round $accent; padding: 1 2; background: $surface; }
+    .dialog { width: 80%; max-width: 100; height: auto; max-height: 80%; border: round $accent; padding: 1 2;
+              background: $surface; }
+    """
+    BINDINGS: ClassVar = [
+        Binding("enter", "show", "show"),
+        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("o", "order", "order"),
+        Binding("O", "reverse", "reverse", show=False),
+        Binding("t", "tags", "tags"),
+        Binding("n", "note", "note"),
+        Binding("r", "rename", "rename"),
+        Binding("d", "delete", "delete"),
+        Binding("p", "prune", "prune"),
+        Binding("s", "snapshot", "snapshot"),
+        Binding("R", "again", "read again", show=False),
+        Binding("escape", "clear", "clear", show=False),
+        Binding("question_mark", "help", "help", key_display="?"),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(self, root: Path):
+        super().__init__()
+        self.root = root
+        self.rows: list[Row] = []  # all of them
+        self.shown: list[Row] = []  # in the table, in its order
+        self.terms = ""
+        self.order, self.reverse = "time", True  # the latest first, where the cursor starts
+
+    def compose(self) -> ComposeResult:
+        yield DataTable(cursor_type="row", zebra_stripes=True)
+        yield Input(placeholder="words, or state=failed, step>100, size>1GB, tag=keep, age>30d", id="filter")
+        yield Static(id="status")
+        yield Footer(compact=True)
+
+    @property
+    def table(self) -> DataTable[Text]:
+        return self.query_one(DataTable)
+
+    @property
+    def current(self) -> Row | None:
+        """The run under the cursor."""
+        index = self.table.cursor_row
+        return self.shown[index] if 0 <= index < len(self.shown) else None
+
+    def on_mount(self) -> None:
+        self.table.add_columns(*TITLES)
+        self.read()
+        self.table.focus()
+
+    # The table
+
+    def read(self) -> None:
+        """Read the folder, and keep the cursor on its run."""
+        self.rows = rows_below(self.root)
+        self.fill()
+
+    def fill(self) -> None:
+        """Show the runs that fit the filter, in their order."""
+        chosen, problem = self.current, ""
+        try:
+            self.shown = ordered(filtered(self.rows, self.terms.split()), self.order, self.reverse)
+        except RunError as error:  # a filter that is half typed: what was shown stays
+            problem = str(error)
+        self.table.clear()
+        for row in self.shown:
+            self.table.add_row(*_cells(row))
+        index = next((i for i, row in enumerate(self.shown) if chosen and row.folder == chosen.folder), 0)
+        self.table.move_cursor(row=index)
+        of = f" of {len(self.rows):,}" if len(self.shown) < len(self.rows) else ""
+        what = f"{counted(len(self.shown), 'run')}{of} in {self.root}, {in_units(sum(row.size for row in self.shown))}"
+        order = f"sorted by {self.order}{', reversed' if self.reverse else ''}"
+        parts = [what, order, *([f"filter: {self.terms}"] if self.terms else []), *([problem] if problem else [])]
+        self.query_one("#status", Static).update(Text(visible(" · ".join(parts))))
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if event.input.id == "filter":
+            self.terms = event.value
+            self.fill()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.input.id == "filter":
+            self.table.focus()
+
+    def on_data_table_row_selected(self) -> None:
+        self.action_show()
+
+    # Keys
+
+    def action_show(self) -> None:
+        if row := self.current:
+            self._tried(lambda: self.push_screen(Shown(_page(row.folder))))
+
+    def action_help(self) -> None:
+        self.push_screen(Shown(HELP))
+
+    def action_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.add_class("open")
+        field.focus()
+
+    def action_clear(self) -> None:
+        """Leave the filter's field, and empty it."""
+        field = self.query_one("#filter", Input)
+        field.value = ""
+        field.remove_class("open")
+        self.table.focus()
+
+    def action_order(self) -> None:
+        names = list(ORDERS)
+        self.order = names[(names.index(self.order) + 1) % len(names)]
+        self.reverse = self.order in ("time", "result", "size", "step")
+        self.fill()
+
+    def action_reverse(self) -> None:
+        self.reverse = not self.reverse
+        self.fill()
+
+    def action_again(self) -> None:
+        self.read()
+
+    @work
+    async def action_tags(self) -> None:
+        if row := self.current:
+            asked = Asked(f"tags of {visible(row.name)}, separated by spaces", " ".join(row.tags))
+            if (words := await self.push_screen_wait(asked)) is not None:
+                tags = tuple(word.lstrip("#") for word in words.split())
+                self._changed(lambda: write_notes(row.folder, Notes(tags, read_notes(row.folder).note)))
+
+    @work
+    async def action_note(self) -> None:
+        if row := self.current:
+            text = await self.push_screen_wait(Asked(f"note of {visible(row.name)}", " ".join(row.note.split())))
+            if text is not None:
+                self._changed(lambda: write_notes(row.folder, Notes(read_notes(row.folder).tags, text.strip())))
+
+    @work
+    async def action_rename(self) -> None:
+        if row := self.current:
+            name = await self.push_screen_wait(Asked(f"new name of {visible(row.name)}", row.folder.resolve().name))
+            if name is not None and name != row.folder.name:
+                self._changed(lambda: self._renamed(row, name))
+
+    def _renamed(self, row: Row, name: str) -> None:
+        done = rename(row.folder, name, [self.root])
+        also = f"; mended {counted(len(done.mended), 'file')}" if done.mended else ""
+        left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
+        self._say(f"{row.name} is now {done.folder.name}{also}{left}", "warning" if left else "information")
+
+    @work
+    async def action_delete(self) -> None:
+        if (row := self.current) and self._tried(lambda: refuse_needed([row.folder], [self.root], row.name)):
+            what = f"{row.name}: {row.method} of {row.model}, {row.state} at step {row.step}, {in_units(row.size)}"
+            if await self.push_screen_wait(Confirmed(f"Delete {visible(what)}, for good?")):
+                self._changed(lambda: delete(row.folder, [self.root]), f"deleted {row.name}")
+
+    @work
+    async def action_prune(self) -> None:
+        if not (row := self.current):
+            return
+        plan = await self._later(lambda: self._prunable(row.folder))
+        if plan is None:
+            return
+        if not plan.items:
+            self._say(f"{row.name} has nothing to prune")
+            return
+        lines = [f"{in_units(item.size):>7}  {item.path.name}  ({item.why})" for item in plan.items]
+        question = "\n".join([f"Delete from {row.name}, {in_units(plan.size)}?", *lines])
+        if await self.push_screen_wait(Confirmed(visible(question))):
+            self._changed(lambda: self._say(f"freed {in_units(prune(plan))}"))
+
+    def _prunable(self, run: Path) -> Plan:
+        plan = plan_prune(run, Rule())
+        spare_needed([plan], [self.root])
+        if plan.needs:
+            raise RunError(f"{run} is not pruned: {described(plan.needs)}")
+        return plan
+
+    @work
+    async def action_snapshot(self) -> None:
+        if row := self.current:
+            self._say(f"copying {row.name}, {in_units(row.size)} …")
+            if (folder := await self._later(lambda: take(row.folder))) is not None:
+                self._say(f"snapshot: {folder.name}")
+
+    # Outcomes
+
+    async def _later(self, act: Callable[[], T]) -> T | None:
+        """Do what takes long while the screen stays alive; an error becomes a message, and the result None."""
+        try:
+            return await asyncio.to_thread(act)
+        except (PosttrainError, OSError) as error:
+            self._say(str(error), "error")
+            return None
+
+    def _tried(self, act: Callable[[], object]) -> bool:
+        """Do something; an error becomes a message. Returns whether it was done."""
+        try:
+            act()
+        except (PosttrainError, OSError) as error:
+            self._say(str(error), "error")
+            return False
+        return True
+
+    def _changed(self, act: Callable[[], object], done: str = "") -> None:
+        if self._tried(act) and done:
+            self._say(done)
+        self.read()
+
+    def _say(self, text: str, severity: str = "information") -> None:
+        self.notify(visible(text), severity=severity, timeout=8, markup=False)  # pyright: ignore[reportArgumentType]
+
+
+def _cells(row: Row) -> list[Text]:
+    """A run's cells; markup in names and settings is shown as it is."""
+    started = f"{datetime.fromisoformat(row.started).astimezone():%m-%d %H:%M}" if row.started else ""
+    name = Text(_line(row.name), "bold")
+    name.append("".join(f" #{_line(tag)}" for tag in row.tags), "not bold magenta")
+    state = Text(row.state, STYLES.get(row.state, "yellow"))
+    texts = [row.method, row.model, row.headline]
+    method, model, result = (Text(_line(text)) for text in texts)
+    step, size = (Text(text, justify="right") for text in (f"{row.step:,}", in_units(row.size)))
+    return [name, state, step, result, method, model, size, Text(started)]
+
+
+def _line(text: str) -> str:
+    return " ".join(visible(text).split())
+
+
+def _page(folder: Path) -> str:
+    """What `posttrain runs show` prints, with the names in a column."""
+    facts = facts_of(summarise(folder))
+    width = max(len(name) for name, _ in facts)
+    return visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))

@@ -1,0 +1,183 @@
+"""`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.base.errors import RunError
+from posttrain.runs.atomic import LineFile, cannot_write, write_file
+from posttrain.runs.files import open_regular, parse_json, read_regular
+
+NAME = "metrics.jsonl"
+TAIL = 1 << 16  # bytes read to find the last line
+LARGEST_STEP = 1 << 53
+log = logging.getLogger("posttrain")
+
+
+class MetricsFile:
+    """Appends to a run's metrics; `append` returns after passing the line to the operating system."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self._file: LineFile | None = None
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a line, and return it: step, epoch (when among the metrics), time (Unix, s), then the metrics.
+
+        Values are numbers or 0-dimensional tensors; NaN and infinities, which JSON does not have, become null.
+        """
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
+        head["time"] = round(time.time(), 3)
+        try:
+            if self._file is None:
+                self._file = LineFile(self.path)
+            self._file.write(json.dumps(head | values, allow_nan=False))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        return head | values
+
+    def sync(self) -> None:
+        """Force appended lines to the disk."""
+        try:
+            if self._file is not None:
+                self._file.sync()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def truncate(self, step: int, evaluated: bool = True) -> int:
+        """Atomically remove every line after `step` and an incomplete last line; returns the number of removed lines.
+
+        If the step is not yet `evaluated`, its validation line is removed too.
+        """
+        self.close()
+        if not self.path.exists():
+            return 0
+        lines, cut_short = _read(self.path)
+        kept = [
+            raw
+            for raw, entry in lines
+            if entry["step"] < step
+            or (entry["step"] == step and (evaluated or not any(name.startswith("eval_") for name in entry)))
+        ]
+        if len(kept) < len(lines) or cut_short:
+            write_file(self.path, b"".join(raw + b"\n" for raw in kept))
+        return len(lines) - len(kept) + cut_short
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """Every line of a run folder's `metrics.jsonl`, with None for null; empty if there is no file.
+
+    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line.
+    """
+    path = Path(folder) / NAME
+    if not path.exists():
+        return []
+    lines, cut_short = _read(path)
+    if cut_short:
+        log.warning("%s: the last line is incomplete and is dropped", path)
+    return [entry for _, entry in lines]
+
+
+def last_metrics(folder: Path) -> dict[str, Any]:
+    """The last complete line, or an empty dict. Reads only the end of the file."""
+    lines = _tail(folder)
+    return _parsed(lines[-1], folder) if lines else {}
+
+
+def latest_metrics(folder: Path) -> dict[str, Any]:
+    """The latest finite value of every metric in the last 64 KiB of the file."""
+    values: dict[str, Any] = {}
+    for line in _tail(folder):
+        values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
+    return values
+
+
+def _tail(folder: Path) -> list[bytes]:
+    path = folder / NAME
+    try:
+        with open_regular(path) as file:
+            skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
+            file.seek(skipped)
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    return lines[1:] if skipped and len(lines) > 1 else lines  # the first line may be cut
+
+
+def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | None]:
+    """The last step, and of `names` the first that has a finite value near the end, with its latest one.
+
+    Parses only the lines that it needs, as lists of hundreds of runs must. The name is empty if none has a value.
+    """
+    lines = _tail(folder)
+    if not lines:
+        return 0, "", None
+    last = _parsed(lines[-1], folder).get("step")
+    step = last if isinstance(last, int) else 0
+    for name in names:
+        key = json.dumps(name).encode() + b":"
+        for line in reversed(lines):
+            if key in line and isinstance(value := _parsed(line, folder).get(name), int | float):
+                return step, name, value
+    return step, "", None
+
+
+def line_of(raw: bytes) -> dict[str, Any] | None:
+    """A line as an object of its step and of numbers that a float can be, or null; None for any other line, which is
+    damaged."""
+    try:
+        found = parse_json(raw)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int or abs(found["step"]) > LARGEST_STEP:
+        return None
+    return found if all(map(_is_value, found.values())) else None
+
+
+def _is_value(one: Any) -> bool:
+    return one is None or (isinstance(one, int | float) and abs(one) <= sys.float_info.max)
+
+
+def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
+    found = line_of(line)
+    if found is None:
+        raise RunError(f"{folder / NAME}: a line near the end is damaged")
+    return found
+
+
+def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
+    """Each complete line as bytes and as an object, and whether an incomplete line follows."""
+    try:
+        *whole, rest = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    lines = []
+    for number, raw in enumerate(whole, start=1):
+        entry = line_of(raw)
+        if entry is None:
+            raise RunError(f"{path}, line {number} is damaged: remove or repair that line")
+        lines.append((raw, entry))
+    return lines, bool(rest)
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int | float):
+        raise TypeError(f"metric {name} must be a number, not {value!r}")
+    return value if math.isfinite(value) else None

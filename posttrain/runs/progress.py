@@ -1,0 +1,137 @@
+"""Progress of a training run: a live bar on a terminal, single lines elsewhere and in the log."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import TextColumn
+from rich.table import Column
+
+from posttrain.base.console import PlainConsole
+from posttrain.base.progress import bar
+from posttrain.runs.logs import QUIET_LOGGER
+
+SPEED_WINDOW_S = 60.0  # time window of speed and ETA
+log = logging.getLogger(QUIET_LOGGER)
+
+
+class TrainingProgress:
+    """Progress of a training run: step, loss, `shown` metrics, tokens/s and ETA.
+
+    On a terminal a bar, updated at every step; elsewhere a line every `logging_steps`. These lines and those of
+    validation also go to `training.log`. A context manager around the loop.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        logging_steps: int = 10,
+        shown: Sequence[str] = ("loss",),
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total, self._step, self._logging_steps, self._shown = total_steps, start_step, logging_steps, shown
+        self._console = console or PlainConsole(stderr=True)
+        self._clock = clock
+        self._tokens = 0
+        self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
+        self._values: dict[str, Any] = {}
+        facts = TextColumn("{task.fields[facts]}", table_column=Column())  # on a narrow terminal it wraps, not the rest
+        room = max(4, min(40, self._console.width - 100))
+        self._bar = bar(self._console, facts, width=room) if self._console.is_terminal else None
+        if self._bar:
+            self._task = self._bar.add_task("training", total=total_steps, completed=start_step, facts="")
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, tokens: int, metrics: Mapping[str, Any]) -> None:
+        """Report that `step` steps are done, with the tokens and metrics of the last one."""
+        self._step, self._tokens = step, self._tokens + tokens
+        self._values = {name: metrics[name] for name in self._shown if name in metrics}
+        self._marks.append((self._clock(), step, self._tokens))
+        while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] > SPEED_WINDOW_S:
+            self._marks.popleft()
+        facts = self._facts()
+        if self._bar:
+            self._bar.update(self._task, completed=step, facts=facts)
+        if step % self._logging_steps == 0 or step == self._total:
+            line = f"step {step}/{self._total}  {facts}"
+            log.info(line)
+            if not self._bar:
+                self._console.print(line, soft_wrap=True)
+
+    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics of a validation at `step`: one line in the log, wrapped on the console."""
+        parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
+        log.info("  ".join(parts))
+        self._console.print(_wrapped(parts, self._console.width), soft_wrap=True)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last minute; 0 before the first step."""
+        (begin, _, before), (now, _, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (now - begin) if now > begin else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Remaining seconds at the last minute's speed; None before the first step."""
+        (begin, first, _), (now, last, _) = self._marks[0], self._marks[-1]
+        return (now - begin) / (last - first) * (self._total - last) if last > first else None
+
+    def _facts(self) -> str:
+        parts = [f"{name.rpartition('/')[2]} {_show(value)}" for name, value in self._values.items()]
+        parts.append(f"{_count(self.tokens_per_second)} tokens/s")
+        if self.seconds_left is not None:
+            parts.append(f"ETA {duration(self.seconds_left)}")
+        return "  ".join(parts)
+
+
+def _wrapped(parts: Sequence[str], width: int) -> str:
+    """The parts in lines of at most `width`, later lines indented; parts are not split."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in readable units: 42s, 3m 20s, 2h 05m, 3d 04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+
+
+def _count(value: float) -> str:
+    """A count in three digits: 873, 8.7k, 87k, 1.2M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.{1 if value < 10 * size else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _show(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return "none" if value is None else f"{value:.4g}"

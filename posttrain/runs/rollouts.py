@@ -1,0 +1,302 @@
+"""`rollouts.sqlite`: every completion that a run was trained on, with all numbers behind its gradient.
+
+A step is one transaction, written by a background thread: it is stored with all its groups or not at all. A checkpoint
+waits until the steps before it are on disk, and a resumed run first deletes the steps after it, so that no rollout is
+lost or stored twice. If a step cannot be written, the run ends and saves the step in its checkpoint, and the resumed
+run writes it. When the file reaches its size limit the oldest steps are deleted.
+
+Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion.
+"""
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.base.errors import RunError
+from posttrain.runs.files import check_database
+
+log = logging.getLogger("posttrain")
+
+NAME = "rollouts.sqlite"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (
+    step INTEGER, prompt_index INTEGER, row INTEGER, epoch REAL, prompt TEXT, tokens BLOB, facts TEXT,
+    PRIMARY KEY (step, prompt_index)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rollouts (
+    step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
+    finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
+    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB, entropies BLOB,
+    penalties BLOB,
+    PRIMARY KEY (step, prompt_index, rollout_index)
+);
+CREATE TABLE IF NOT EXISTS evaluations (
+    step INTEGER, dataset TEXT, row INTEGER, prompt TEXT, completion TEXT, reward REAL, finish_reason TEXT, parts TEXT,
+    tokens BLOB
+);
+CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
+"""
+TABLES = ("prompts", "rollouts", "evaluations")
+TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
+FACTS = (
+    "step", "prompt_index", "rollout_index", "completion", "reward", "advantage", "finish_reason", "version", "parts",
+)  # fmt: skip
+ARRAYS = (
+    "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
+    "returns", "entropies", "penalties",
+)  # fmt: skip
+BUSY_S = 30.0  # seconds to wait for another program's lock on the file
+WAITING = 4  # maximum length of the writing queue; then training waits for the disk
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    """A prompt of a step. `facts` are the inputs of rewards: prompt, answer, columns."""
+
+    row: int
+    text: str
+    tokens: Sequence[int]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A completion of a step; `parts` has each reward's value and, for rules, the verdict. Arrays are per token."""
+
+    prompt_index: int
+    rollout_index: int
+    completion: str
+    reward: float | None
+    advantage: float | None
+    finish_reason: str
+    version: int
+    parts: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvaluation:
+    """A completion of a validation prompt."""
+
+    row: int
+    prompt: str
+    completion: str
+    reward: float | None
+    finish_reason: str
+    parts: Mapping[str, Any]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    step: int
+    epoch: float
+    prompts: Sequence[StoredPrompt] = ()
+    rollouts: Sequence[StoredRollout] = ()
+    dataset: str = ""
+    evaluations: Sequence[StoredEvaluation] = ()
+
+
+class RolloutStore:
+    """Writes a run's rollouts. `check` and `flush` raise RunError if something could not be written."""
+
+    def __init__(self, folder: Path, max_bytes: int, after: int, checkpoint: Path | None = None):
+        """Open or create the file; steps later than `after` are deleted.
+
+        `checkpoint` is the one that the run resumes from: the unwritten steps that were saved in it are written now.
+        """
+        self.path, self.max_bytes = folder / NAME, max_bytes
+        try:
+            self._connection = _connect(self.path)
+            with self._connection as connection:
+                connection.executescript(SCHEMA)
+                _add_columns(connection)
+                for table in TABLES:
+                    connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
+                if checkpoint is not None and (checkpoint / NAME).is_file():
+                    _write_saved(connection, checkpoint / NAME)
+        except sqlite3.Error as error:
+            raise _refusal(self.path, error) from error
+        self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
+        self._failed: Exception | None = None
+        self._unwritten: list[_Write] = []
+        self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
+        """Queue a step for writing; if that fails, it is kept for `save_unwritten`."""
+        self._waiting.put(_Write(step, epoch, prompts, rollouts))
+
+    def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
+        """Queue an evaluation of a data set for writing; it replaces an earlier one of the same step."""
+        self._waiting.put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
+
+    def check(self) -> None:
+        """Raise RunError if something could not be written."""
+        if self._failed is not None:
+            raise _refusal(self.path, self._failed) from self._failed
+
+    def flush(self) -> None:
+        """Wait until everything queued so far is on disk."""
+        self._waiting.join()
+        self.check()
+
+    def save_unwritten(self, folder: Path, until: int) -> None:
+        """Save unwritten steps up to `until` to a file in a checkpoint's folder, if there are any.
+
+        A store that resumes from this checkpoint writes them.
+        """
+        self._waiting.join()
+        writes = [write for write in self._unwritten if write.step <= until]
+        if not writes:
+            return
+        check_database(folder / NAME)
+        with closing(sqlite3.connect(folder / NAME)) as connection:
+            connection.executescript(SCHEMA)
+            for write in writes:
+                _insert(connection, write)
+            connection.commit()
+
+    def close(self) -> None:
+        """Write the queue and end the thread. Raises nothing, so as not to replace the error of a failed run."""
+        self._waiting.put(None)
+        self._thread.join()
+        if self._failed is not None:
+            log.warning("%s", _refusal(self.path, self._failed))
+
+    def _work(self) -> None:
+        with closing(self._connection) as connection:
+            while (write := self._waiting.get()) is not None:
+                try:
+                    if self._failed is None:
+                        with connection:  # one transaction
+                            _insert(connection, write)
+                            self._make_room(connection, write.step)
+                except Exception as error:  # any error: without this thread, `add` would wait forever
+                    self._failed = error
+                if self._failed is not None:
+                    self._unwritten.append(write)
+                self._waiting.task_done()
+            self._waiting.task_done()
+
+    def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
+        """Delete the oldest steps while the file exceeds its limit; the newest step always stays."""
+        while _used(connection) > self.max_bytes:
+            oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
+            if oldest is None or oldest >= newest:
+                return
+            for table in TABLES:
+                connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
+
+
+def _add_columns(connection: sqlite3.Connection) -> None:
+    """Add the array columns that a file of an earlier version lacks; new columns are always the last ones."""
+    existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
+    for name in ARRAYS:
+        if name not in existing:
+            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} BLOB")
+
+
+def _refusal(path: Path, error: Exception) -> RunError:
+    """The message for a file that cannot be used, with its remedy."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return RunError(
+            f"{path} is damaged: {error}. Training does not need it: rename it (and its -wal and -shm files), then "
+            "continue with --resume, which creates a new one; `sqlite3 FILE .recover` may save its content"
+        )
+    remedies = {
+        sqlite3.SQLITE_FULL: "Free disk space",
+        sqlite3.SQLITE_BUSY: "End the program that locks it",
+        sqlite3.SQLITE_LOCKED: "End the program that locks it",
+    }
+    remedy = remedies.get(code, "Fix that")
+    return RunError(f"{path} cannot be written: {error}. {remedy}, then continue with --resume")
+
+
+def _insert(connection: sqlite3.Connection, write: _Write) -> None:
+    prompts, rollouts, evaluations = map(_storable, _rows(write))
+    connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
+    columns = (*FACTS, *ARRAYS)  # in a file of an earlier version they have another order
+    places = ", ".join("?" * len(columns))
+    connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({places})", rollouts)
+    connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
+    connection.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", evaluations)
+
+
+def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
+    """The rows of each table."""
+    prompts = [
+        (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
+        for index, p in enumerate(write.prompts)
+    ]
+    rollouts = [
+        (
+            write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
+            r.version, _json(r.parts), *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
+        )
+        for r in write.rollouts
+    ]  # fmt: skip
+    evaluations = [
+        (
+            write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason, _json(e.parts),
+            _blob("tokens", e.tokens),
+        )
+        for e in write.evaluations
+    ]  # fmt: skip
+    return prompts, rollouts, evaluations
+
+
+def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The rows with lone surrogates as escapes: SQLite refuses surrogates, and a step must not be lost to them."""
+    return [
+        tuple(one.encode("utf-8", "backslashreplace").decode() if isinstance(one, str) else one for one in row)
+        for row in rows
+    ]
+
+
+def _write_saved(connection: sqlite3.Connection, file: Path) -> None:
+    """Write the steps that `save_unwritten` saved in `file`."""
+    connection.commit()  # no file can be attached within a transaction
+    connection.execute("ATTACH DATABASE ? AS unwritten", (str(file),))
+    connection.execute(
+        "DELETE FROM main.evaluations WHERE (step, dataset) IN (SELECT step, dataset FROM unwritten.evaluations)"
+    )
+    for table in TABLES:
+        columns = ", ".join(f'"{row[1]}"' for row in connection.execute(f"PRAGMA unwritten.table_info({table})"))
+        connection.execute(f"INSERT OR REPLACE INTO main.{table} ({columns}) SELECT {columns} FROM unwritten.{table}")
+    connection.commit()
+    connection.execute("DETACH DATABASE unwritten")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    check_database(path)
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # the writer's thread uses it
+    connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _used(connection: sqlite3.Connection) -> int:
+    size, pages, free = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
+    )
+    return size * (pages - free)
+
+
+def _blob(name: str, values: Sequence[int] | np.ndarray | None) -> bytes | None:
+    return None if values is None else np.asarray(values).astype(TOKENS.get(name, "<f4")).tobytes()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,320 @@
+"""The run folder: one run's settings, state, metrics, log, checkpoints and results.
+
+    run.json  config.yaml  metrics.jsonl  training.log  results.json  curves.png  report.html
+    final_results.json (of reward models)
+    checkpoint-{step}/   best/   final/
+
+Importing this module, creating or reading a run folder needs no torch.
+"""
+
+import logging
+import math
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from posttrain.base.atomic import settle
+from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
+from posttrain.base.signals import deferring
+from posttrain.runs import checkpoint
+from posttrain.runs.atomic import cannot_write, recover, write_file
+from posttrain.runs.files import read_regular, save_json
+from posttrain.runs.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
+from posttrain.runs.lock import FolderLock
+from posttrain.runs.logs import RunLog
+from posttrain.runs.metrics import MetricsFile, read_metrics
+from posttrain.runs.notes import NAME as NOTES
+from posttrain.runs.provenance import environment, now, redact, redact_yaml
+
+State = Literal["running", "finished", "interrupted", "failed"]
+log = logging.getLogger("posttrain")
+
+
+class Run:
+    """An open run folder, locked against other processes. Use it as a context manager:
+
+        with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
+
+    Leaving the block records the outcome in `run.json`: finished, interrupted (Ctrl-C, a signal) or failed, with the
+    reason in a sentence. While it is open, messages of the logger `posttrain` also go to `training.log`.
+    """
+
+    def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
+        """Use `Run.create` or `Run.open`."""
+        self.folder = folder
+        self._lock = lock
+        self._facts = facts
+        self._metrics = MetricsFile(folder)
+        self._log = RunLog(folder / "training.log")
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
+        self._save_after: Callable[[BaseException], None] = lambda error: None
+
+    @classmethod
+    def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
+        """Start a run in a new or empty folder.
+
+        `provenance` adds the caller's facts (seed, threads …) to those collected here (versions, platform, command
+        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only if its run ended
+        before the first step. Raises RunError if the folder has anything else in it, or if another process runs in it.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file: give the run another name or output_dir")
+        refuse_occupied(folder, overwrite)
+        try:
+            if folder.parent.is_dir() and not folder.exists():
+                settle(folder.parent, folder.name)  # a run that was moved aside by a command that was killed
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        lock = FolderLock(folder)
+        try:
+            refuse_occupied(folder, overwrite)  # again: another process may have come first
+            restarted = never_stepped(folder)
+            if overwrite or restarted:
+                empty(folder, keep=() if overwrite else (NOTES,))
+            recover(folder)
+            facts = {
+                "format": FORMAT,
+                "state": "running",
+                "reason": None,
+                "started": now(),
+                "ended": None,
+                "resumes": [],
+                "provenance": redact(environment() | dict(provenance)),
+                "counters": {},
+                "checks": {},
+            }
+            save_json(folder / "run.json", facts)
+            write_file(folder / "config.yaml", redact_yaml(config_yaml))
+            run = cls(folder, lock, facts)
+        except BaseException:
+            lock.release()
+            raise
+        if restarted and not overwrite:
+            log.info("%s had a run that ended before its first step: it starts again", folder)
+        return run
+
+    @classmethod
+    def open(cls, folder: Path, check: Callable[[], None] = lambda: None) -> Self:
+        """Open an existing run to resume it: leftovers of a crash are removed, and the resume is recorded.
+
+        `check` is called before the resume is recorded, so that its errors leave the run's state unchanged. Raises
+        RunError if the folder is not a run folder, is damaged, or another process runs in it.
+        """
+        check_run_folder(folder)
+        lock = FolderLock(folder)
+        try:
+            cleared = recover(folder)
+            facts = read_facts(folder)
+            check()
+            facts["resumes"].append(redact({"time": now(), **environment()}))
+            facts |= {"state": "running", "reason": None, "ended": None}
+            save_json(folder / "run.json", facts)
+            MetricsFile(folder).truncate(sys.maxsize)  # an incomplete line must not be joined to the next one
+            run = cls(folder, lock, facts)
+        except BaseException:
+            lock.release()
+            raise
+        if cleared:
+            log.info("removed leftovers of a crash: %s", ", ".join(cleared))
+        return run
+
+    # Paths and state
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best"
+
+    @property
+    def final(self) -> Path:
+        return self.folder / "final"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint folders, oldest first (not verified: see `newest_complete`)."""
+        return checkpoint.list_checkpoints(self.folder)
+
+    @property
+    def config_yaml(self) -> str:
+        """The content of `config.yaml`."""
+        return read_regular(self.folder / "config.yaml").decode()
+
+    def write_config(self, config_yaml: str) -> None:
+        """Replace `config.yaml`: a resumed run may have other step counts and intervals."""
+        write_file(self.folder / "config.yaml", redact_yaml(config_yaml))
+
+    @property
+    def state(self) -> State:
+        return self._facts["state"]
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run was resumed."""
+        return bool(self._facts["resumes"])
+
+    def set_state(self, state: State, reason: str | None = None) -> None:
+        """Record the run's state in `run.json`; every state but `running` sets the end time."""
+        if state not in get_args(State):
+            raise ValueError(f"no state {state!r}")
+        self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else now()}
+        save_json(self.folder / "run.json", self._facts)
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Record counts (rows dropped, steps skipped …) in `run.json`, in addition to earlier ones."""
+        self._facts["counters"] |= counters
+        save_json(self.folder / "run.json", self._facts)
+
+    def record_check(self, name: str, found: Mapping[str, Any]) -> None:
+        """Record in `run.json` what a check found; of several times the largest `value`, or a failure, which ends the
+        run and counts until the check passes after a resume.
+
+        Written when the check is new or fails; later values with the next checkpoint, and at the end.
+        """
+        checks = self._facts.setdefault("checks", {})
+        before = checks.get(name)
+        if before is not None and before["failed"] and not found["failed"]:
+            before = None
+        facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+        times = (before or {}).get("times", 0) + 1
+        if before is not None and not facts["failed"] and _is_larger(before.get("value"), facts.get("value")):
+            facts = before
+        checks[name] = {**facts, "times": times}
+        if before is None or facts["failed"]:
+            save_json(self.folder / "run.json", self._facts)
+
+    def add_provenance(self, facts: Mapping[str, Any]) -> None:
+        """Add provenance that was not known at the start to `run.json`, such as the data's fingerprint."""
+        self._facts["provenance"] |= redact(dict(facts))
+        save_json(self.folder / "run.json", self._facts)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        """Write `results.json`, the run's final numbers. Raises RunError if one is not finite."""
+        save_json(self.folder / "results.json", redact(dict(results)))
+
+    def write_final_results(self, results: Mapping[str, Any]) -> None:
+        """Write `final_results.json`: a reward model's last metrics and its best one, in one flat dictionary."""
+        facts = {name: results[name] for name in ("method", "model", "steps")} | dict(results["final"])
+        facts |= {f"best_{name}": value for name, value in results.get("best", {}).items()}
+        save_json(self.folder / "final_results.json", redact(facts))
+
+    # Metrics
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append a line to `metrics.jsonl`: step, epoch (when among the metrics), time (Unix, s), then the metrics.
+
+        Values are numbers or 0-dimensional tensors, named as in TRL, validation metrics with the prefix `eval_`; NaN
+        and infinities, which JSON does not have, are written as null.
+        """
+        line = self._metrics.append(step, metrics)
+        for follow in self._followers:
+            follow(line)
+
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Also pass every further line of metrics to `follower`."""
+        self._followers.append(follower)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
+        return read_metrics(self.folder)
+
+    def truncate_metrics(self, step: int, evaluated: bool = True) -> int:
+        """Remove the metrics after `step`, and its validation if not `evaluated`; returns the number of lines."""
+        return self._metrics.truncate(step, evaluated)
+
+    # Checkpoints
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
+        """`checkpoint.save_checkpoint` in this folder, after syncing the metrics to the disk."""
+        self._metrics.sync()
+        save_json(self.folder / "run.json", self._facts)
+        return checkpoint.save_checkpoint(self.folder, step, write, limit)
+
+    def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
+        """Create or replace `run.best` or `run.final` atomically, with the files of `write(temporary_folder)`."""
+        checkpoint.save_folder(folder, step, write)
+
+    def rewind(self, step: int, evaluated: bool = True) -> None:
+        """Set the folder back as if the run had stopped right after `step`, or before its validation, to resume there.
+
+        Later checkpoints, `best` and `final` are renamed to `….set-aside`, later metrics are removed.
+        """
+        self._keep_until(step, f"later than step {step}", evaluated)
+
+    def start_over(self, provenance: Mapping[str, Any]) -> None:
+        """Set the folder back to a new run of the same date: `best` is set aside, all metrics are removed."""
+        self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
+        day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
+        self._facts["provenance"] = redact(environment() | day | dict(provenance))
+        self._facts["checks"] = {}
+        save_json(self.folder / "run.json", self._facts)
+
+    def _keep_until(self, step: int, rest: str, evaluated: bool = True) -> None:
+        moved = checkpoint.set_aside_after(self.folder, step)
+        cut = self.truncate_metrics(step, evaluated)
+        if moved:
+            log.warning("set aside, %s: %s", rest, ", ".join(path.name for path in moved))
+        if cut:
+            log.info("removed %d lines of metrics.jsonl, %s: they will be written again", cut, rest)
+
+    # The end
+
+    def close(self) -> None:
+        """Close the files and release the folder lock; the state stays."""
+        self._metrics.close()
+        self._log.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self.state == "running":
+                    self.set_state("finished")
+            else:
+                self._record_end(error)
+        except RunError as second:
+            if error is None:
+                raise
+            error.add_note(f"run.json could not be updated either: {second}")
+        finally:
+            self.close()
+
+    def on_failure(self, save: Callable[[BaseException], None]) -> None:
+        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if the save fails.
+
+        A signal during the save takes effect after it, and then replaces the error.
+        """
+        self._save_after = save
+
+    def _record_end(self, error: BaseException) -> None:
+        """Save the finished steps; record in run.json and training.log why the run ended.
+
+        The console is left to the caller.
+        """
+        reason = reason_of(error)  # before its traceback is cleared
+        asked = isinstance(error, KeyboardInterrupt | Stopped)
+        if not asked:
+            trace = None if isinstance(error, PosttrainError) else (type(error), error, error.__traceback__)
+            self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (reason,), trace))
+        with deferring("saving the last finished step") as signals:
+            try:
+                self._save_after(error)
+            except BaseException as second:
+                note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
+                log.warning(note)
+                error.add_note(note)
+            self.set_state("interrupted" if asked else "failed", reason)
+        if signals and not asked:  # the signal now ends the process before another run starts
+            log.error("the run failed: %s", message_of(error))
+            raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
+
+
+def _is_larger(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and one > other

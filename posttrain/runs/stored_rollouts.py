@@ -1,0 +1,177 @@
+"""Reading a run's stored rollouts and evaluations."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.base.errors import RunError
+from posttrain.runs.files import check_database, is_regular, parse_json
+from posttrain.runs.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
+
+LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
+NUMBER = int | float | None
+# The columns that are not arrays or JSON: SQLite itself keeps any value in any of them.
+TYPES: dict[str, Any] = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
+TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which"), int)
+TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
+TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
+PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
+NEAR_ENDS = 200  # completions among which the best and worst of different prompts are looked for
+
+
+class StoredRun:
+    """The rollouts of a run, read-only; the run may still be active."""
+
+    def __init__(self, folder: Path, looking: bool = False):
+        """With `looking` nothing is written to the folder, not even by SQLite, and a lock is not waited for."""
+        path = folder / NAME
+        if not is_regular(path):
+            raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
+        self._path = path
+        check_database(path)
+        self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
+        self._connection.row_factory = sqlite3.Row
+
+    def __enter__(self) -> StoredRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+
+    def _rows(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
+        """The rows of a query. Raises RunError if the file cannot be read."""
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise RunError(f"{self._path} cannot be read: {error}") from error
+
+    def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
+        """The rows with their arrays and JSON read. Raises RunError for one that is damaged."""
+        rows = self._rows(query, values)
+        try:
+            return [_read(row) for row in rows]
+        except ValueError as error:  # half of a number, a value of another type, or no JSON
+            raise RunError(f"{self._path} is damaged: {error}") from error
+
+    def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a query of your own. Raises RunError if the file cannot be read."""
+        return list(map(tuple, self._rows(query, values)))
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self._read_rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
+
+    def require(self, step: int) -> None:
+        """Raise RunError unless the rollouts of this step are in the file."""
+        steps = self.steps()
+        if step not in steps:
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+            raise RunError(
+                f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
+            )
+
+    def prompts(self, step: int) -> list[dict[str, Any]]:
+        return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
+
+    def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
+        """The completions of a step, or of one of its prompts; per-token columns as arrays.
+
+        An array is None if the method does not have it, or if the file is of an earlier version.
+        """
+        where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
+        query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
+        return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
+
+    def extremes(self, step: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The best and the worst completions of a step by reward, of different prompts, with prompt and facts."""
+        return self._extremes(
+            "rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
+            "rollout_index, prompt_index AS which, prompt, facts "
+            "FROM rollouts JOIN prompts USING (step, prompt_index) WHERE step = ?",
+            (step,),
+            count,
+        )
+
+    def last_evaluations(self) -> list[tuple[int, str]]:
+        """Each data set's last step with rewarded completions."""
+        query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
+        return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
+
+    def evaluated_extremes(
+        self, step: int, dataset: str, count: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The best and the worst completions of an evaluation, of different prompts."""
+        return self._extremes(
+            "completion, reward, finish_reason, parts, length(tokens) / 4 AS length, row AS which, prompt "
+            "FROM evaluations WHERE step = ? AND dataset = ?",
+            (step, dataset),
+            count,
+        )
+
+    def _extremes(
+        self, query: str, values: Sequence[int | str], count: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        best, worst = (
+            self._read_rows(f"SELECT {query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}", values)
+            for order in ("DESC", "ASC")
+        )
+        found = ({one["which"]: one for one in reversed(rows)} for rows in (best, worst))  # one of each prompt
+        first, last = (
+            sorted(of.values(), key=lambda one: one["reward"], reverse=down)
+            for of, down in zip(found, (True, False), strict=True)
+        )
+        return first[:count], last[:count]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The completions of every evaluation, in the order of sampling."""
+        rows = self._read_rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
+        return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
+
+    def summary(self) -> Iterator[dict[str, Any]]:
+        """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""
+        yield from self._read_rows(
+            "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
+            "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
+            "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
+            "FROM rollouts GROUP BY step ORDER BY step"
+        )
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing. Raises RunError if the file cannot be opened.
+
+    SQLite would make files beside a database with a log of writes (-wal) even to read it. Without that log no
+    process writes, so it is read as a file that does not change.
+    """
+    still = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+    try:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", timeout=LOOKING_S, uri=True)
+    except sqlite3.Error as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def _read(row: sqlite3.Row) -> dict[str, Any]:
+    """A row with its arrays and JSON. Raises ValueError for a value that no run writes."""
+    found = dict(row)
+    for name, value in found.items():
+        if name in ARRAYS and (value is not None or name == "tokens"):
+            found[name] = np.frombuffer(_of(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
+        elif name in ("facts", "parts"):
+            found[name] = _of(name, parse_json(_of(name, value, str)), dict)
+            for part in found[name].values() if name == "parts" else ():
+                for key, kind in PART.items() if isinstance(part, dict) else ():
+                    _of(f"{key} of a reward", part.get(key), kind)
+        elif name in TYPES:
+            _of(name, value, TYPES[name])
+    return found
+
+
+def _of(name: str, value: Any, kind: Any) -> Any:
+    """The value, if it is of this type. Raises ValueError."""
+    if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= 1 << 63):
+        raise ValueError(f"a row has the {name} {str(value)[:40]!r}")
+    return value

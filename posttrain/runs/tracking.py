@@ -1,0 +1,322 @@
+"""Trackers: TensorBoard, Weights & Biases and trackio receive every line of `metrics.jsonl`.
+
+Names are those of transformers, `train/loss` and `eval/loss`, so that runs of TRL share the same charts. The run folder
+is the source of truth: a tracker that fails is dropped with a warning, and training continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import netrc
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from urllib.parse import urlsplit
+
+from posttrain.base.errors import RunError
+from posttrain.base.extras import need
+from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.training import TrackingConfig
+from posttrain.runs.finding import read_run
+from posttrain.runs.provenance import redact, redacted_command
+from posttrain.runs.run import Run
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("posttrain")
+
+EXTRA = "track"
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Tracker(Protocol):
+    """One open run in one tracker."""
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Record a step's values, all finite; `time` is Unix time in seconds."""
+        ...
+
+    def discard(self, step: int) -> bool:
+        """Remove the values from this step on; False if the tracker cannot."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Flush and close; `failed`: the run did not finish."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The facts of a run for its trackers. `id` stays the same when the run is resumed."""
+
+    name: str
+    id: str
+    method: str
+    settings: dict[str, Any]
+    config_yaml: str
+    folder: Path
+    resumed: bool
+
+
+def require_trackers(tracking: TrackingConfig) -> None:
+    """Raise ConfigError for a tracker of `report_to` that is not installed. Call this before any work."""
+    for name in tracking.report_to:
+        if name == "tensorboard":
+            need("tensorboard", EXTRA, "tracking.report_to: tensorboard")  # torch's own message is unclear
+        need(MODULES[name], EXTRA, f"tracking.report_to: {name}")
+
+
+class Tracking:
+    """The trackers of one run, open while it runs; a context manager inside the run's.
+
+    `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are the
+    same, they are not sent twice. At the first other one (another number of steps, say) the trackers that can discard
+    them, and get all lines from the resume on; of the others a warning names the steps.
+    """
+
+    def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
+        self._sent = {(line["step"], tag): value for line in logged for tag, value in tagged(line).items()}
+        self._waiting = OrderedDict((key, self._sent[key]) for key in sorted(self._sent))  # that no new line has yet
+        self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all are as sent
+        self._cleared: set[str] = set()  # trackers that have discarded what was sent
+        self._open: dict[str, Tracker] = {}
+        try:
+            for name in config.tracking.report_to:
+                with redacted_command():  # wandb saves the command line
+                    self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
+        except BaseException:
+            self._close(failed=True)
+            raise
+        if self._open:
+            run.follow(self._log)
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        step, values = line["step"], tagged(line)
+        if self._waiting:
+            again = {tag: self._waiting.pop((step, tag), value) for tag, value in values.items()}
+            if again != values or next(iter(self._waiting), (step,))[0] < step:
+                self._discard()
+            else:
+                self._again.append(line)
+        for name, tracker in list(self._open.items()):
+            self._send(name, tracker, line)
+
+    def _send(self, name: str, tracker: Tracker, line: Mapping[str, Any]) -> None:
+        step, values = line["step"], tagged(line)
+        if name not in self._cleared:
+            values = {tag: value for tag, value in values.items() if (step, tag) not in self._sent}
+        with self._dropped_on_failure(name):
+            if values:
+                tracker.log(step, values, line["time"])
+
+    def _discard(self) -> None:
+        """Let the trackers discard what was sent before the resume, since the new lines are others."""
+        steps, again = [step for step, _ in self._sent], self._again
+        self._again = []
+        self._waiting.clear()
+        for name, tracker in list(self._open.items()):
+            with self._dropped_on_failure(name):
+                if tracker.discard(min(steps)):
+                    self._cleared.add(name)
+                else:
+                    log.warning(
+                        "%s keeps its values of steps %d to %d from before the resume, which are other now, and cannot "
+                        "remove them (metrics.jsonl has the new ones): delete that run there, or set another "
+                        "tracking.project",
+                        name, min(steps), max(steps),
+                    )  # fmt: skip
+            if name in self._cleared:
+                for line in again:
+                    self._send(name, tracker, line)
+
+    @contextlib.contextmanager
+    def _dropped_on_failure(self, name: str):
+        """A context in which an error drops the tracker with a warning: it must not end the run."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            log.warning("%s failed and is dropped (metrics.jsonl has everything): %s", name, error)
+
+    def _close(self, failed: bool) -> None:
+        if self._waiting and not failed:  # the run ended at an earlier step than before
+            self._discard()
+        for name, tracker in list(self._open.items()):
+            with self._dropped_on_failure(name):
+                tracker.close(failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(failed=error is not None)
+
+
+def tagged(line: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl, by trackers' names: `train/loss`, `eval/loss`."""
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in line.items()
+        if name not in ("step", "time") and value is not None
+    }
+
+
+def _subject(config: RunConfig, run: Run) -> Subject:
+    """The run's name is its folder's path, starting at the folder of the whole run: `hh`, or `hh/gpt2/dpo`."""
+    parts = run.folder.absolute().parts
+    depth = parts[::-1].index(config.name) if config.name in parts else 0
+    name = "/".join(parts[-depth - 1 :])
+    facts, base = read_run(run.folder), config.tracking.logging_dir
+    born = f"{facts.started} {facts.provenance['host']} {facts.provenance['folder']} {name}"
+    return Subject(
+        name=name,
+        id=hashlib.sha256(born.encode()).hexdigest()[:12],
+        method=config.method.type,
+        settings=redact(config.model_dump(mode="json")),
+        config_yaml=run.config_yaml,
+        folder=run.folder / "tracking" if base is None else Path(base).expanduser().joinpath(name),
+        resumed=run.resumed,
+    )
+
+
+class TensorBoard:
+    """TensorBoard's event files. Each resume adds a file; TensorBoard joins them."""
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        self._folder = subject.folder
+        try:
+            self._writer = self._file()
+        except OSError as error:
+            raise RunError(f"tensorboard cannot write to {subject.folder}: {error.strerror or error}") from error
+        self._writer.add_text("config", f"```yaml\n{subject.config_yaml}```")
+        log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", subject.folder, subject.folder)
+
+    def _file(self, purge_step: int | None = None) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def discard(self, step: int) -> bool:
+        """A new file says so; TensorBoard then shows no earlier file's values from this step on."""
+        self._writer.close()
+        earlier = sorted(self._folder.glob("*tfevents*"))
+        self._writer = self._file(purge_step=step)
+        # Files are read in the order of their names, which begin with a time: also of a machine whose clock is ahead.
+        if max(self._folder.glob("*tfevents*")) == earlier[-1]:
+            for number, path in enumerate(earlier):
+                path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", path.name)))
+        return True
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later.
+
+    A resumed run has the same id, so that its parts, and their folders when offline, become one run there.
+    """
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        import wandb
+        from wandb.errors import Error
+
+        subject.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=tracking.project,
+                name=subject.name,
+                id=subject.id,
+                dir=str(subject.folder),
+                config=subject.settings,
+                group=subject.name.partition("/")[0] if "/" in subject.name else None,
+                job_type=subject.method,
+                mode=wandb_mode(tracking),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
+            )
+        except Error as error:
+            raise RunError(
+                f"wandb cannot start: {error}. Set WANDB_API_KEY (in .env, too), or write to a folder and upload it "
+                "later: tracking.wandb_mode=offline"
+            ) from error
+        folder = Path(self._run.dir).parent
+        where = self._run.url or f"{folder} (upload it with: wandb sync {folder})"
+        log.info("wandb: %s", where)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log(dict(values) | {"_timestamp": time}, step=step)
+
+    def discard(self, step: int) -> bool:
+        return False
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
+    """`auto`: the value of WANDB_MODE (None: wandb reads it), or else online if there is a key to log in with."""
+    if tracking.wandb_mode != "auto":
+        return tracking.wandb_mode
+    if os.environ.get("WANDB_MODE"):
+        return None
+    return "online" if has_wandb_key() else "offline"
+
+
+def has_wandb_key() -> bool:
+    """Whether there is a key to log in with: WANDB_API_KEY, or that of `wandb login` in ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc().authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class Trackio:
+    """A run of trackio: a local database in its own folder (TRACKIO_DIR), or the Space of TRACKIO_SPACE_ID."""
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what the log line below says
+            self._run = trackio.init(
+                project=tracking.project,
+                name=subject.name,
+                config=subject.settings,
+                resume="allow" if subject.resumed else "never",
+                embed=False,
+                auto_log_cpu=False,
+            )
+        log.info("trackio: view it with: trackio show --project %s", tracking.project)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def discard(self, step: int) -> bool:
+        return False
+
+    def close(self, failed: bool) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            trackio.finish()  # finishes the open run; after run.finish() trackio would finish it again at exit
+
+
+OPENERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -1,0 +1,164 @@
+"""Commands of posttrain as processes of their own, which import what the pages' process never does."""
+
+import atexit
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.base.atomic import put_file
+from posttrain.base.errors import ConfigError
+from posttrain.base.system import kill_session
+
+DEADLINE_S = 600.0  # data may have to be downloaded
+KEPT, KEPT_SIZE = 50, 32_000_000  # answers, and characters of all together
+LONGEST = 4_000_000  # characters of an answer
+SAID = 20_000  # characters of an error
+COLUMNS = 58  # of its lines
+SECRETS = ("POSTTRAIN_UI_TOKEN",)  # of the pages, which no other process needs
+CONFIGS = "configs"  # in the folder of runs: settings and output of what the pages started
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command said; `code` is None while it works."""
+
+    said: str = ""
+    code: int | None = None
+
+
+class Commands:
+    """Commands about settings, each asked once for the same settings. They run one after another, with a deadline."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._asked: set[str] = set()  # about which settings
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def find(self, verb: str, text: str, arguments: Sequence[str] = ()) -> Answer | None:
+        return self._answers.get(_key(verb, text, arguments))
+
+    def has_asked(self, verb: str, text: str) -> bool:
+        """Whether it was asked about these settings, with any arguments."""
+        return _key(verb, text) in self._asked
+
+    def ask(self, verb: str, text: str, arguments: Sequence[str] = ()) -> None:
+        """Start `posttrain VERB FILE ARGUMENTS`, FILE with these settings, unless it is at work or has succeeded."""
+        key = _key(verb, text, arguments)
+        with self._lock:
+            before = self._answers.get(key)
+            if before is not None and before.code in (None, 0):
+                return
+            self._asked.add(_key(verb, text))
+            self._answers[key] = Answer()
+            self._answers.move_to_end(key)
+            while len(self._answers) > KEPT or sum(len(one.said) for one in self._answers.values()) > KEPT_SIZE:
+                self._answers.popitem(last=False)
+        threading.Thread(target=self._work, args=[key, verb, text, arguments], daemon=True).start()
+
+    def close(self) -> None:
+        process = self._process
+        if process is not None:
+            _end(process)
+
+    def _work(self, key: str, verb: str, text: str, arguments: Sequence[str]) -> None:
+        file = self._folder / f"{key}.yaml"
+        with self._turn:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                put_file(file, text)
+                answer = self._run([verb, str(file), *arguments])
+            except OSError as error:
+                answer = Answer(f"it did not start: {error}", 1)
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        self._answers[key] = answer
+
+    def _run(self, arguments: Sequence[str]) -> Answer:
+        process = self._process = subprocess.Popen(
+            command(arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment() | {"COLUMNS": str(COLUMNS)}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, wrong = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return Answer(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
+        finally:
+            self._process = None
+        if process.returncode == 0:
+            return Answer(said.decode(errors="replace")[:LONGEST], 0)
+        return Answer(wrong.decode(errors="replace")[-SAID:].rpartition("error: ")[2].strip(), process.returncode)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A training process: its settings, and the file with its output."""
+
+    file: Path
+    log: Path
+    text: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+class Launches:
+    """Runs that the pages started, by name. They outlive the pages: a second look at them is the run's own page."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._started: dict[str, Launch] = {}
+        self._lock = threading.Lock()
+
+    def find(self, name: str) -> Launch | None:
+        return self._started.get(name)
+
+    def start(self, name: str, text: str) -> Launch:
+        """`posttrain train configs/NAME.yaml` as a process of its own. Raises ConfigError if the run exists."""
+        with self._lock:
+            before = self._started.get(name)
+            if (self.root / name).exists() or (before is not None and not before.ended):
+                raise ConfigError(f"there is a run {name} already: give another name")
+            folder = self.root / CONFIGS
+            try:
+                folder.mkdir(exist_ok=True)
+                file, log = folder / f"{name}.yaml", folder / f"{name}.log"
+                put_file(file, text)
+                with log.open("wb") as output:
+                    process = subprocess.Popen(
+                        command(["train", str(file)]), stdin=subprocess.DEVNULL, stdout=output,
+                        stderr=subprocess.STDOUT, env=environment(), start_new_session=True,
+                    )  # fmt: skip
+            except OSError as error:
+                raise ConfigError(f"the run cannot be started from {folder}: {error.strerror or error}") from error
+            launch = self._started[name] = Launch(file, log, text, process)
+            return launch
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "posttrain", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
+
+
+def _key(verb: str, text: str, arguments: Sequence[str] = ()) -> str:
+    return hashlib.sha256("\n".join([verb, *arguments, text]).encode()).hexdigest()[:24]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    kill_session(process)
+    process.wait()

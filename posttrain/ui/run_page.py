@@ -1,0 +1,127 @@
+"""The page Run: curves, checks, data, log and the command of one run."""
+
+import shlex
+
+from posttrain.base.errors import PosttrainError
+from posttrain.base.words import counted
+from posttrain.reports.chart import chart
+from posttrain.reports.markup import Markup, el, join, message, number, table
+from posttrain.reports.panels import PANELS, lines_of
+from posttrain.reports.report import data_said
+from posttrain.reports.series import AXES, Series
+from posttrain.runs.checks import MESSAGES, checks_of
+from posttrain.runs.finding import read_run
+from posttrain.runs.listing import in_units
+from posttrain.runs.progress import duration
+from posttrain.ui.address import Query, address, choice, form, hidden, slider
+from posttrain.ui.runs import Row, log_tail
+from posttrain.ui.runs_page import SMOOTH, badge
+from posttrain.ui.viewer import Viewer
+
+PATH = "/run"
+LOG_LINES = 60
+
+
+def run_page(viewer: Viewer, query: Query) -> Markup:
+    name = query.one("run")
+    row = viewer.runs.find(name)
+    if row is None:
+        known = [el("li", el("a", one.name, href=address(PATH, run=one.name))) for one in viewer.runs.rows()[:20]]
+        said = f"There is no run {name}." if name else "Which run?"
+        return join([message(said), el("ul", *known)])
+    series = viewer.series.of(row.folder)
+    above = [_head(row), _cards(row, series), _alarms(row), _curves(row, series, query)]
+    return join([*above, _checks(row), _data(row), _log(row)])
+
+
+def replay_command(row: Row) -> str:
+    """The command that trains with the settings of this run again, into a new folder beside it."""
+    return shlex.join(["posttrain", "train", str(row.folder / "config.yaml"), "--name", f"{row.folder.name}-again"])
+
+
+def _head(row: Row) -> Markup:
+    links = []
+    if (row.folder / "report.html").is_file():
+        links.append(el("a", "Report", href=address("/report", run=row.name)))
+    if row.has_rollouts:
+        links.append(el("a", "Rollouts", href=address("/rollouts", run=row.name)))
+    links.append(el("a", "Data", href=address("/data", run=row.name)))
+    links.append(el("a", "Compare", href=address("/", chosen=row.name)))
+    command = replay_command(row)
+    copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
+    title = el("h1", row.name, " ", badge(row.state))
+    about = el("p", f"{row.method} of {row.model} on {row.data}", class_="quiet")
+    why = message(row.problem, "error" if row.state in ("failed", "damaged") else "warning") if row.problem else None
+    killed = message(KILLED, "warning") if row.state == "killed" else None
+    return join([title, about, el("p", *(part for one in links for part in (one, " · ")), copy), why, killed])
+
+
+KILLED = (
+    "Its process ended without recording why: it was killed, or the machine was switched off. Nothing that was logged "
+    "is lost; `posttrain train --resume` continues from the last checkpoint."
+)
+
+
+def _cards(row: Row, series: Series) -> Markup:
+    seconds = (row.ended - row.started).total_seconds() if row.ended and row.started else None
+    cards = {
+        row.metric or "result": number(row.value),
+        "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
+    }
+    if row.eta:
+        cards["time left"] = row.eta
+    if seconds is not None:
+        cards["time"] = duration(seconds)
+    cards["disk"] = in_units(row.size)
+    if row.started:
+        cards["started"] = f"{row.started:%m-%d %H:%M}"
+    return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in cards.items()), class_="cards")
+
+
+def _alarms(row: Row) -> Markup | None:
+    if not row.alarms:
+        return None
+    lines = [
+        message(f"{name}, in {counted(count, 'step')}: {MESSAGES.get(name, 'of another version')}", "warning")
+        for name, count in row.alarms.items()
+    ]
+    return join([el("h2", "Alarms"), *lines])
+
+
+def _curves(row: Row, series: Series, query: Query) -> Markup:
+    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    go = address("/rollouts", run=row.name) + "&step=" if row.has_rollouts and axis == "step" else None
+    charts = [
+        chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
+        for panel in PANELS
+        if (lines := list(lines_of(panel, series, axis)))
+    ]
+    controls = form(
+        PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
+    )
+    lost = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
+    damaged = message(lost, "warning") if series.damaged else None
+    hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
+    body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
+    return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
+
+
+def _checks(row: Row) -> Markup | None:
+    try:
+        recorded = read_run(row.folder).checks
+    except PosttrainError:  # the page says what is damaged
+        return None
+    found = checks_of(recorded, row.method, row.step)
+    rows = [[el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in found]
+    return join([el("h2", "Checks"), table(["", "check", "found"], rows)])
+
+
+def _data(row: Row) -> Markup | None:
+    said = data_said(row.folder)
+    return join([el("h2", "Data"), el("pre", said)]) if said else None
+
+
+def _log(row: Row) -> Markup:
+    lines = log_tail(row.folder).splitlines()[-LOG_LINES:]
+    said = el("pre", "\n".join(lines), class_="log", tabindex="0")
+    return join([el("h2", "Log"), said if lines else message("There is no training.log yet.")])

@@ -1,0 +1,187 @@
+"""The page Runs: a table of all runs, and the chosen ones compared."""
+
+import json
+from collections.abc import Sequence
+
+from posttrain.base.words import counted
+from posttrain.reports.chart import COLOURS, Line, chart, spark
+from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.panels import PANELS
+from posttrain.reports.series import AXES
+from posttrain.runs.checks import MESSAGES
+from posttrain.runs.listing import in_units
+from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
+from posttrain.ui.runs import STATES, Row, settings
+from posttrain.ui.viewer import Viewer
+
+PATH = "/"
+SHOWN = 100  # rows of a table before "show all"
+CHOSEN = COLOURS  # runs that are overlaid
+SORTS = ("latest", "name", "state", "method", "model", "result", "steps", "disk")
+SMOOTH = ("0", "0.6", "0.9", "0.97")
+
+
+def runs_page(viewer: Viewer, query: Query) -> Markup:
+    rows = viewer.runs.rows()
+    if not rows:
+        return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
+    found = arranged(rows, query)
+    chosen = [row for name in query.many("chosen") if (row := viewer.runs.find(name)) is not None][:CHOSEN]
+    return join(
+        [_controls(rows, query), _overlay(viewer, chosen, query), _table(viewer, found, len(rows), chosen, query)]
+    )
+
+
+def arranged(rows: Sequence[Row], query: Query) -> list[Row]:
+    """The rows that fit the filters, in the chosen order."""
+    words = query.one("find").casefold().split()
+    state, method = query.one("state"), query.one("method")
+    kept = [
+        row
+        for row in rows
+        if (not state or row.state == state)
+        and (not method or row.method == method)
+        and all(word in f"{row.name} {row.method} {row.model} {row.data}".casefold() for word in words)
+    ]
+    keys = {
+        "name": lambda row: row.name.casefold(),
+        "state": lambda row: STATES.index(row.state) if row.state in STATES else len(STATES),
+        "method": lambda row: row.method,
+        "model": lambda row: row.model.casefold(),
+        "result": lambda row: (row.value is None, row.metric, -(row.value or 0.0)),
+        "steps": lambda row: -row.step,
+        "disk": lambda row: -row.size,
+    }
+    sort = query.choice("sort", SORTS)
+    if sort != "latest":
+        kept.sort(key=keys[sort])
+    return kept[::-1] if query.one("reverse") else kept
+
+
+def _controls(rows: Sequence[Row], query: Query) -> Markup:
+    there = [state for state in STATES if any(row.state == state for row in rows)]
+    return form(
+        PATH,
+        search("find", "Find", query.one("find"), "name, method, model, data"),
+        choice("state", "State", ["", *there], query.one("state"), "all"),
+        choice("method", "Method", ["", *sorted({row.method for row in rows})], query.one("method"), "all"),
+        hidden(query, "chosen", "sort", "reverse", "x", "smooth"),
+    )
+
+
+def _table(viewer: Viewer, found: Sequence[Row], total: int, chosen: Sequence[Row], query: Query) -> Markup:
+    shown = found if query.one("all") else found[:SHOWN]
+    names = [row.name for row in chosen]
+    columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
+    header = [_sorter(name, query) if name in SORTS else name for name in columns]
+    body = [_cells(row, viewer.runs.spark(row), names, query) for row in shown]
+    count = counted(len(found), "run") if len(found) == total else f"{len(found):,} of {counted(total, 'run')}"
+    more = link(f"show all {len(found):,}", query.but(PATH, all=1)) if len(shown) < len(found) else None
+    hint = " · choose some to compare them" if not chosen else None
+    said = el("p", count, hint, " · " if more else None, more, class_="quiet")
+    return join([said, table(header, body, numbers=(5, 7, 9), class_="runs")])
+
+
+def _sorter(name: str, query: Query) -> Markup:
+    """A header that sorts by its column, and the other way when it does already."""
+    now, reversed_ = query.choice("sort", SORTS) == name, bool(query.one("reverse"))
+    arrow = (" ↑" if reversed_ else " ↓") if now else ""
+    return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
+
+
+def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
+    at = chosen.index(row.name) if row.name in chosen else None
+    others = [name for name in chosen if name != row.name]
+    full = at is None and len(chosen) >= CHOSEN
+    toggle = link(
+        "✓" if at is not None else "+",
+        query.but(PATH, chosen=others if at is not None else [*chosen[: CHOSEN - 1 if full else None], row.name]),
+        class_=f"toggle{'' if at is None else f' on c{at}'}",
+        aria_label=f"{'remove' if at is not None else 'choose'} {row.name}",
+    )
+    steps = f"{row.step:,}" + (f" / {row.total:,}" if row.total else "")
+    result = el("span", number(row.value, 3), " ", el("small", row.metric)) if row.metric else "–"
+    name = el("a", row.name, href=address("/run", run=row.name), class_="name")
+    started = el("span", f"{row.started:%Y-%m-%d %H:%M}" if row.started else "", class_="nowrap")
+    state = [badge(row.state, row.problem), alarm_list(row.alarms)]
+    model = el("span", row.model, class_="clip", title=row.model)
+    size = in_units(row.size)
+    return [toggle, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
+
+
+def badge(state: str, problem: str = "") -> Markup:
+    made = el("span", state, class_=f"badge {state if state in STATES else ''}")
+    return el("details", el("summary", made), el("p", problem)) if problem else made
+
+
+def alarm_list(alarms: dict[str, int]) -> Markup:
+    """The alarms of a run in colour, each opening the advice of the guide."""
+    return join(
+        el(
+            "details",
+            el("summary", el("span", f"{name} × {count:,}", class_="badge alarm")),
+            el("p", MESSAGES.get(name, "an alarm of another version of posttrain")),
+        )
+        for name, count in alarms.items()
+    )
+
+
+def _overlay(viewer: Viewer, chosen: Sequence[Row], query: Query) -> Markup | None:
+    if not chosen:
+        return None
+    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    controls = form(
+        PATH,
+        choice("x", "Over", AXES, axis),
+        slider("smooth", "Smoothing", SMOOTH, smooth),
+        hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all"),
+    )
+    several = [(row, viewer.series.of(row.folder)) for row in chosen]
+    charts = []
+    for panel in PANELS:
+        name = next((m for m in panel.metrics if any(m in series.names for _, series in several)), None)
+        if name is not None:
+            lines = [
+                Line(row.name, *series.points(name, axis), colour=at)
+                for at, (row, series) in enumerate(several)
+                if name in series.names
+            ]
+            charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
+    keys = el("p", *(_key(row, at, chosen, query) for at, row in enumerate(chosen)), class_="keys")
+    return el(
+        "section",
+        el("h2", f"{counted(len(chosen), 'run')} over {axis}"),
+        keys,
+        controls,
+        el("div", *charts, class_="charts") if charts else message("These runs have no metrics yet."),
+        differing(chosen),
+    )
+
+
+def _key(row: Row, at: int, chosen: Sequence[Row], query: Query) -> Markup:
+    others = [one.name for one in chosen if one is not row]
+    remove = link("×", query.but(PATH, chosen=others), aria_label=f"remove {row.name}")
+    return el("span", el("a", row.name, href=address("/run", run=row.name)), " ", remove, class_=f"key c{at}")
+
+
+def differing(chosen: Sequence[Row]) -> Markup | None:
+    """The settings in which the chosen runs differ."""
+    if len(chosen) < 2:
+        return None
+    each = [settings(row.folder) for row in chosen]
+    unread = [row.name for row, found in zip(chosen, each, strict=True) if not found]
+    names = [
+        name for name in dict.fromkeys(key for found in each for key in found) if name not in ("name", "output_dir")
+    ]
+    rows = []
+    for name in names:
+        values = ["–" if name not in found else _value(found[name]) for found in each]
+        if len(set(values)) > 1:
+            rows.append([el("code", name), *values])
+    said = f"The settings of {', '.join(unread)} cannot be read." if unread else None
+    body = table(["setting", *(row.name for row in chosen)], rows) if rows else message("Their settings are the same.")
+    return join([el("h3", "Settings that differ"), message(said, "warning") if said else None, body])
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,282 @@
+"""An index of a run's rollouts: full-text search and filters over all steps. It lies in the pages' own cache.
+
+The run's database is read-only here. The index grows by whole steps in a thread of its own; steps that a resumed run
+made again are found by their fingerprints and read again. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.base.errors import PosttrainError
+from posttrain.reports.gradient import Numbers, factor
+from posttrain.runs.stored_rollouts import StoredRun
+
+log = logging.getLogger("posttrain")
+
+VERSION = 1
+REST_S = 0.003  # after every step, for the pages that are asked for meanwhile
+AGE_S = 2.0  # the run's database is looked at again after this time
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, fingerprint TEXT);
+CREATE TABLE IF NOT EXISTS prompts (id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER);
+CREATE TABLE IF NOT EXISTS rollouts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER, prompt INTEGER, rollout INTEGER, prompt_id INTEGER, row INTEGER,
+    reward REAL, advantage REAL, length INTEGER, ended TEXT, verdict TEXT, push REAL, clipped INTEGER, ratio REAL
+);
+CREATE INDEX IF NOT EXISTS rollouts_step ON rollouts (step, prompt, rollout);
+CREATE TABLE IF NOT EXISTS parts (
+    rollout_id INTEGER, name TEXT, value REAL, PRIMARY KEY (rollout_id, name)
+) WITHOUT ROWID;
+CREATE VIRTUAL TABLE IF NOT EXISTS completion_texts USING fts5(text, content='', detail='full');
+CREATE VIRTUAL TABLE IF NOT EXISTS prompt_texts USING fts5(text, content='', detail='full');
+"""
+COLUMNS = (
+    "step", "prompt", "rollout", "prompt_id", "row", "reward", "advantage", "length", "ended", "verdict", "push",
+    "clipped", "ratio",
+)  # fmt: skip
+SORTS = {
+    "latest": "step DESC, prompt, rollout",
+    "earliest": "step, prompt, rollout",
+    "highest reward": "reward DESC, step DESC",
+    "lowest reward": "reward IS NULL, reward, step DESC",
+    "largest push": "push DESC",
+    "ratio furthest from 1": "ratio DESC",
+    "longest": "length DESC, step DESC",
+    "shortest": "length, step DESC",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Filters; None or an empty string: any."""
+
+    words: str = ""
+    first_step: int | None = None
+    last_step: int | None = None
+    row: int | None = None
+    part: str = ""  # of the reward; empty: the reward itself
+    least: float | None = None
+    most: float | None = None
+    shortest: int | None = None
+    longest: int | None = None
+    verdict: str = ""
+    ended: str = ""
+    sort: str = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    total: int
+    rows: Sequence[Mapping[str, Any]]
+
+
+class Index:
+    """The index of one run's rollouts. `refresh` returns at once; `progress` says how far it is."""
+
+    def __init__(self, run: Path, cache: Path):
+        self.run = run
+        name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:24]
+        self.path = cache / f"rollouts-{name}.sqlite"
+        self.problem = ""
+        self.progress: tuple[int, int] | None = None  # steps read and to read, while it works
+        self._lock, self._looked = threading.Lock(), -AGE_S
+        self._thread: threading.Thread | None = None
+
+    def refresh(self, wait: float = 0.0) -> Index:
+        """Start to read what is new, unless that is being done, or was just now; wait so many seconds for it."""
+        started = None
+        with self._lock:
+            busy = self._thread is not None and self._thread.is_alive()
+            if not busy and time.monotonic() - self._looked >= AGE_S:
+                self._thread = started = threading.Thread(target=self._work, name="index", daemon=True)
+                started.start()
+        if wait and started is not None:
+            started.join(wait)
+        return self
+
+    def search(self, wanted: Wanted, limit: int = 50, offset: int = 0) -> Found:
+        """The rollouts that fit, of the steps indexed so far."""
+        where, values = _conditions(wanted)
+        order = SORTS.get(wanted.sort, SORTS["latest"])
+        with closing(self._opened()) as connection:
+            total = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()[0]
+            rows = connection.execute(
+                f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
+            )
+            return Found(total, [dict(row) for row in rows])
+
+    def choices(self) -> dict[str, list[str]]:
+        """The verdicts, ends and reward parts that occur."""
+        with closing(self._opened()) as connection:
+            rows = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
+        return json.loads(rows[0]) if rows else {"verdict": [], "ended": [], "part": []}
+
+    def _opened(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=10.0)
+        connection.row_factory = sqlite3.Row
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")  # it is made again if the machine goes off
+            if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+                connection.executescript(SCHEMA)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _work(self) -> None:
+        try:
+            try:
+                self._update()
+            except sqlite3.DatabaseError as error:
+                if "malformed" not in str(error) and "not a database" not in str(error):
+                    raise
+                for end in ("", "-wal", "-shm"):
+                    self.path.with_name(self.path.name + end).unlink(missing_ok=True)
+                self._update()
+            self.problem = ""
+        except (PosttrainError, sqlite3.Error, OSError) as error:
+            self.problem = str(error)
+        except Exception as error:  # such as a row of another version: the pages work without the index
+            log.exception("the rollouts of %s cannot be indexed", self.run)
+            self.problem = f"the rollouts cannot be indexed: {type(error).__name__}"
+        finally:
+            self.progress, self._looked = None, time.monotonic()
+
+    def _update(self) -> None:
+        with StoredRun(self.run, looking=True) as stored, closing(self._opened()) as connection:
+            there = _fingerprints(stored)
+            known = dict(connection.execute("SELECT step, fingerprint FROM steps").fetchall())
+            gone = [step for step, mark in known.items() if there.get(step) != mark]
+            new = [step for step, mark in there.items() if known.get(step) != mark]
+            if not gone and not new:
+                return
+            with connection:
+                for step in gone:
+                    _remove(connection, step)
+            for done, step in enumerate(new):
+                self.progress = done, len(new)
+                rollouts = stored.rollouts(step)
+                prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
+                with connection:  # a step is there with all its rollouts, or not
+                    _add(connection, step, there[step], prompts, rollouts)
+                time.sleep(REST_S)
+
+
+def _fingerprints(stored: StoredRun) -> dict[int, str]:
+    """The steps of a run, each with what changes when it is made again: its number of completions and the first one."""
+    rows = stored.query(
+        "SELECT r.step, COUNT(*), (SELECT f.completion FROM rollouts f WHERE f.step = r.step ORDER BY prompt_index, "
+        "rollout_index LIMIT 1) FROM rollouts r GROUP BY r.step"
+    )
+    return {
+        step: f"{count} {hashlib.sha256(str(first).encode(errors='replace')).hexdigest()[:16]}"
+        for step, count, first in rows
+    }
+
+
+def _remove(connection: sqlite3.Connection, step: int) -> None:
+    """Its texts stay in the word lists, whose entries then lead nowhere: ids are never used again."""
+    connection.execute("DELETE FROM parts WHERE rollout_id IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
+    for table in ("rollouts", "prompts", "steps"):
+        connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
+
+
+def _add(
+    connection: sqlite3.Connection,
+    step: int,
+    fingerprint: str,
+    prompts: Mapping[int, Mapping[str, Any]],
+    rollouts: Sequence[Mapping[str, Any]],
+) -> None:
+    _remove(connection, step)
+    ids = {}
+    for index, one in prompts.items():
+        ids[index] = connection.execute("INSERT INTO prompts (step) VALUES (?)", (step,)).lastrowid
+        connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], one["prompt"]))
+    marks = ", ".join("?" * len(COLUMNS))
+    choices = {"verdict": set(), "ended": set(), "part": set()}
+    for one in rollouts:
+        index, parts = one["prompt_index"], one.get("parts") or {}
+        numbers, verdict = Numbers.of(one), verdict_of(parts)
+        values = (
+            step, index, one["rollout_index"], ids.get(index), prompts[index]["row"] if index in prompts else None,
+            one["reward"], one["advantage"], len(one["tokens"]), one["finish_reason"], verdict,
+            float(np.abs(numbers.push).sum()), int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
+        )  # fmt: skip
+        made = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
+        connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (made, one["completion"]))
+        graded = [(made, name, part.get("value")) for name, part in parts.items() if isinstance(part, dict)]
+        connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
+        choices["verdict"].add(verdict)
+        choices["ended"].add(one["finish_reason"])
+        choices["part"].update(name for _, name, _ in graded)
+    connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
+    row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
+    before = json.loads(row[0]) if row else {}
+    merged = {name: sorted({*filter(None, found), *before.get(name, [])}) for name, found in choices.items()}
+    connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
+
+
+def verdict_of(parts: Mapping[str, Any]) -> str:
+    """The first verdict among the parts of a reward."""
+    found = (part.get("verdict") for part in parts.values() if isinstance(part, dict))
+    return next((str(one) for one in found if one), "")
+
+
+def words_of(search: str) -> list[str]:
+    """The words and "quoted phrases" of a search."""
+    pieces = search.split('"')
+    return [word for at, piece in enumerate(pieces) for word in ([piece] if at % 2 else piece.split()) if word.strip()]
+
+
+def _match(search: str) -> str:
+    """Every word as a string of FTS5's language, so that nothing in it is an operator; the last may be a beginning."""
+    words = [f'"{word.replace(chr(0), "")}"' for word in words_of(search)]
+    return " ".join(words) + ("" if search.endswith('"') or not words else " *")
+
+
+def _conditions(wanted: Wanted) -> tuple[str, list[Any]]:
+    conditions, values = ["1"], []
+
+    def need(condition: str, *more: Any) -> None:
+        conditions.append(condition)
+        values.extend(more)
+
+    if words_of(wanted.words):
+        match = _match(wanted.words)
+        need(
+            "(id IN (SELECT rowid FROM completion_texts WHERE completion_texts MATCH ?) "
+            "OR prompt_id IN (SELECT rowid FROM prompt_texts WHERE prompt_texts MATCH ?))",
+            match, match,
+        )  # fmt: skip
+    column = "reward"
+    if wanted.part:
+        column = "(SELECT value FROM parts WHERE rollout_id = id AND name = ?)"
+    for value, sign in ((wanted.least, ">="), (wanted.most, "<=")):
+        if value is not None:
+            need(f"{column} {sign} ?", *([wanted.part] if wanted.part else []), value)
+    for name, sign, value in (
+        ("step", ">=", wanted.first_step), ("step", "<=", wanted.last_step), ("row", "=", wanted.row),
+        ("length", ">=", wanted.shortest), ("length", "<=", wanted.longest),
+        ("verdict", "=", wanted.verdict or None), ("ended", "=", wanted.ended or None),
+    ):  # fmt: skip
+        if value is not None:
+            need(f"{name} {sign} ?", value)
+    return " AND ".join(conditions), values

@@ -1,0 +1,107 @@
+"""What the page Chat shows and keeps.
+
+A reply with its tokens in colour, as one model, or one against another, sees each; and votes between two replies as
+preference rows, which `posttrain train` reads (docs/data.md).
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.reports.markup import Child, Markup, el, join, number
+from posttrain.runs.atomic import cannot_write
+from posttrain.serving.client import ScoredToken
+
+COLOURS = {  # of a token: by what, the value at which the colour is full, and how to read it
+    "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: likelier under B. Orange: likelier under A."),
+    "logprob": ("log-probability of A (nats)", 5.0, "Stronger: less likely."),
+    "entropy": ("entropy of A (nats)", 3.0, "Stronger: less certain."),
+}
+_LOCK = threading.Lock()  # of the file of votes
+Turns = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A token of a reply as model A and, if its tokens are the same, model B see it."""
+
+    a: ScoredToken
+    b: ScoredToken | None
+
+    def value(self, colour: str) -> float | None:
+        if colour == "entropy":
+            return self.a.entropy
+        if colour == "logprob" or self.a.logprob is None:
+            return self.a.logprob
+        return None if self.b is None or self.b.logprob is None else self.b.logprob - self.a.logprob
+
+
+def cells(a: Sequence[ScoredToken], b: Sequence[ScoredToken] | None) -> list[Cell]:
+    """The tokens of both; without B's if they differ from A's: there is nothing to compare token by token then."""
+    same = b is not None and [token.id for token in a] == [token.id for token in b]
+    return [Cell(token, b[place] if same and b is not None else None) for place, token in enumerate(a)]
+
+
+def token_map(found: Sequence[Cell], colour: str, names: Sequence[str]) -> Markup:
+    """The reply with a coloured background for each token; its numbers show under the cursor and the focus."""
+    if colour == "difference" and not any(cell.b for cell in found):
+        colour = "logprob"
+    title, full, legend = COLOURS[colour]
+    total = [cell.value(colour) for cell in found]
+    known = [value for value in total if value is not None]
+    mean = f"mean {sum(known) / len(known):+.3f}" if known else ""
+    tokens = [_token(cell, colour, full, names) for cell in found]
+    said = f"Colour: {title}. {mean} over {len(known):,} tokens. "
+    head = el("p", said, el("small", legend), class_="quiet")
+    hint = el("span", "Point at a token: its numbers, and what else could have come.", class_="card hint")
+    return join([head, el("div", hint, *tokens, class_="tokens map")])
+
+
+def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup:
+    value = cell.value(colour)
+    tone = "--for" if colour == "difference" and value is not None and value > 0 else "--against"
+    much = 0 if value is None else round(min(1.0, abs(value) / full) * 70)
+    said = [el("b", seen(cell.a.text)), *_lines(cell, names)]
+    tip = el("span", *said, class_="card", role="tooltip")
+    style = f"--tone: var({tone}); --much: {much}"
+    return el("span", seen(cell.a.text), tip, class_="piece", tabindex="0", style=style)
+
+
+def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
+    lines: list[Child] = []
+    for name, token in zip(names, (cell.a, cell.b), strict=False):
+        if token is None:
+            continue
+        facts = f"log-probability {number(token.logprob)}, entropy {number(token.entropy)}"
+        others = ", ".join(f"{seen(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
+        lines += [el("span", f"{name}: {facts}"), el("span", others, class_="quiet") if others else None]
+    return lines
+
+
+def seen(text: str) -> str:
+    """A token's text, with white space that one sees."""
+    return text.replace("\n", "⏎\n") if text.strip() else text.replace("\n", "⏎\n").replace(" ", "␣") or "∅"
+
+
+def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
+    """Append a row with `prompt`, `chosen`, `rejected` and the facts; returns the number of rows in the file.
+
+    A line that a full disk has cut short stays a line of its own. Raises RunError if it cannot be written.
+    """
+    reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
+    row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
+    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    with _LOCK:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a+b") as rows:
+                if rows.tell() and (rows.seek(-1, 2), rows.read(1))[1] != b"\n":
+                    line = b"\n" + line
+                rows.write(line)
+                rows.seek(0)
+                return sum(1 for _ in rows)
+        except OSError as error:
+            raise cannot_write(file, error) from error

@@ -1,1 +1,0 @@
-"""What the pages of `posttrain ui` show: functions from run folders and databases to HTML. No gradio, no torch."""
