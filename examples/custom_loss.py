@@ -1,4 +1,4 @@
-"""A loss of your own on the packed batch: unlikelihood of the rejected completions of preference pairs.
+"""A custom loss on the packed batch: unlikelihood of the rejected completions of preference pairs.
 
     loss = mean over chosen tokens of -log p  +  alpha · mean over rejected tokens of -log(1 - p)
 

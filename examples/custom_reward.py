@@ -1,7 +1,8 @@
-"""GRPO with a reward function of your own: stories become lively, with sentences that end in an exclamation mark.
+"""GRPO with a custom reward function: stories become lively, with sentences that end in an exclamation mark.
 
-The function is called as in TRL, with all completions of a step, and named `module:function`: here this file, whose
-folder Python searches for modules when it runs as a script. Run it with a small model, a folder or a hub id:
+The function is called as in TRL, with all completions of a step. Settings name it as `module:function`: here this
+file, whose folder Python searches for modules when the file runs as a script. Run it with a small model, a folder or
+a hub id:
 
     python examples/custom_reward.py --model MODEL
 """

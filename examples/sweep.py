@@ -1,7 +1,7 @@
-"""Learning rates, each a run of its own through the API; the best one has the best validation metric.
+"""One run per learning rate through the API; the best one has the best validation metric.
 
-`posttrain sweep` does this for any setting, with early stopping and intervals (docs/sweep.md). In a program the choice
-is yours: of values, of the metric, of what happens next. Run it with a small model, a folder or a hub id:
+`posttrain sweep` does this for any setting, with early stopping and intervals (docs/sweep.md). In a program you
+choose the values, the metric and what happens next. Run it with a small model, a folder or a hub id:
 
     python examples/sweep.py --model MODEL
 """

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two machines with eight GPUs each, on SLURM:   sbatch slurm.sh sft.yaml
-# Submit it in a folder that all machines have; posttrain must be on the PATH there.
+# Submit it in a folder that all machines share; posttrain must be on the PATH there.
 #SBATCH --job-name=posttrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -9,8 +9,8 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
-# The last line: SIGTERM two minutes before the time is up, on which the run saves its last step. A job that is queued
-# again has the same number, and resumes.
+# The last line sends SIGTERM two minutes before the time is up: the run then saves its last step. A requeued job keeps
+# its number and resumes.
 set -euo pipefail
 
 name="run-$SLURM_JOB_ID"

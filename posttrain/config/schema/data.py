@@ -79,10 +79,12 @@ class HeldOutRows(Settings):
         description="Source of the other stage, or the list of its sources."
     )
     split: Text = Field(default="train", description="Split of the source.")
-    max_rows: Positive | None = Field(default=None, description="First rows that the other stage uses; null: all.")
-    skip_rows: Annotated[Int, Field(ge=0)] = Field(default=0, description="Number of rows that it skips at the start.")
-    ratio: Share | None = Field(default=None, description="Share of these rows that it holds out.")
-    rows: Positive | None = Field(default=None, description="Number of these rows that it holds out.")
+    max_rows: Positive | None = Field(default=None, description="Number of rows that the other stage uses; null: all.")
+    skip_rows: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Number of rows that the other stage skips at the start."
+    )
+    ratio: Share | None = Field(default=None, description="Share of its rows that the other stage holds out.")
+    rows: Positive | None = Field(default=None, description="Number of its rows that the other stage holds out.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = Field(
         default=None, description="Random seed of the other stage; null: the same."
     )
@@ -162,7 +164,9 @@ class DataConfig(Settings):
     split: Text = Field(default="train", description="Split of a hub data set.")
     format: Format = Field(default="auto", description="Format of the rows; auto: inferred from the columns.")
     columns: dict[str, Text] = Field(default={}, description="Column names in the data, e.g. {chosen: better}.")
-    max_rows: Positive | None = Field(default=None, description="First rows to use; 200 makes a quick test; null: all.")
+    max_rows: Positive | None = Field(
+        default=None, description="Number of rows to use, e.g. 200 for a quick test; null: all."
+    )
     skip_rows: Annotated[Int, Field(ge=0)] = Field(
         default=0, description="Number of rows to skip at the start, e.g. those that another stage trains on."
     )
@@ -185,7 +189,7 @@ class DataConfig(Settings):
     )
     date: Date | None = Field(
         default=None,
-        description="Date (2026-01-31) for a chat template that asks for it; null: the day that the run starts.",
+        description="Date (2026-01-31) for a chat template that writes it; null: the day that the run starts.",
     )
     system_prompt: str | None = Field(default=None, description="System prompt of conversations that have none.")
     strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")
@@ -196,7 +200,7 @@ class DataConfig(Settings):
     )
     overlong: Literal["drop", "truncate", "error"] = Field(
         default="drop",
-        description="What happens to examples over the limits: dropped (and counted), truncated, or an error.",
+        description="Treatment of examples over the limits: drop (and count), truncate, or end with an error.",
     )
 
     @property

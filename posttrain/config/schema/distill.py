@@ -32,7 +32,7 @@ class DistillMethod(OnlineMethod):
     )
     on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
         default=1.0,
-        description="Share of the prompts that the student completes; the others have the data's completion.",
+        description="Share of the prompts that the student completes; the rest have the data's completion.",
     )
 
     @model_validator(mode="before")

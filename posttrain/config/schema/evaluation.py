@@ -25,11 +25,11 @@ class EvaluationDataset(Settings):
     )
     template: Text | None = Field(default=None, description="Template; null: data.template.")
     rewards: tuple[Reward, ...] | None = Field(
-        default=None, description="Rewards of the completions of its prompts; null: those of the run."
+        default=None, description="Rewards for completions of its prompts; null: those of the run."
     )
     num_batches: Positive | None = Field(default=None, description="Number of batches; null: evaluation.num_batches.")
     with_replacement: bool | None = Field(
-        default=None, description="Whether every evaluation samples other rows; null: evaluation.with_replacement."
+        default=None, description="Whether every evaluation samples new rows; null: evaluation.with_replacement."
     )
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class EvaluationConfig(Settings):
         default=None, description="Number of batches of an evaluation; null: all rows."
     )
     with_replacement: bool = Field(
-        default=False, description="Whether every evaluation samples other rows for num_batches; false: the first rows."
+        default=False, description="Whether every evaluation samples new rows for num_batches; false: the first rows."
     )
     num_generations: Positive = Field(
         default=1, description="Number of completions of each validation prompt; above 1: with pass@k."

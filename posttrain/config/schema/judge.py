@@ -26,15 +26,19 @@ class JudgeSettings(Settings):
         default={}, description="Further fields of a request; null drops one, e.g. {max_tokens: null}."
     )
     timeout: Annotated[Float, Field(gt=0, le=3600)] = Field(
-        default=60.0, description="Seconds that one request may take, and the longest Retry-After that is obeyed."
+        default=60.0, description="Timeout of a request in seconds, and the longest Retry-After that is obeyed."
     )
     retries: Annotated[Int, Field(ge=0, le=20)] = Field(
-        default=4, description="Number of further requests after a failure, with growing pauses."
+        default=4, description="Number of retries after a failure, with growing pauses."
     )
-    concurrency: Annotated[Int, Field(ge=1, le=256)] = Field(default=8, description="Maximum requests at a time.")
-    requests_per_minute: Positive | None = Field(default=None, description="Maximum requests per minute; null: any.")
+    concurrency: Annotated[Int, Field(ge=1, le=256)] = Field(
+        default=8, description="Maximum number of concurrent requests."
+    )
+    requests_per_minute: Positive | None = Field(
+        default=None, description="Maximum requests per minute; null: no limit."
+    )
     tokens_per_minute: Positive | None = Field(
-        default=None, description="Maximum tokens per minute, of prompts and replies; null: any."
+        default=None, description="Maximum tokens per minute, of prompts and replies; null: no limit."
     )
     cache: Folder | None = Field(
         default=None, description="Folder of stored replies; null: judge/ in the cache folder."
@@ -64,18 +68,19 @@ class ScoreSettings(JudgeSettings):
     """A judge that gives one completion a score."""
 
     prompt: Text | None = Field(
-        default=None, description="Question to the judge, with {prompt}, {completion}, {answer}; null: built in."
+        default=None, description="Question to the judge, with {prompt}, {completion}, {answer}; null: built-in."
     )
     system_prompt: Text | None = Field(default=None, description="System message to the judge; null: none.")
     read: Literal["rating", "number", "json", "regex"] = Field(
-        default="rating", description="Place of the score; rating: [[7]]; number: the last number; json: a field."
+        default="rating",
+        description="Form of the score in a reply; rating: [[7]]; number: the last number; json: a field.",
     )
     field: Text | None = Field(default=None, description="Field of the JSON reply, with read: json; null: score.")
     pattern: Text | None = Field(
         default=None, description="Regular expression with one group, with read: regex; its last match counts."
     )
-    min_score: Float = Field(default=1.0, description="Lowest score; a lower one in a reply is no verdict.")
-    max_score: Float = Field(default=10.0, description="Highest score; a higher one in a reply is no verdict.")
+    min_score: Float = Field(default=1.0, description="Lowest score; a reply with a lower one gives no verdict.")
+    max_score: Float = Field(default=10.0, description="Highest score; a reply with a higher one gives no verdict.")
     scale: bool = Field(default=True, description="Whether to map min_score to 0 and max_score to 1.")
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ class LoraConfig(Settings):
 
     r: Positive = Field(default=16, description="Rank of the adapters.")
     alpha: Annotated[Float, Field(gt=0)] = Field(
-        default=32, description="Scale of the update, which is multiplied by alpha / r."
+        default=32, description="Scale of the adapters: their update is multiplied by alpha / r."
     )
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
         default=LORA_DROPOUT, description="Dropout on the adapters' input; read by sft."
@@ -54,10 +54,10 @@ class ModelConfig(Settings):
     )
     new_tokens: tuple[Text, ...] = Field(
         default=(),
-        description="Tokens to add to the tokenizer; their embeddings start at the mean; LoRA trains their rows, too.",
+        description="Tokens to add to the tokenizer; their embeddings start at the mean; LoRA trains their rows too.",
     )
     load_in_4bit: bool = Field(
-        default=False, description="Whether frozen weights have 4 bits (NF4): QLoRA; needs lora."
+        default=False, description="Whether to load frozen weights in 4 bits (NF4): QLoRA; needs lora."
     )
     use_liger_kernel: bool = Field(
         default=False, description="Whether to use Liger's GPU kernels for norms and gated MLPs."

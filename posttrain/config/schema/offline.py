@@ -45,7 +45,7 @@ class SFTMethod(MethodSettings):
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
         default=None,
-        description="Whether to train on the completion alone; null: if the data has a prompt.",
+        description="Whether to train only on the completion; null: if the data has a prompt.",
     )
     assistant_only_loss: bool = Field(
         default=False, description="Whether to train on all assistant turns of a conversation, and on nothing else."
@@ -100,7 +100,7 @@ class DPOMethod(MethodSettings):
     discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
     use_ref_model: bool = Field(
         default=True,
-        description="Whether a second model may be the reference; false: adapter off, or precomputed without one.",
+        description="Whether a second model may be the reference; false: adapter off, or precomputed if there is none.",
     )
     reference_free: bool = Field(
         default=False, description="Whether the reference's log-probabilities count as 0, with losses that allow it."
@@ -204,7 +204,8 @@ class ORPOMethod(MethodSettings):
         default=0.1, description="Weight of the odds ratio against the likelihood; the paper's lambda."
     )
     completion_only_loss: bool = Field(
-        default=False, description="Whether the likelihood term has the chosen completion alone; false: its prompt too."
+        default=False,
+        description="Whether the likelihood term covers only the chosen completion; false: its prompt too.",
     )
 
 

@@ -51,7 +51,7 @@ class RewardedMethod(OnlineMethod):
     needs_rewards = True
 
     num_minibatches: Positive = Field(
-        default=1, description="Number of minibatches of a step's prompts, each with its update."
+        default=1, description="Number of minibatches of a step's prompts, each with its own update."
     )
     kl_estimator: KLEstimator = Field(default="k3", description="Estimator of the KL to the reference.")
     entropy_coef: Annotated[Float, Field(ge=0)] = Field(
@@ -103,7 +103,7 @@ class PolicyGradientMethod(RewardedMethod):
         default=None, description="Clip range above 1 (clip-higher); cispo: cap of the ratio itself; null: epsilon."
     )
     resampling_rounds: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Maximum number of times that groups of equal rewards are sampled again."
+        default=0, description="Maximum number of times to resample groups of equal rewards."
     )
 
     @property
@@ -251,7 +251,7 @@ class PPOMethod(RewardedMethod):
     type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
     num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
     num_minibatches: Positive = Field(
-        default=2, description="Number of minibatches of a step's prompts, each with its update."
+        default=2, description="Number of minibatches of a step's prompts, each with its own update."
     )
     num_ppo_epochs: Positive = Field(default=4, description="Number of passes over a step's completions.")
     cliprange: Annotated[Float, Field(gt=0)] = Field(
@@ -266,7 +266,8 @@ class PPOMethod(RewardedMethod):
         description="Whether the value head predicts returns normalised by their running mean and spread.",
     )
     whiten_rewards: bool = Field(
-        default=False, description="Whether a step's token rewards are scaled to a standard deviation of 1, mean kept."
+        default=False,
+        description="Whether to scale a step's token rewards to a standard deviation of 1 and keep their mean.",
     )
     gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount of later rewards, per token.")
     lam: Annotated[Float, Field(ge=0, le=1)] = Field(

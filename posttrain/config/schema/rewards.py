@@ -32,7 +32,7 @@ class RewardTerm(Settings):
 class RuleReward(RewardTerm):
     """A rule, graded in worker processes: tagged format, or a right answer."""
 
-    type: RuleName = Field(description="Which rule.")
+    type: RuleName = Field(description="Name of the rule.")
 
 
 class LengthReward(RewardTerm):
@@ -69,7 +69,7 @@ class RepetitionReward(RewardTerm):
 
     type: Literal["repetition"] = Field(description="Repetition penalty.")
     ngram_size: Positive = Field(default=3, description="Length of an n-gram in tokens.")
-    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Penalty where everything repeats.")
+    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Penalty if every n-gram repeats.")
 
 
 class ModelReward(RewardTerm):
@@ -100,10 +100,10 @@ class PythonReward(RewardTerm):
     type: Literal["python"] = Field(description="A Python function.")
     function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="module:function.")
     timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Timeout of a call in seconds; after it, its completions have no reward."
+        default=None, description="Timeout of a call in seconds, after which its completions have no reward."
     )
     retries: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Number of further calls after one that raised or timed out."
+        default=0, description="Number of retries of a call that raised or timed out."
     )
 
 

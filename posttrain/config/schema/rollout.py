@@ -33,10 +33,10 @@ class VllmConfig(Settings):
         default="http", description="Transport of the weights to servers; nccl: between two GPUs, without main memory."
     )
     timeout: Annotated[Float, Field(gt=0)] = Field(
-        default=600.0, description="Seconds that a server may take to start or to come back, and between heartbeats."
+        default=600.0, description="Maximum seconds for a server to start or return, and between its heartbeats."
     )
     max_restarts: Annotated[Int, Field(ge=0)] = Field(
-        default=3, description="Number of times that a server may die and be replaced before the run fails."
+        default=3, description="Number of times that a server may die and be restarted before the run fails."
     )
 
     @model_validator(mode="after")

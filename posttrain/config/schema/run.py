@@ -49,7 +49,7 @@ class RunConfig(Settings):
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="Rewards of completions, summed by weight: trained on by online methods, else evaluated.",
+        description="Rewards of completions, summed by weight; only online methods train on them.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."

@@ -26,7 +26,7 @@ class SuiteConfig(Settings):
     """
 
     name: Word = Field(description="Name in tables, metrics (eval_{name}) and records.")
-    about: Text = Field(default="a suite of the user", description="What is asked, in a few words.")
+    about: Text = Field(default="a suite of the user", description="Short description of the questions.")
     source: Text = Field(description="Known data set, hub id, file or folder.")
     split: Text = Field(default="test", description="Split of a hub data set.")
     rows: Annotated[Text, Field(pattern=FUNCTION)] | None = Field(
@@ -62,14 +62,17 @@ class SuiteConfig(Settings):
         default={}, description="Arguments of the rule, each from a field of the row: {choices: options}."
     )
     metric: Word = Field(default="accuracy", description="Name of the mean score.")
-    choices: tuple[Text, ...] = Field(default=(), description="Continuations to compare; the answer is one's number.")
+    choices: tuple[Text, ...] = Field(
+        default=(), description="Continuations to compare; the answer is the number of one."
+    )
     shots: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Worked examples in the prompt, as {shots}, from `shots_split` and the item's group."
+        default=0,
+        description="Number of worked examples, {shots} in the prompt, from `shots_split` and the item's group.",
     )
     shots_split: Text = Field(default="dev", description="Split of the worked examples.")
     items: Positive | None = Field(default=None, description="Number of items of the whole suite; null: unknown.")
     groups: Positive | None = Field(default=None, description="Number of groups of the whole suite; null: unknown.")
-    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
     temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Sampling temperature; 0: greedy.")
     max_completion_length: Positive = Field(default=1024, description="Longest completion in tokens.")
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(default=(), description="Strings that end a completion.")

@@ -37,7 +37,7 @@ class TrainingConfig(Settings):
     )
     warmup_steps: Annotated[Float, Field(ge=0)] = Field(
         default=WARMUP_STEPS,
-        description="Number of warm-up steps, or below 1 a share of all; offline methods start at a rate of 0.",
+        description="Number of warm-up steps, or a share of all if below 1; offline methods start at a rate of 0.",
     )
     weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
@@ -50,7 +50,7 @@ class TrainingConfig(Settings):
     max_steps: Positive | None = Field(default=None, description="Number of steps; overrides num_train_epochs.")
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
         default="adamw",
-        description="Optimizer; adamw_8bit: moments of a byte; adamw_cpu_offload: all but the weights in CPU memory.",
+        description="Optimizer; adamw_8bit: 8-bit moments; adamw_cpu_offload: all but the weights in CPU memory.",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
         default="auto", description="Whether to recompute activations in backward: slower, less memory."
@@ -78,7 +78,7 @@ class CheckpointConfig(Settings):
         description="Metric for best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
     )
     best_direction: Literal["auto", "higher", "lower"] = Field(
-        default="auto", description="Direction in which best_metric gets better; auto: known for posttrain's metrics."
+        default="auto", description="Better direction of best_metric; auto: known for posttrain's metrics."
     )
     early_stopping_patience: Positive | None = Field(
         default=None,
@@ -135,7 +135,7 @@ class DevicesConfig(Settings):
     )
     strategy: Literal["auto", "ddp", "fsdp"] = Field(
         default="auto",
-        description="What several processes share: ddp: the batch; fsdp: weights, gradients and optimizer too "
+        description="Sharing among processes; ddp: the batch; fsdp: also weights, gradients and optimizer "
         "(FSDP2); auto: ddp.",
     )
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
