@@ -9,6 +9,7 @@ How a command of a fenced block is run:
 - The Python blocks of a page are one program.
 - What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
   ones. All else stays as it is written.
+- A run that no later command of its page reads is checked with `--dry-run`; `make slow` trains it (README.md's always).
 - `posttrain serve` starts a server of a small model, whose address takes the place of SERVED.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
 A line that none of this covers fails the test.
@@ -54,6 +55,7 @@ DATA = {
 }
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
 SERVED = "http://127.0.0.1:8000"  # in a page, where `posttrain serve` listens: here a stand-in's address
+TRAINING = ("train", "verify-resume", "sweep")
 TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality", "--json"}
 
 
@@ -98,8 +100,14 @@ def commands(page: Path) -> list[list[str]]:
 class Reader:
     """Runs what a page says, in the order it says it, in the current folder."""
 
-    def __init__(self, page: Path, shared: Path, scratch_model: Path, capsys):
+    def __init__(self, page: Path, shared: Path, scratch_model: Path, capsys, trains_all: bool = False):
         self.shared, self.scratch_model, self.capsys = shared, scratch_model, capsys
+        self.trains_all = trains_all or page.name == "README.md"
+        reading = [
+            " ".join(words) for words in commands(page) if (posttrain_arguments(words) or ["train"])[0] not in TRAINING
+        ]
+        reading += [body for language, body, _ in blocks(page) if language == "python"]
+        self.read_runs = {word for text in reading for word in re.findall(r"[\w-]+", text)}
         self.resources, self.url = ExitStack(), SERVED
         with gzip.open(shared / HH, "rt", encoding="utf-8") as rows:
             Path("pairs.jsonl").write_text("".join(itertools.islice(rows, 4)), encoding="utf-8")
@@ -114,7 +122,7 @@ class Reader:
 
     def command(self, arguments: list[str]) -> None:
         verb, *rest = arguments
-        if verb in ("train", "plan", "explore", "verify-resume"):
+        if verb in (*TRAINING, "plan", "explore") and verb != "sweep":
             if verb == "train" and len(rest) == 1 and not Path(rest[0]).exists():
                 assert rest[0] in LOCAL, f"{rest[0]} is no preset that tests/test_presets.py trains"
                 return
@@ -123,10 +131,15 @@ class Reader:
                 re.sub(r"00$", "", word) if flag == "--max-steps" else word
                 for flag, word in itertools.pairwise(["", *rest])
             ]
-            self.run([verb, *self.local(rest)])
+            if verb in ("plan", "explore") or self.trains(rest):
+                self.run([verb, *self.local(rest)])
+            elif verb == "train" and not {"--resume", "--overwrite"} & set(rest):
+                self.run([verb, *self.local(rest), "--dry-run"])
+            else:
+                flags_exist(arguments, self.run)
         elif verb == "sweep":  # the swept values are not those of one run
             flags = self.local([rest[0], "--dry-run"])[2:]
-            self.run([verb, *rest, *flags])
+            self.run([verb, *rest, *flags, *([] if self.trains(rest) or "--dry-run" in rest else ["--dry-run"])])
         elif verb in ("score", "generate", "sample"):
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
@@ -167,6 +180,17 @@ class Reader:
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)
+
+    def trains(self, rest: list[str]) -> bool:
+        """Whether the run is trained here: a later command of the page reads it, or all are."""
+        if self.trains_all:
+            return True
+        named = [word for flag, word in itertools.pairwise(rest) if flag == "--name"]
+        shown = [rest[0], *(word for word in rest if word.startswith("name=")), *(f"name={word}" for word in named)]
+        return (
+            not shown[0].startswith("-")
+            and yaml.safe_load(self.run(["config", "show", *shown]))["name"] in self.read_runs
+        )
 
     def curl(self, words: list[str]) -> None:
         """What curl would send to the page's server."""
@@ -276,12 +300,30 @@ def flags_exist(arguments: list[str], run) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+    in_a_folder(tmp_path, monkeypatch)
+    follow(page, Reader(page, shared, scratch_model, capsys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if any(words[1:2] in (["train"], ["sweep"]) for words in commands(p))],
+    ids=lambda p: p.name,
+)
+def test_every_run_of_a_page_trains(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+    in_a_folder(tmp_path, monkeypatch)
+    follow(page, Reader(page, shared, scratch_model, capsys, trains_all=True))
+
+
+def in_a_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    reader = Reader(page, shared, scratch_model, capsys)
+
+
+def follow(page: Path, reader: Reader) -> None:
     with reader.resources:
         run_page(page, reader)
-    runs_are_as_described(tmp_path)
+    runs_are_as_described(Path.cwd())
 
 
 def run_page(page: Path, reader: Reader) -> None:
