@@ -5,7 +5,7 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench learn gpu wheel wheels clean
+.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -22,6 +22,11 @@ test-ui: .venv/.installed-dev
 	@test -n "$(CHROMIUM)" || command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 		{ echo "no Chromium: set CHROMIUM=/path/to/it, or install one: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/pytest -m ui tests
+
+# The trained models that tests start from (tests/sums).
+sums: .venv/.installed-dev
+	rm -rf tests/sums
+	$(BIN)/python -m benchmarks.sums tests/sums
 
 # Every slow proof of the suite.
 slow: .venv/.installed-dev build/trl-1.12 build/go

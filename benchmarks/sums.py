@@ -3,11 +3,15 @@
 The model is taught every sum. Then the weights that choose its words are mixed with as much noise, and made smaller,
 which makes it less sure of each word, until about one answer in ten is right.
 Reinforcement learning is given four fifths of the problems; the others are held out from it.
+
+`python -m benchmarks.sums FOLDER` writes the tasks that the tests use (tests/sums), with the hash of every file.
 """
 
+import hashlib
 import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +25,8 @@ from posttrain.models.lean import lean
 
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
 STOP, START = "$", "^"
+SAVED = {"half": 0.5, "tenth": 0.1}  # tasks kept as files: the share of right answers at the start
+HASHES = "SHA256SUMS"
 TIMES = 8  # an answer is sampled: of 80 at 90 %, that alone makes the share uncertain by 3 points, of 640 by 1
 EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}]'
 
@@ -143,3 +149,25 @@ def accuracy(model: PreTrainedModel, tokenizer, problems, longest: int = 6, seed
     texts = [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in sampled]
     model.set_attn_implementation("sdpa")
     return sum(exact(texts, [answer for _, answer in problems])) / len(problems)
+
+
+def hashes_of(folder: Path) -> str:
+    """The SHA-256 of every file of the tasks in a folder, as `sha256sum` writes them."""
+    files = sorted(path for name in SAVED for path in (folder / name).rglob("*") if path.is_file())
+    return "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.relative_to(folder)}\n" for f in files)
+
+
+def check_saved(folder: Path) -> None:
+    """Raises ValueError if a file of the saved tasks is not the one that was written."""
+    if hashes_of(folder) != (folder / HASHES).read_text():
+        raise ValueError(f"{folder} is damaged: restore it, or write it again with `make sums`")
+
+
+def main(folder: Path) -> None:
+    for name, right in SAVED.items():
+        make(folder / name, right=right)
+    (folder / HASHES).write_text(hashes_of(folder))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
