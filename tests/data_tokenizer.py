@@ -1,7 +1,12 @@
-"""A tokenizer made on the spot: one token per byte, and ChatML's three special tokens."""
+"""A tokenizer made on the spot: one token per byte, and ChatML's three special tokens; data prepared with it."""
+
+from dataclasses import fields
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from posttrain import data
+from posttrain.data import KINDS, Options, layouts
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -39,3 +44,14 @@ def trained_text(prepared, tokenizer, index=0):
             runs[-1].append(int(token))
         before = trained
     return [tokenizer.decode(run) for run in runs]
+
+
+def prepare(settings, tokenizer, kind, **options):
+    """`posttrain.data.prepare`, with the settings of the kind and the options by name."""
+    own = {field.name: options.pop(field.name) for field in fields(KINDS[kind]) if field.name in options}
+    return data.prepare(settings, tokenizer, KINDS[kind](**own), Options(**options))
+
+
+def find_layout(format, columns, sample, kind, where):
+    """The layout of rows like those of `sample`, for a kind by its name."""
+    return layouts.find_layout(format, columns, sample, KINDS[kind](), where)

@@ -10,14 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, prepare
 from test_data_sources import hub_cache
 
 from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
-from posttrain.data import prepare
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
 from posttrain.data.sources import keep, layout_of, splits_of

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer, trained_text
+from data_tokenizer import CHATML, byte_tokenizer, prepare, trained_text
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -25,12 +25,12 @@ from posttrain.batch import pack, physical_length, sequences
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
-from posttrain.data import Selection, arithmetic_problems, cache, explore, prepare, reading
+from posttrain.data import KINDS, Selection, arithmetic_problems, cache, explore, reading
 from posttrain.data.holdout import hashes_of, row_hash
-from posttrain.data.lengths import Room
 from posttrain.data.readers import Record
 from posttrain.data.reading import SourcePart
 from posttrain.data.report import Reading
+from posttrain.data.table import Room
 
 
 def write(path, rows):
@@ -834,7 +834,7 @@ def test_several_runs_may_fill_one_cache(tmp_path):
         return Reading("text", 1)
 
     def make(name):
-        return cache.cached(tmp_path, name, "sft", build)[0].num_rows
+        return cache.cached(tmp_path, name, KINDS["sft"].schema, build)[0].num_rows
 
     with ThreadPoolExecutor(2) as threads:
         for damaged in (False, True):

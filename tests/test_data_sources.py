@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, prepare
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
-from posttrain.data import prepare, streams
+from posttrain.data import streams
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source, splits_of
 

@@ -12,7 +12,7 @@ from datetime import date
 import numpy as np
 import pytest
 import torch
-from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
+from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, prepare, trained_text
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,7 +30,7 @@ from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig, load
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.data import prepare, prepare_run, render
+from posttrain.data import prepare_run, render
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record
 from posttrain.data.render import Process, RenderRequest, rendering

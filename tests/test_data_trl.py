@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
-from data_tokenizer import byte_tokenizer
+from data_tokenizer import byte_tokenizer, prepare
 from transformers import AutoTokenizer
 
 from posttrain.config.schema.data import DataConfig
-from posttrain.data import prepare
 from posttrain.data.readers import read_files
 from posttrain.recipes.kto import with_other_completions
 

@@ -5,12 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
+from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, prepare, trained_text
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
-from posttrain.data import prepare
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row
 from posttrain.data.tokenise import Tokeniser, Trained

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from data_tokenizer import byte_tokenizer
+from data_tokenizer import byte_tokenizer, prepare
 from pydantic import ValidationError
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
 from posttrain.base.errors import DataError, PosttrainError
 from posttrain.config import DataConfig, EvaluationConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
-from posttrain.data import prepare, prepare_run
+from posttrain.data import prepare_run
 from posttrain.engines import EmbeddedEngine
 from posttrain.evaluation.records import read_summary
 from posttrain.models.load import load_model, load_tokenizer

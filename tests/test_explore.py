@@ -6,15 +6,13 @@ import json
 import sys
 
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, find_layout, prepare
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
-from posttrain.data import prepare
-from posttrain.data.explore import ASCII, nodes_of, tokens_text
-from posttrain.data.layouts import find_layout
+from posttrain.data.explore import ASCII, parts_of, tokens_text
 from posttrain.data.pieces import pieces
 from posttrain.data.readers import delimiter_of, read_files
 
@@ -55,15 +53,17 @@ def test_bytes_that_are_no_character_hold_nothing_up(shared):
 
 def test_the_first_token_of_a_sequence_is_not_trained(shared, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
-    [document] = nodes_of(prepared(tmp_path / "a.jsonl", [{"text": "Once\nZoë"}], tokenizer=tokenizer).train[0])
-    assert tokens_text(document, tokenizer).plain == "<s>⟦ Once↵\nZoë</s>⟧"
-    assert tokens_text(document, tokenizer, ASCII).plain == "<s>[[ Once\\n\nZoë</s>]]"
+    [document] = parts_of(
+        prepared(tmp_path / "a.jsonl", [{"text": "Once\nZoë"}], tokenizer=tokenizer).train[0], tokenizer
+    )
+    assert tokens_text(document).plain == "<s>⟦ Once↵\nZoë</s>⟧"
+    assert tokens_text(document, ASCII).plain == "<s>[[ Once\\n\nZoë</s>]]"
     row = {"prompt": "Once", "completion": " upon\n"}
-    [asked] = nodes_of(prepared(tmp_path / "b.jsonl", [row], tokenizer=tokenizer).train[0])
-    assert tokens_text(asked, tokenizer).plain == "<s> Once⟦ upon↵\n</s>⟧"
+    [asked] = parts_of(prepared(tmp_path / "b.jsonl", [row], tokenizer=tokenizer).train[0], tokenizer)
+    assert tokens_text(asked).plain == "<s> Once⟦ upon↵\n</s>⟧"
     pair = {"prompt": "Once", "chosen": " upon", "rejected": " more"}
-    nodes = list(nodes_of(prepared(tmp_path / "c.jsonl", [pair], "pair", tokenizer).train[0]))
-    assert [tokens_text(node, tokenizer).plain for node in nodes] == ["<s> Once", "⟦ upon</s>⟧", "⟦ more</s>⟧"]
+    parts = parts_of(prepared(tmp_path / "c.jsonl", [pair], "pair", tokenizer).train[0], tokenizer)
+    assert [tokens_text(part).plain for part in parts] == ["<s> Once", "⟦ upon</s>⟧", "⟦ more</s>⟧"]
 
 
 def test_explore_survives_a_locale_without_its_characters(tmp_path, monkeypatch):

@@ -9,15 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, find_layout, prepare
 from fuzzing import JSON, TEXT, damaged, fuzzed, outcome
 from hypothesis import strategies as st
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig, TagsConfig
-from posttrain.data import prepare, reading
+from posttrain.data import reading
 from posttrain.data.formats import FORMATS
-from posttrain.data.layouts import find_layout
 from posttrain.data.readers import Record, read_files
 from posttrain.data.rows import Row, RowError
 from posttrain.data.sources import open_source

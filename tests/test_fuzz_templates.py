@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import render
-from posttrain.data.published import PUBLISHED
 from posttrain.data.render import RenderRequest, rendering
 from posttrain.data.render_worker import OUTPUT_BYTES
 from posttrain.data.rows import Row, RowError
-from posttrain.data.templates import choose_template
+from posttrain.data.templates import PUBLISHED, choose_template
 from posttrain.data.tokenise import Tokeniser, Trained
 
 # --- templates --------------------------------------------------------------------------------------------------------

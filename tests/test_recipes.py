@@ -248,7 +248,7 @@ def test_reward_model_loads_as_a_sequence_classifier(tmp_path, shared, scratch_m
     from posttrain.models.load import load_tokenizer
 
     config = load(tmp_path / "config.json").config
-    held_out = prepare(config.data, load_tokenizer(config.models[0]), "pair", seed=0).validation["validation"]
+    held_out = prepare(config.data, load_tokenizer(config.models[0]), "pair").validation["validation"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
     rows = [
         torch.tensor(ids).long() for i in range(len(held_out)) for t in held_out[i].trees for ids, _ in sequences(t)

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, prepare
 
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, ValidationConfig
-from posttrain.data import Selection, overview, prepare
+from posttrain.data import Selection, overview
 from posttrain.ui.address import address
 from posttrain.ui.commands import Answer, Commands
 from posttrain.ui.data_page import CHECK, check, data_page, read

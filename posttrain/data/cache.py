@@ -15,16 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.atomic import LEFTOVER, put_folder, take_away
 from posttrain.base.errors import DataError
-from posttrain.config.schema.base import Kind
-from posttrain.data.readers import Record
 from posttrain.data.report import Reading
-from posttrain.data.tokenise import Compared, Trained, first_trained
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +28,7 @@ CODE_VERSION = 11  # increase it when the same rows and settings give other toke
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 
-INTS = pa.list_(pa.int32())
-SINGLE = [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("heads", INTS)]
 DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and are no part of the data's identity
-SCHEMAS = {
-    "hash": pa.schema([("hash", pa.uint64())]),
-    "sft": pa.schema([*SINGLE, ("weights", pa.list_(pa.float32()))]),
-    "unpaired": pa.schema([*SINGLE, ("label", pa.bool_())]),
-    "prompt": pa.schema([*SINGLE, ("facts", pa.string())]),
-    "pair": pa.schema(
-        [
-            ("row", pa.int64()),
-            ("prompt", INTS),
-            ("chosen", INTS),
-            ("rejected", INTS),
-            ("rejected_prompt", INTS),
-            ("two_prompts", pa.bool_()),
-            ("margin", pa.float64()),
-            ("tie", pa.bool_()),
-            ("heads", INTS),
-            ("rejected_heads", INTS),
-        ]
-    ),
-}
 
 
 def key_of(facts: dict[str, Any]) -> str:
@@ -81,10 +55,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Writer:
-    """Writes rows of one kind to an Arrow file, batch by batch."""
+    """Writes rows to an Arrow file, batch by batch."""
 
-    def __init__(self, path: Path, kind: str):
-        self.schema = SCHEMAS[kind]
+    def __init__(self, path: Path, schema: pa.Schema):
+        self.schema = schema
         self.sink = pa.OSFile(str(path), "wb")
         self.file = pa.ipc.new_file(self.sink, self.schema)
         self._hashes: dict[str, Any] = defaultdict(hashlib.sha256)
@@ -125,39 +99,10 @@ class Writer:
         self.sink.close()
 
 
-def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
-    """An example as a row of the cache. Raises DataError if none of its tokens is a target, except for prompts."""
-    where = f"{record.file} line {record.line} (row {record.row})"
-    if isinstance(item, Trained):
-        if kind != "prompt" and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
-            raise DataError(
-                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
-                "turn, a completion, or any token after the first)"
-            )
-        return {
-            "row": record.row,
-            "tokens": np.asarray(item.tokens, np.int32),
-            "spans": np.asarray(item.spans, np.int32).reshape(-1),  # start, stop, start, stop …
-            "prompt": item.prompt,
-            "heads": np.asarray(item.heads, np.int32),
-        } | ({"weights": np.asarray(item.weights, np.float32)} if kind == "sft" else {})
-    other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
-    for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
-        if not len(reply) or len(prompt) + len(reply) < 2:
-            raise DataError(f"{where} has nothing to train: {name} has {len(reply)} tokens")
-    lists = ("prompt", "chosen", "rejected", "rejected_prompt", "heads", "rejected_heads")
-    return {name: np.asarray(getattr(item, name) or (), np.int32) for name in lists} | {
-        "row": record.row,
-        "two_prompts": item.rejected_prompt is not None,
-        "margin": item.margin,
-        "tie": item.tie,
-    }
-
-
 def cached(
-    folder: Path, key: str, kind: str, build: Callable[[Writer], Reading]
+    folder: Path, key: str, schema: pa.Schema, build: Callable[[Writer], Reading], file: str = "rows.arrow"
 ) -> tuple[pa.Table, Reading, str, str | None]:
-    """The table of a key, memory-mapped, built if it is missing.
+    """The table of a key with rows of this schema, memory-mapped, built if it is missing.
 
     Also returns the reading's findings, the hash of the rows, and a note if a damaged table was rebuilt. Raises
     DataError when the folder cannot be written.
@@ -168,7 +113,7 @@ def cached(
         for attempt in range(ATTEMPTS):
             if place.exists():
                 try:
-                    return *_load(place, kind), note
+                    return *_load(place, file), note
                 except _DamagedError as damage:
                     try:
                         take_away(place)
@@ -180,8 +125,8 @@ def cached(
                         logger.warning(note)
             place.parent.mkdir(parents=True, exist_ok=True)
             _clean(place.parent)
-            _build(place, kind, build)
-        return *_load(place, kind), note
+            _build(place, file, schema, build)
+        return *_load(place, file), note
     except _DamagedError as error:
         raise DataError(f"the data cache in {folder} returns other data than was written ({error})") from error
     except OSError as error:
@@ -195,12 +140,8 @@ class _DamagedError(Exception):
     pass
 
 
-def _file(place: Path, kind: str) -> Path:
-    return place / ("hashes.arrow" if kind == "hash" else "rows.arrow")
-
-
-def _load(place: Path, kind: str) -> tuple[pa.Table, Reading, str]:
-    rows = _file(place, kind)
+def _load(place: Path, file: str) -> tuple[pa.Table, Reading, str]:
+    rows = place / file
     try:
         facts = json.loads((place / "facts.json").read_text())
         with rows.open("rb") as stream:
@@ -215,14 +156,14 @@ def _load(place: Path, kind: str) -> tuple[pa.Table, Reading, str]:
         raise _DamagedError(str(error)) from error
 
 
-def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
+def _build(place: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
     def write(work: Path) -> None:
-        writer = Writer(_file(work, kind), kind)
+        writer = Writer(work / file, schema)
         try:
             reading = build(writer)
         finally:
             writer.close()
-        with _file(work, kind).open("rb") as stream:
+        with (work / file).open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         facts = {"sha256": digest, "content": writer.content(), "reading": reading.to_json()}
         (work / "facts.json").write_text(json.dumps(facts))

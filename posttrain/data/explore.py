@@ -1,6 +1,6 @@
 """A prepared data set, printed or as plain values: counts, lengths, and rows token by token with the trained ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -58,113 +58,62 @@ class Selection:
         return order[self.first : self.first + self.count].tolist()
 
 
-def sets_of(prepared: Prepared) -> dict[str, Dataset]:
-    return {"train": prepared.train, **prepared.validation}
-
-
-def selected(prepared: Prepared, selection: Selection) -> list[Example]:
-    """Raises DataError for a set that there is not."""
-    sets = sets_of(prepared)
-    if selection.of not in sets:
-        raise DataError(f"there is no set {selection.of!r}: it is one of {', '.join(sets)}")
-    data = sets[selection.of]
-    return [data[index] for index in selection.indices(data)]
-
-
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection, console: Console) -> None:
     """Print counts and lengths, then the selected examples token by token.
 
     Trained tokens are marked by ⟦ and ⟧ ([[ and ]] if the output is not UTF-8); with colour they have a background, in
     alternating shades.
     """
-    marks = UNICODE if console.encoding.startswith("utf") else ASCII
+    shown, marks = overview(prepared, tokenizer, selection), UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
         for line in report.lines():
             console.print(Text(visible(line)), soft_wrap=False)
         console.print()
-    console.print(_sizes(prepared))
-    examples = selected(prepared, selection)
-    if selection.row is not None and selection.count and not examples:
+    console.print(_sizes(shown["sets"]))
+    if selection.row is not None and selection.count and not shown["rows"]:
         console.print(f"{selection.of} has no example of row {selection.row}: it was dropped, or is in another set")
-    if examples:
+    if shown["rows"]:
         console.print()
         trained = (f"{marks.opening}trained{marks.closing}", SHADES[0])
         console.print(Text.assemble("Tokens: ", trained, f", the rest is context; {marks.line} is a line break."))
-    for example in examples:
+    for row in shown["rows"]:
         console.print()
-        console.rule(f"row {example.row}", align="left", characters="-")
-        for node in nodes_of(example):
-            counts = f"{node.title}: {len(node.tokens):,} tokens, {node.trained.sum():,} trained"
+        console.rule(f"row {row['row']}", align="left", characters="-")
+        for part in row["parts"]:
+            counts = f"{part['title']}: {part['tokens']:,} tokens, {part['trained']:,} trained"
             console.print(Text(counts, style="bold"))
-            console.print(tokens_text(node, tokenizer, marks))
-        if example.margin is not None:
-            console.print(Text(f"margin: {example.margin:g}", style="bold"))
-        if example.tie:
+            console.print(tokens_text(part, marks))
+        if row["margin"] is not None:
+            console.print(Text(f"margin: {row['margin']:g}", style="bold"))
+        if row["tie"]:
             console.print(Text("a tie", style="bold"))
 
 
-def _sizes(prepared: Prepared) -> Table:
+def _sizes(sets: Mapping[str, Mapping[str, Any]]) -> Table:
     """A line for each set: examples, physical tokens, and the lengths of examples."""
     table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
     for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
         table.add_column(name, justify="left" if name == "set" else "right")
-    for name, data in sets_of(prepared).items():
-        one = Lengths.of(data.lengths)
-        values = (len(data), one.total, one.mean, one.p50, one.p90, one.p99, one.max)
+    for name, sizes in sets.items():
+        values = (sizes[key] for key in ("examples", "total", "mean", "p50", "p90", "p99", "max"))
         table.add_row(name, *(f"{value:,.0f}" for value in values))
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A part of an example: its tokens, which are trained, and the tokens before it."""
-
-    title: str
-    tokens: list[int]
-    trained: np.ndarray
-    before: list[int]
-
-
-def nodes_of(example: Example) -> Iterator[Branch]:
-    """The parts of an example in order. The first token of a sequence is not trained: nothing predicts it."""
-    names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
-    replies = iter(names[example.label])
-    for tree in example.trees:
-        root = _node("prompt" if tree.children else "sequence", tree, [])
-        yield root
-        for child in tree.children:
-            yield _node(next(replies), child, root.tokens)
-
-
-def _node(title: str, node: Node, before: list[int]) -> Branch:
-    tokens = [int(token) for token in node.tokens]
-    trained = np.broadcast_to(np.asarray(node.trained, bool), len(tokens)).copy()
-    if not before:
-        trained[:1] = False
-    return Branch(title, tokens, trained, before)
-
-
-def parts_shown(count: int) -> list[tuple[int, int]]:
-    """Which of a node's tokens are shown: all, or the beginning and the end."""
-    half = MOST_TOKENS // 2
-    return [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]
-
-
-def tokens_text(node: Branch, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
-    """A node's tokens as text, with marks around the trained ones."""
-    count = len(node.tokens)
+def tokens_text(part: Mapping[str, Any], marks: Marks = UNICODE) -> Text:
+    """The tokens of a part as text, with marks around the trained ones."""
     text, inside, number = Text(), False, 0
-    for start, end in parts_shown(count):
-        if start:
-            text.append((marks.closing if inside else "") + f" ... {count - MOST_TOKENS:,} tokens ... ")
+    for piece in part["pieces"]:
+        if piece is None:
+            text.append((marks.closing if inside else "") + f" ... {part['omitted']:,} tokens ... ")
             inside = False
-        before = [*node.before, *node.tokens[:start]][-CHARACTER:]
-        for length, piece in pieces(node.tokens[start:end], tokenizer, before):
-            if node.trained[start] != inside:
-                inside = not inside
-                text.append(marks.opening if inside else marks.closing)
-            text.append(_visible(piece, marks), style=(SHADES if inside else PLAIN)[number % 2])
-            start, number = start + length, number + 1
+            continue
+        written, _, trained = piece
+        if trained != inside:
+            inside = trained
+            text.append(marks.opening if inside else marks.closing)
+        text.append(_visible(written, marks), style=(SHADES if inside else PLAIN)[number % 2])
+        number += 1
     text.append(marks.closing if inside else "")
     return text
 
@@ -176,16 +125,19 @@ def _visible(text: str, marks: Marks) -> str:
 
 
 def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection) -> dict[str, Any]:
-    """What `explore` prints, as values of JSON. docs/data.md has the fields."""
-    sets = sets_of(prepared)
-    width = max(1, -(-(max(int(data.lengths.max()) for data in sets.values()) + 1) // BINS))
+    """What `explore` prints, as values of JSON. docs/data.md has the fields. Raises DataError for an unknown set."""
+    sets = {"train": prepared.train, **prepared.validation}
+    if selection.of not in sets:
+        raise DataError(f"there is no set {selection.of!r}: it is one of {', '.join(sets)}")
+    data = sets[selection.of]
+    width = max(1, -(-(max(int(each.lengths.max()) for each in sets.values()) + 1) // BINS))
     return {
         "kind": prepared.kind,
         "width": width,
-        "sets": {name: _lengths(data, width) for name, data in sets.items()},
+        "sets": {name: _lengths(each, width) for name, each in sets.items()},
         "reports": {name: asdict(report) for name, report in prepared.reports.items()},
         "shown": asdict(selection),
-        "rows": [_row(example, tokenizer) for example in selected(prepared, selection)],
+        "rows": [_row(data[index], tokenizer) for index in selection.indices(data)],
     }
 
 
@@ -199,29 +151,44 @@ def _row(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
     answer = (example.facts or {}).get("answer")
     return {
         "row": example.row,
-        "parts": [_part(branch, tokenizer) for branch in nodes_of(example)],
+        "parts": parts_of(example, tokenizer),
         "margin": example.margin,
         "tie": example.tie,
         "answer": None if answer is None else str(answer),
     }
 
 
-def _part(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """`pieces` are [text, ids, trained] of each token, or of the tokens of one character; null stands for the
-    `omitted` tokens in the middle of a long part."""
+def parts_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The parts of an example in order, a prompt before its replies."""
+    names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
+    replies, parts = iter(names[example.label]), []
+    for tree in example.trees:
+        parts.append(_part("prompt" if tree.children else "sequence", tree, (), tokenizer))
+        parts += [_part(next(replies), child, tree.tokens, tokenizer) for child in tree.children]
+    return parts
+
+
+def _part(title: str, node: Node, before: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A node's tokens after those of `before`. The first token of a sequence is not trained: nothing predicts it.
+
+    `pieces` are [text, ids, trained] of each token, or of the tokens of one character; null stands for the `omitted`
+    tokens in the middle of a long part.
+    """
+    tokens, context = [int(token) for token in node.tokens], [int(token) for token in before]
+    count, half = len(tokens), MOST_TOKENS // 2
+    trained = np.broadcast_to(np.asarray(node.trained, bool), count).copy()
+    if not context:
+        trained[:1] = False
     found: list[list[Any] | None] = []
-    shown = parts_shown(len(branch.tokens))
-    for start, end in shown:
-        if start:
-            found.append(None)
-        before = [*branch.before, *branch.tokens[:start]][-CHARACTER:]
-        for length, text in pieces(branch.tokens[start:end], tokenizer, before):
-            found.append([text, branch.tokens[start : start + length], bool(branch.trained[start])])
+    for start, end in [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]:
+        found += [None] if start else []
+        for length, text in pieces(tokens[start:end], tokenizer, [*context, *tokens[:start]][-CHARACTER:]):
+            found.append([text, tokens[start : start + length], bool(trained[start])])
             start += length
     return {
-        "title": branch.title,
-        "tokens": len(branch.tokens),
-        "trained": int(branch.trained.sum()),
-        "omitted": len(branch.tokens) - sum(end - start for start, end in shown),
+        "title": title,
+        "tokens": count,
+        "trained": int(trained.sum()),
+        "omitted": max(0, count - MOST_TOKENS),
         "pieces": found,
     }

@@ -11,7 +11,6 @@ from typing import Any
 from posttrain.base.errors import DataError
 from posttrain.data.latex import last_box
 from posttrain.data.render import PREFILL
-from posttrain.data.reshaping import with_system
 from posttrain.data.rows import (
     Fields,
     Row,
@@ -25,6 +24,7 @@ from posttrain.data.rows import (
     text_of,
     text_or_messages,
     tools_of,
+    with_system,
 )
 from posttrain.data.templates import Template
 

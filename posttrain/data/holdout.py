@@ -8,24 +8,26 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from posttrain.base.errors import DataError
 from posttrain.base.progress import progress
 from posttrain.config.schema.data import DataConfig, HeldOutRows, ValidationConfig
 from posttrain.data import cache
-from posttrain.data.dataset import Array, as_numpy
 from posttrain.data.readers import Record
-from posttrain.data.reading import SourcePart, most_rows, parts_of
+from posttrain.data.reading import SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Reading
 from posttrain.data.sources import Source
+from posttrain.data.table import Array, as_numpy
 
 VERSION = 1  # increase it when the same row has another hash
 BATCH = 4096  # rows written at a time
+HASHES = pa.schema([("hash", pa.uint64())])
 WHOLE = re.compile(r"-?[0-9]+\.0")
 
 
@@ -33,8 +35,8 @@ WHOLE = re.compile(r"-?[0-9]+\.0")
 class HeldOut:
     """Row numbers as in `Table.row`: those that validate, and further ones that only other stages hold out."""
 
-    validation: Array
-    elsewhere: Array
+    validation: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    elsewhere: Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def every(self) -> Array:
@@ -47,7 +49,7 @@ def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
     Raises DataError if a source cannot be read, or no row is left to train on.
     """
     if not data.holds_out and not data.excluded:
-        return HeldOut(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return HeldOut()
     number, hashes = _readable(data, seed, folder)
     own = np.zeros(len(hashes), bool)
     if data.holds_out and data.validation is not None:
@@ -77,9 +79,9 @@ def _first(hashes: Array, given: ValidationConfig | HeldOutRows, seed: int) -> A
     if not len(hashes):
         return np.zeros(0, bool)
     wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(hashes)))
-    place = _mixed(hashes, seed)
+    order = _mixed(hashes, seed)
     last = min(wanted, len(hashes)) - 1
-    return place <= np.partition(place, last)[last]
+    return order <= np.partition(order, last)[last]
 
 
 def _mixed(hashes: Array, seed: int) -> Array:
@@ -92,16 +94,12 @@ def _mixed(hashes: Array, seed: int) -> Array:
 
 def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[Array, Array]:
     """The number and the hash of every row that its file allows to read, through all sources."""
-    found, before, left = [np.zeros((0, 2), np.uint64)], 0, most_rows(data)
-    for part in parts_of(data):
-        if left == 0:
-            break
-        most = part.max_rows if left is None else min(left, part.max_rows or left)
-        hashes = hashes_of(part, most, seed, folder)
+    found, read = [np.zeros((0, 2), np.uint64)], list[int]()
+    for part, rows, before in limited(parts_of(data), most_rows(data), read):
+        hashes = hashes_of(part, rows, seed, folder)
         number = np.arange(len(hashes), dtype=np.uint64) + np.uint64(before + part.skip_rows)
         found.append(np.stack([number, hashes], axis=1)[hashes != 0])
-        before += len(hashes)
-        left = None if left is None else left - len(hashes)
+        read.append(len(hashes))
     number, hashes = np.concatenate(found).T
     return number.astype(np.int64), hashes
 
@@ -110,7 +108,7 @@ def hashes_of(part: SourcePart, most: int | None, seed: int, folder: Path) -> Ar
     """The hash of each of the first `most` rows of a source, from the cache; 0 for one that cannot be read."""
     source, end = part.open(most, seed, lambda working, answer: answer)
     key = cache.key_of({"hash": VERSION, "source": source.digest, "skip_rows": part.skip_rows, "end": end})
-    table, *_ = cache.cached(folder, key, "hash", lambda writer: _write(part, source, end, writer))
+    table, *_ = cache.cached(folder, key, HASHES, lambda writer: _write(part, source, end, writer), file="hashes.arrow")
     return as_numpy(table.column("hash"))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.base.errors import DataError
 from posttrain.data.formats import FORMATS, Format
+from posttrain.data.kinds import Kind
 from posttrain.data.render import PREFILL, WEIGHT, without
-from posttrain.data.reshaping import in_messages
 from posttrain.data.rows import (
     ASKED,
     CELLS,
@@ -20,6 +20,7 @@ from posttrain.data.rows import (
     Fields,
     Row,
     RowError,
+    in_messages,
     optional_text,
     parsed,
     tidied,
@@ -92,7 +93,7 @@ def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
                 yield from (f"{key}[].{part}" for part in _unread(value, PART_KEYS))
 
 
-def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:
+def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: Kind, where: str) -> Layout:
     """The layout of rows like those of `sample`; `columns` maps fields to the data's columns.
 
     Raises DataError if the format's columns are missing, or no format fits; the message lists the columns.
@@ -110,9 +111,8 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         meant = f"did you mean {near[0]}? " if near else ""
         raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(there)}")
     if format == "auto":
-        format = (
-            _labelled(columns, there, where) if kind == "unpaired" else _detect(columns, there, sample, kind, where)
-        )
+        kind.refuse_columns({*there, *columns}, sample, where)
+        format = kind.format or _detect(columns, there, sample, kind, where)
     known = FORMATS[format]
     names = (*known.required, *known.optional)
     if unknown := [name for name in columns if name not in names]:
@@ -125,7 +125,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(there)}. "
             "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
         )
-    if kind == "pair" and not (known.pairs and all(found.get(name) in there for name in ("chosen", "rejected"))):
+    if kind.compares and not (known.pairs and all(found.get(name) in there for name in ("chosen", "rejected"))):
         raise DataError(
             f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
             f"preference pairs (its columns: {_list(there)})"
@@ -150,26 +150,9 @@ def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> di
     return found
 
 
-def _labelled(columns: dict[str, str], there: Iterable[str], where: str) -> str:
-    """KTO's only format; pairs are refused with advice."""
-    names = {*there, *columns}
-    if {"chosen", "rejected"} <= names and not names & {"label", "kto_tag"}:
-        raise DataError(
-            f"{where} has preference pairs (its columns: {_list(there)}), but KTO needs single completions with a "
-            "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
-            "or train on the pairs with method.type: dpo (its loss kto_pair is KTO for pairs)"
-        )
-    return "kto"
-
-
-def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: str, where: str) -> str:
+def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: Kind, where: str) -> str:
     """The format inferred from the columns, mapped ones by their fields' names."""
     names = {*there, *columns}
-    if kind == "sft" and "label" in names and any(isinstance(value.get("label"), bool) for value in sample):
-        raise DataError(
-            f"{where} has a boolean column `label`, like KTO's data: undesirable rows are not to be imitated. "
-            "Set data.format to train on all of it"
-        )
     if {"chosen", "rejected"} <= names and "conversations" not in names:
         chosen = [value.get(columns.get("chosen", "chosen")) for value in sample]
         transcripts = [isinstance(item, str) and item.lstrip().startswith("Human:") for item in chosen]
@@ -177,7 +160,7 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
     if "conversations" in names:
         return "sharegpt"
     inferred = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
-    if kind == "prompt":  # a column of this name is a prompt as it is, unless its answer comes from a solution
+    if kind.samples:  # a column of this name is a prompt as it is, unless its answer comes from a solution
         inferred.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
     for format in inferred:
         known = FORMATS[format]

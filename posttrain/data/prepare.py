@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,24 +13,22 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.base.caches import default_folder
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
+from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
-from posttrain.data.dataset import Dataset, Limits
+from posttrain.data.dataset import Dataset
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
-from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits
-from posttrain.data.reading import Kind, Loaded, Reader, SourcePart, most_rows, parts_of
+from posttrain.data.kinds import KINDS, Kind
+from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row
-from posttrain.data.templates import choose_template
+from posttrain.data.table import Limits, Room
 
 log = logging.getLogger("posttrain")
-
-__all__ = ["Kind", "Prepared", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Prepared:
     `prompts` has the prompts of the validation sets with rewards, for methods that train on completions.
     """
 
-    kind: Kind
+    kind: KindName
     train: Dataset
     validation: dict[str, Dataset]
     reports: dict[str, Report]
@@ -59,38 +57,54 @@ class Prepared:
         return self.reports["train"]
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `prepare` needs beside the data settings, all of it optional.
+
+    Prompts leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those of
+    evaluation for `evaluated`, by default the same. `datasets` are evaluation sets beside `data.validation`. The same
+    `seed` holds out the same rows, for every kind, template and limits; `held_out` gives the row numbers instead.
+    `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as by the runs that
+    began before there was such a record, and a random part of those within the limits validates.
+    """
+
+    datasets: Sequence[EvaluationDataset] = ()
+    completion_length: int = 0
+    evaluated: Room | None = None
+    positions: int | None = None
+    held_out: np.ndarray | None = None
+    cache_dir: Path | None = None
+    seed: int = 0
+    behavior_version: int = 2
+    method: str | None = None
+
+
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
     """The data of a run: the training set and every validation set.
 
     `positions` is the model's number of positions: prompts leave room for a completion within them.
     """
     method = config.method
-    kind = method.kind
-    targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
-    sets, seed = config.evaluation.datasets, config.seed
-    prepared = prepare(
-        config.data,
-        tokenizer,
-        kind,
-        datasets=sets,
-        seed=seed,
+    kind = KINDS[method.kind].of(method)
+    options = Options(
+        datasets=config.evaluation.datasets,
         completion_length=config.completion_length,
         evaluated=_evaluated(config),
         positions=positions,
-        with_completions=method.reads_completions,
-        method=method.type,
+        seed=config.seed,
         behavior_version=config.behavior_version,
-        **targets,
+        method=method.type,
     )
-    if kind == "pair" and not method.learns_ties:
+    prepared = prepare(config.data, tokenizer, kind, options)
+    if not method.learns_ties:
         for name, dataset in {"train": prepared.train, **prepared.validation}.items():
             if ties := int(dataset.ties.sum()):
                 raise DataError(
                     f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
                     f"{method.type} needs one reply to be better. Remove these rows"
                 )
-    if config.samples and kind != "prompt":
-        return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, positions))
+    if config.samples and not kind.samples:
+        return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, options))
     return prepared
 
 
@@ -102,14 +116,15 @@ def prompts_with_system(
     most = config.training.tokens_per_pack
     update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
     data = config.data.model_copy(update=update | {"overlong": "error", "validation": None})
-    room, version = config.completion_length, config.behavior_version
-    made = prepare(data, tokenizer, "prompt", completion_length=room, seed=config.seed, behavior_version=version)
-    found = made.train
-    return {int(row): np.asarray(found[index].trees[0].tokens) for index, row in enumerate(found.rows)}
+    options = Options(
+        completion_length=config.completion_length, seed=config.seed, behavior_version=config.behavior_version
+    )
+    train = prepare(data, tokenizer, "prompt", options).train
+    return {int(row): np.asarray(train[index].trees[0].tokens) for index, row in enumerate(train.rows)}
 
 
 def _validation_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, positions: int | None
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, options: Options
 ) -> dict[str, Dataset]:
     """The prompts of the validation sets with rewards, by row, without the replies.
 
@@ -121,28 +136,22 @@ def _validation_prompts(
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
     old = data.holds_out and config.behavior_version < 2
-    held_out = prepared.validation["validation"].rows if old else None
-    sets = config.evaluation.datasets
-    found = prepare(
-        data,
-        tokenizer,
-        "prompt",
-        datasets=[one for one in sets if (config.rewards if one.rewards is None else one.rewards)],
-        seed=config.seed,
-        evaluated=room,
-        positions=positions,
-        held_out=held_out,
-        behavior_version=config.behavior_version,
-    ).validation
+    options = replace(
+        options,
+        datasets=[d for d in options.datasets if (config.rewards if d.rewards is None else d.rewards)],
+        held_out=prepared.validation["validation"].rows if old else None,
+        method=None,
+    )
+    found = prepare(data, tokenizer, "prompt", options).validation
     for name, dataset in found.items():  # reported already for held-out rows
         if name != "validation" or not data.holds_out:
-            _say_left_out(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
+            _report_room(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
     return found
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
     """Maximum tokens of the model's input: of a prompt with its sampled completion, without the last token."""
-    if config.method.kind != "prompt":
+    if not KINDS[prepared.kind].samples:
         return prepared.longest
     sampled = [(prepared.train, config.completion_length)]
     sampled += [(dataset, _evaluated(config).tokens) for dataset in prepared.validation.values()]
@@ -155,131 +164,115 @@ def _evaluated(config: RunConfig) -> Room:
     return Room(config.rollout.max_completion_length) if own is None else Room(own, "evaluation.max_completion_length")
 
 
-def _say_left_out(name: str, asked: int, rows: int, room: Room, data: DataConfig) -> None:
+def _report_room(name: str, fitting: int, rows: int, room: Room, data: DataConfig) -> None:
     """Log how many prompts leave room for a completion, unless all do. Raises DataError if none does."""
-    if not asked:
+    if not fitting:
         raise DataError(
             f"{name}: no prompt leaves room for a completion of {room.tokens:,} tokens ({room.setting}) "
             f"in {data.max_length:,} (data.max_length)"
         )
-    if asked < rows:
-        log.warning("%s: %d of %d prompts leave room for a completion and are evaluated", name, asked, rows)
-
-
-def _held_out_set(whole: Loaded, held: HeldOut, limits: Limits | None) -> Dataset:
-    """The examples that validate, within other `limits` than those of training if they are given."""
-    among = np.isin(whole.table.row, held.validation)
-    fitted = whole.fitted if limits is None else whole.table.fit(limits, np.zeros(len(among), bool), among)
-    return Dataset(whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
-
-
-def _usable(usable: int, readable: int, held_out: int, method: str | None) -> str:
-    """How many of the rows held out validate; `readable` are not malformed. Raises DataError if none does."""
-    lost = {"malformed": held_out - readable, "over the length limits": readable - usable}
-    why = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count)
-    by = f" by {method}" if method else ""
-    if not usable:
-        raise DataError(
-            f"validation: none of the {held_out:,} held-out rows can be used{by}: {why}. Hold out more rows, or change "
-            "the limits (data.max_length, data.max_prompt_length)"
-        )
-    return f"validation: {usable:,} of {held_out:,} held-out rows can be used{by}" + (f": {why}" if why else "")
+    if fitting < rows:
+        log.warning("%s: %d of %d prompts leave room for a completion and are evaluated", name, fitting, rows)
 
 
 def prepare(
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: Kind,
-    *,
-    completion_only_loss: bool | None = None,
-    assistant_only_loss: bool = False,
-    datasets: Sequence[EvaluationDataset] = (),
-    completion_length: int = 0,
-    evaluated: Room | None = None,
-    positions: int | None = None,
-    held_out: np.ndarray | None = None,
-    with_completions: bool = False,
-    cache_dir: Path | None = None,
-    seed: int = 0,
-    behavior_version: int = 2,
-    method: str | None = None,
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, kind: Kind | KindName, options: Options | None = None
 ) -> Prepared:
-    """Read and tokenise the sources of `data` and the further evaluation `datasets`.
+    """Read and tokenise the sources of `data` and the further evaluation sets of `options`.
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
-    prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those
-    of evaluation for `evaluated`, by default the same. `with_completions` keeps the data's completion of each training
-    prompt as the prompt's only child.
-    `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise. The template is set
-    on the tokenizer. `validation` has the set of `data.validation` as "validation" and the further ones by their names.
-    The same seed gives the same split of the source's rows, for every kind, template and limits; `held_out` gives the
-    row numbers instead. `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as
-    by the runs that began before there was such a record, and a random part of those within the limits validates.
+    prompts alone; or one of these with its settings. The template is set on the tokenizer. `validation` has the set of
+    `data.validation` as "validation" and the further ones by their names.
 
     Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
     the limits if `overlong` is error, labelled completions of one kind only, or no usable rows, of those that are held
     out, too.
     """
-    room = Room(completion_length)
-    longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
-    template = choose_template(data, tokenizer)
-    cache_dir = cache_dir or default_folder()
-    reader = Reader(
-        data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions,
-        behavior_version,
-    )  # fmt: skip
+    kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
+    room, seed = Room(options.completion_length), options.seed
+    evaluated = options.evaluated or room
+    longest, longest_evaluated = (kind.longest_prompt(data, each, options.positions) for each in (room, evaluated))
+    reader = Reader(data, tokenizer, kind, options.cache_dir, seed, options.behavior_version)
     parts = parts_of(data)
-    whole = reader.load("train", parts, partial(training_limits, data, kind, longest), most_rows(data))
-    limits = evaluation_limits(data, longest_evaluated, whole.limits)
-    by_hash = behavior_version >= 2
-    if held_out is not None and data.holds_out:
-        held = HeldOut(held_out, held_out[:0])
-    else:
-        held = held_out_rows(data, seed, cache_dir) if by_hash else _permuted(data, whole, seed)
-    number = whole.table.row[whole.fitted.view[:, 0]]
-    train = Dataset(whole.table, whole.fitted, _weighted(~np.isin(number, held.every), whole, parts, seed))
-    if kind == "unpaired":
-        _refuse_one_class(train.labels, data)
+    whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
+    percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None  # benchmarks stay whole
+    given = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
+    limits = Limits.of(data, given, longest_evaluated)
+    held = _held_out(data, whole, options, reader.folder)
+    numbers = whole.table.row[whole.fitted.view[:, 0]]
+    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, parts, seed))
+    kind.refuse_training(whole.table, train.view, data)
     validation, notes = dict[str, Dataset](), []
     if len(held.elsewhere):
         notes.append(f"{counted(len(held.elsewhere), 'row')} that other stages hold out, not trained on")
     if len(held.validation):
-        same = limits == whole.limits if by_hash else longest_evaluated.tokens == longest.tokens
-        validation["validation"] = found = _held_out_set(whole, held, None if same else limits)
-        readable = int(np.isin(held.validation, whole.table.row).sum())
-        if longest_evaluated.tokens != longest.tokens and readable:
-            _say_left_out("validation", len(found), readable, evaluated or room, data)
-        notes.append(_usable(len(np.unique(found.rows)), readable, len(held.validation), method))
-    further = _further(data, datasets, reader, limits, taken=validation)
-    loaded = {"train": whole, **further}
-    validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
-    reports = {name: one.report for name, one in loaded.items()}
-    reports["train"] = replace(whole.report, notes=(*whole.report.notes, *notes))
-    sources = {"train": parts} | {name: [part] for name, part, _ in further_parts(data, datasets)}
-    for name, one in further.items():
-        if twice := trained_too(data, held, sources[name][0], seed, cache_dir):
-            note = f"{twice:,} of {counted(one.report.read, 'row')} are trained on, too"
-            reports[name] = replace(one.report, notes=(*one.report.notes, note))
+        shorter = evaluated if longest_evaluated.tokens != longest.tokens else None
+        validation["validation"], note = _validating(data, whole, held, limits, shorter, options)
+        notes.append(note)
+    reports = {"train": replace(whole.report, notes=(*whole.report.notes, *notes))}
+    loaded, sources = {"train": whole}, {"train": parts}
+    for name, part, settings in further_parts(data, options.datasets):
+        if name in validation or name == "train":
+            raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
+        loaded[name], sources[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None), [part]
+        validation[name], reports[name] = loaded[name].examples(), loaded[name].report
+        if twice := trained_too(data, held, part, seed, reader.folder):
+            note = f"{twice:,} of {counted(reports[name].read, 'row')} are trained on, too"
+            reports[name] = replace(reports[name], notes=(*reports[name].notes, note))
     contents = {
         f"{name} {part.source}": content
-        for name, one in loaded.items()
-        for part, content in zip(sources[name], one.contents, strict=False)  # max_rows may leave out the last sources
+        for name, each in loaded.items()
+        for part, content in zip(sources[name], each.contents, strict=False)  # max_rows may leave out the last sources
     }
-    return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation), contents)
+    return Prepared(kind.name, train, validation, reports, _fingerprint(loaded, train, validation), contents)
+
+
+def _held_out(data: DataConfig, whole: Loaded, options: Options, folder: Path) -> HeldOut:
+    if options.held_out is not None and data.holds_out:
+        return HeldOut(options.held_out)
+    if options.behavior_version >= 2:
+        return held_out_rows(data, options.seed, folder)
+    return _permuted(data, whole, options.seed)
+
+
+def _validating(
+    data: DataConfig, whole: Loaded, held: HeldOut, limits: Limits, shorter: Room | None, options: Options
+) -> tuple[Dataset, str]:
+    """The held-out examples within the limits of evaluation, and how many rows these are.
+
+    `shorter` is the room of their completions if it is another than in training. Raises DataError if no row is usable.
+    """
+    among, rows = np.isin(whole.table.row, held.validation), len(held.validation)
+    fitted = whole.fitted
+    if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:
+        fitted = whole.kind.fit(whole.table, limits, np.zeros(len(among), bool), among)
+    found = Dataset(whole.kind, whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
+    readable, usable = int(np.isin(held.validation, whole.table.row).sum()), len(np.unique(found.rows))
+    if shorter and readable:
+        _report_room("validation", len(found), readable, shorter, data)
+    lost = {"malformed": rows - readable, "over the length limits": readable - usable}
+    why = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count)
+    by = f" by {options.method}" if options.method else ""
+    if not usable:
+        raise DataError(
+            f"validation: none of the {rows:,} held-out rows can be used{by}: {why}. Hold out more rows, or change "
+            "the limits (data.max_length, data.max_prompt_length)"
+        )
+    return found, f"validation: {usable:,} of {rows:,} held-out rows can be used{by}" + (f": {why}" if why else "")
 
 
 def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
     """The rows that validate by the rule of version 1: a random part of those within the limits."""
     given, rows = data.validation, np.unique(whole.fitted.view[:, 0])
     if given is None or given.source is not None:
-        return HeldOut(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return HeldOut()
     wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(rows)))
     if wanted >= len(rows):
         raise DataError(
             f"data.validation holds out {wanted:,} of {len(rows):,} examples, which leaves none to train on"
         )
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
-    return HeldOut(whole.table.row[rng.permutation(rows)[:wanted]], np.zeros(0, np.int64))
+    return HeldOut(whole.table.row[rng.permutation(rows)[:wanted]])
 
 
 def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart, DataConfig]]:
@@ -289,18 +282,6 @@ def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> li
         given = data.validation
         sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows), data))
     return sources
-
-
-def _further(
-    data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
-) -> dict[str, Loaded]:
-    """The validation sets by name: that of `data.validation`, then the evaluation `datasets`."""
-    found: dict[str, Loaded] = {}
-    for name, part, settings in further_parts(data, datasets):
-        if name in taken or name in found or name == "train":
-            raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
-        found[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None)
-    return found
 
 
 def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
@@ -320,18 +301,6 @@ def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     if entry.columns is not None:
         update["columns"] = entry.columns
     return data.model_copy(update=update)
-
-
-def _refuse_one_class(labels: np.ndarray, data: DataConfig) -> None:
-    if labels.any() and not labels.all():
-        return
-    given = "true" if labels.any() else "false"
-    few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
-    raise DataError(
-        f"all {len(labels):,} training examples are labelled {given}{few}: KTO compares desirable and undesirable "
-        "completions, and needs both. Add rows of the other label, or train on desirable ones alone with "
-        "method.type: sft"
-    )
 
 
 def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
@@ -362,9 +331,9 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
     """The rows that are not malformed, with their numbers as in `Dataset.rows`: of `train`, which includes those that
     are held out, then of each validation set with a source of its own."""
     data, tokenizer = config.data, deepcopy(tokenizer)
-    template, kind = choose_template(data, tokenizer), config.method.kind
-    version, folder = config.behavior_version, default_folder()
-    reader = Reader(data, tokenizer, template, kind, None, False, folder, config.seed, behavior_version=version)
+    reader = Reader(
+        data, tokenizer, KINDS[config.method.kind](), seed=config.seed, behavior_version=config.behavior_version
+    )
     yield "train", _numbered(reader, parts_of(data), most_rows(data))
     for name, part, settings in further_parts(data, config.evaluation.datasets):
         yield name, _numbered(reader.with_data(settings), [part], None)
@@ -372,14 +341,11 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> Numbered:
     """Rows are numbered through the parts, of which `max_rows` limits the sum."""
-    before, left = 0, max_rows
-    for part in parts:
-        if left == 0:
-            return
-        read = 0
-        for record, row in reader.rows(part, part.max_rows if left is None else min(left, part.max_rows or left)):
-            read += 1
+    read = list[int]()
+    for part, rows, before in limited(parts, max_rows, read):
+        count = 0
+        for record, row in reader.rows(part, rows):
+            count += 1
             if row is not None:
                 yield before + record.row, row
-        before += read
-        left = None if left is None else left - read
+        read.append(count)

@@ -7,13 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.base.caches import default_folder
 from posttrain.config.schema.data import DataConfig
+from posttrain.data.kinds import Prompts, facts_of
 from posttrain.data.readers import Record
 from posttrain.data.reading import Reader, malformed_of
 from posttrain.data.report import Malformed
 from posttrain.data.rows import RowError
-from posttrain.data.templates import choose_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,7 @@ def prompts_of(
     and system prompt are. `behavior_version` is that of the run. Raises DataError when no record can be read or the
     columns fit no format.
     """
-    template = choose_template(data, tokenizer)
-    reader = Reader(
-        data, tokenizer, template, "prompt", None, False, default_folder(), 0, behavior_version=behavior_version
-    )
+    reader = Reader(data, tokenizer, Prompts(), behavior_version=behavior_version)
     layout = reader.layout_of_rows(records, name)
     found: dict[int, Prompt | Malformed] = {}
     rows, kept = [], []
@@ -59,5 +55,6 @@ def prompts_of(
             elif not len(item[1]):
                 found[record.row] = malformed_of(record, "the prompt has no tokens")
             else:
-                found[record.row] = Prompt(record.row, item[0], list(item[1]), json.loads(reader.facts(record, row)))
+                facts = json.loads(facts_of(record, row, reader.template.turns))
+                found[record.row] = Prompt(record.row, item[0], list(item[1]), facts)
     return [found[record.row] for record in records]

@@ -1,9 +1,8 @@
-"""One data set from its sources: read, check, tokenise into the cache, apply the limits."""
+"""One data set from its sources: read, check, tokenise into the cache, apply the limits; or its prompts alone."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,34 +16,27 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.caches import default_folder
 from posttrain.base.errors import DataError
 from posttrain.base.progress import progress
-from posttrain.config.schema.base import Kind
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
-from posttrain.data.dataset import Fitted, Limits, Table
+from posttrain.data.dataset import Dataset
+from posttrain.data.kinds import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
-from posttrain.data.reshaping import (
-    answer_beside,
-    as_prompt,
-    last_turn_as_completion,
-    refuse_without_reply,
-    with_system,
-    without_weights,
-)
-from posttrain.data.rows import Row, RowError, UntrainedError, as_turns, valid, variables_of, without_think
+from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
+from posttrain.data.table import Array, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
-from posttrain.data.templates import Template, choose_template, date_of, require_chat_template
+from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
 
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows over the limits that a report names
 KWARGS = "chat_template_kwargs"  # a column of variables of the chat template, in every format
-METHODS = {"pair": "a method of pairs", "unpaired": "KTO", "prompt": "a method of prompts"}
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -78,10 +70,26 @@ def most_rows(data: DataConfig | HeldOutRows) -> int | None:
     return None if isinstance(data.source, str) else data.max_rows
 
 
+def limited(
+    parts: Sequence[SourcePart], most: int | None, read: list[int]
+) -> Iterator[tuple[SourcePart, int | None, int]]:
+    """Each part, its limit of rows, and how many rows are before it; `most` limits the sum of all parts.
+
+    The caller appends to `read` how many rows it has read of a part.
+    """
+    for part in parts:
+        before = sum(read)
+        if most is None:
+            yield part, part.max_rows, before
+        elif left := most - before:
+            yield part, min(left, part.max_rows or left), before
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A data set within its limits, before it is split."""
 
+    kind: Kind
     table: Table
     fitted: Fitted
     limits: Limits
@@ -89,21 +97,27 @@ class Loaded:
     contents: list[str]  # SHA-256 of each part's rows
     report: Report
 
+    def examples(self, indices: Array | None = None) -> Dataset:
+        """The examples at these positions of `fitted`, by default all."""
+        every = np.arange(len(self.fitted.view))
+        return Dataset(self.kind, self.table, self.fitted, every if indices is None else indices)
 
-@dataclass(frozen=True, eq=False)
+
 class Reader:
-    """Loads data sets that share the settings of one `prepare`."""
+    """Loads data sets of one kind with the settings of one run. The template is set on the tokenizer."""
 
-    data: DataConfig
-    tokenizer: PreTrainedTokenizerBase
-    template: Template
-    kind: Kind
-    completion_only_loss: bool | None
-    assistant_only_loss: bool
-    folder: Path
-    seed: int
-    with_completions: bool = False
-    behavior_version: int = 2
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind,
+        folder: Path | None = None,
+        seed: int = 0,
+        behavior_version: int = 2,
+    ):
+        self.data, self.tokenizer, self.kind = data, tokenizer, kind
+        self.folder, self.seed, self.behavior_version = folder or default_folder(), seed, behavior_version
+        self.template = choose_template(data, tokenizer)
 
     @cached_property
     def date(self) -> str | None:
@@ -113,58 +127,55 @@ class Reader:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What determines the tokens of a row, for the key of the cache."""
-        template = self.template
+        template, kind = self.template, self.kind
         settings = {
             "tokenizer": cache.tokenizer_fingerprint(self.tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
             "system_prompt": self.data.system_prompt,
             "strip_think": self.data.strip_think,
-            "kind": self.kind,
-            "completion_only_loss": self.completion_only_loss,
-            "assistant_only_loss": self.assistant_only_loss,
+            "kind": kind.name,
+            "completion_only_loss": kind.completion_only_loss,
+            "assistant_only_loss": kind.assistant_only_loss,
         }
-        settings |= {"with_completions": True} if self.with_completions else {}
+        settings |= {"with_completions": True} if kind.with_completions else {}
         settings |= {"behavior_version": self.behavior_version} if self.behavior_version > 1 else {}
         return settings | ({} if self.date is None else {"date": self.date})
 
     def with_data(self, data: DataConfig) -> Reader:
         """A reader for a further set with its own settings, which omits the completions of prompts; its own template is
         set on a copy of the tokenizer."""
-        if data == self.data:
-            return replace(self, with_completions=False) if self.with_completions else self
+        kind = replace(self.kind, with_completions=False)
+        if (data, kind) == (self.data, self.kind):
+            return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
-        template = choose_template(data, tokenizer)
-        return replace(self, data=data, tokenizer=tokenizer, template=template, with_completions=False)
+        return Reader(data, tokenizer, kind, self.folder, self.seed, self.behavior_version)
 
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
     ) -> Loaded:
         """Tokenise each part or take it from the cache, and apply the limits to all of them together."""
-        tables, readings, contents, notes = [], [], [], []
-        left = max_rows
-        for part in parts:
-            rows = part.max_rows if left is None else min(left, part.max_rows or left)
-            if left is not None and left == 0:
-                break
+        tables, readings, contents, notes, read = [], [], [], [], list[int]()
+        for part, rows, _ in limited(parts, max_rows, read):
             table, reading, content, note = self._part(part, rows)
             tables.append(table)
             readings.append(reading)
             contents.append(content)
             notes += [note] if note else []
-            left = None if left is None else left - reading.read
-        table = Table(tables, self.kind, [reading.read for reading in readings], self.behavior_version)
+            read.append(reading.read)
+        kind = self.kind
+        table = Table(tables, read, makes_room=not kind.samples and self.behavior_version > 1)
         limits = limits_of(table)
         notes += [limits.note] if limits.note else []
         if self.date is not None:
             notes.append(f"{name}: the chat template writes the date, {self.date} in this run (data.date)")
-        cut = self.kind != "prompt"  # a document used as a prompt stays whole
-        documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
-        fitted = table.fit(limits, documents)
-        report = _report(name, readings, fitted, limits, notes, self.kind == "prompt")
+        # a document used as a prompt stays whole
+        splits = [not kind.samples and reading.format == "text" for reading in readings]
+        fitted = kind.fit(table, limits, np.repeat(splits, [len(part) for part in tables]))
+        report = _report(name, readings, fitted, limits, notes, kind.samples)
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
-        return Loaded(table, fitted, limits, ends, contents, report)
+        return Loaded(kind, table, fitted, limits, ends, contents, report)
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source, end = part.open(max_rows, self.seed, self.template.compose)
@@ -172,7 +183,7 @@ class Reader:
         facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
         facts |= {"skip_rows": part.skip_rows} if part.skip_rows else {}
         key = cache.key_of({**self.settings, **facts})
-        return cache.cached(self.folder, key, self.kind, lambda writer: self._read(part, source, end, writer))
+        return cache.cached(self.folder, key, self.kind.schema, lambda writer: self._read(part, source, end, writer))
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
         """Format and columns as set, or else those of a known data set."""
@@ -190,7 +201,7 @@ class Reader:
             if self._has_turns(layout):
                 require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version, date=self.date))
-            yield Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
+            yield Tokeniser(self.tokenizer, renderer, self.kind.assistant_only_loss, self.behavior_version)
 
     def _has_turns(self, layout: Layout) -> bool:
         return self.template.turns and layout.name != "text"
@@ -199,10 +210,11 @@ class Reader:
         """Read the rows of a source up to row number `end` and write their tokens."""
         records, layout = self._records(part, source, end)
         name = part.source
-        read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
-        untrained, unwritten = 0, dict[str, int]()
+        read, shifted, untrained, duplicates = 0, 0, 0, 0
+        malformed, unread, unwritten, seen = [], Counter[str](), dict[str, int](), set[int]()
         with self.tokeniser(layout) as tokeniser:
-            for batch in _batches(progress(records, f"tokenising {name}")):
+            records = progress(records, f"tokenising {name}")
+            while batch := list(itertools.islice(records, BATCH)):
                 read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
@@ -215,7 +227,7 @@ class Reader:
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
-                items = self._tokenise(tokeniser, rows, layout)
+                items = self.kind.tokenise(tokeniser, rows, layout.name == "text")
                 unwritten = dict(tokeniser.writer.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, UntrainedError):
@@ -224,9 +236,10 @@ class Reader:
                     if isinstance(item, RowError):
                         malformed.append(malformed_of(record, item))
                         continue
-                    kept.append(cache.row_of(record, item, self.kind) | self._beside(record, row))
+                    kept.append(self.kind.stored(record, row, item, self.template.turns))
                     shifted += item.shifted
-                    seen.add(item)
+                    duplicates += (tokens := _hash(item)) in seen
+                    seen.add(tokens)
                 writer.write(kept)
         malformed.sort(key=lambda bad: bad.row)
         if len(malformed) > MALFORMED_SHARE * read:
@@ -234,13 +247,11 @@ class Reader:
                 f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
                 f"The first:\n{list_malformed(malformed)}"
             )
-        if self.kind == "prompt":
+        if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):
             unread.pop(KWARGS, None)
-        return Reading(
-            layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), untrained, unwritten
-        )
+        return Reading(layout.name, read, tuple(malformed), duplicates, shifted, dict(unread), untrained, unwritten)
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
         """The rows of a part as they are tokenised, before any template; None for malformed ones."""
@@ -267,33 +278,12 @@ class Reader:
             raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
         return find_layout(*self.layout(name), good[:SAMPLE], self.kind, name)
 
-    def _beside(self, record: Record, row: Row) -> dict[str, Any]:
-        """What is stored with a row's tokens: a label; for a prompt, the facts for rewards."""
-        if self.kind == "prompt":
-            return {"facts": self.facts(record, row)}
-        return {} if row.label is None else {"label": row.label}
-
-    def facts(self, record: Record, row: Row) -> str:
-        """The facts of a row for rewards (prompt, answer, columns), as JSON."""
-        prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
-        facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
-        return json.dumps(facts, ensure_ascii=False, default=str)
-
     def row(self, record: Record, layout: Layout) -> Row:
         """A record in the common form, after system prompt and thinking settings. Raises RowError."""
         if record.value is None:
             raise RowError(record.problem)
         row = layout.read(record.value, self.template, record.is_csv, self.behavior_version)
-        if self.kind == "prompt":
-            for name, value in record.value.items():  # rewards get all of them
-                valid(value, name)
-            row = self._with_completion(row) if self.with_completions else as_prompt(row)
-            if row.answer is None:  # in formats without an answer, a column of that name
-                row = replace(row, answer=answer_beside(record.value))
-        else:
-            refuse_without_reply(row)
-        if self.kind == "sft" and row.rejected is not None:
-            row = Row(row.prompt, row.chosen, tools=row.tools)
+        row = self.kind.shape(row, record.value)
         own_tags = self.template.has_tags and layout.name == "problem_answer" and self.behavior_version > 1
         if self.data.strip_think and not own_tags:  # whose solutions are stripped before they get the template's tags
             rejected = None if row.rejected is None else without_think(row.rejected)
@@ -302,65 +292,21 @@ class Reader:
             raise RowError("chosen and rejected are the same")
         if not row.prompt and not row.chosen:
             raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
-        if self.completion_only_loss is not None or self.kind != "sft":
-            row = replace(row, train_history=False)  # the last reply alone, or everything
-        if self.completion_only_loss and row.prompt is None and layout.name != "text":
-            row = last_turn_as_completion(row)
+        row = self.kind.target(row, layout.name == "text")
         if self.data.system_prompt is not None and layout.name != "text":
             row = with_system(row, self.data.system_prompt)
-        if self.kind != "sft":
-            row = without_weights(row, METHODS[self.kind])
         if self._has_turns(layout) and self.behavior_version > 1:
             row = replace(row, variables=variables_of(record.value.get(KWARGS)))
         return row
-
-    @staticmethod
-    def _with_completion(row: Row) -> Row:
-        """The prompt and the completion of a row. Raises RowError without a completion."""
-        refuse_without_reply(row)
-        row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
-        if not row.chosen:
-            raise RowError("has no completion, which method.on_policy_fraction below 1 needs")
-        return row
-
-    def _tokenise(
-        self, tokeniser: Tokeniser, rows: list[Row], layout: Layout
-    ) -> Sequence[Trained | Compared | RowError]:
-        if self.kind == "pair":
-            return tokeniser.pairs(rows)
-        if self.kind == "prompt" and not self.with_completions:
-            return tokeniser.without_completions(rows)
-        if self.kind in ("prompt", "unpaired"):
-            return tokeniser.completions(rows, completion_only_loss=True)
-        if layout.name == "text":
-            return tokeniser.documents(rows)
-        whole = iter(tokeniser.conversations([row for row in rows if row.prompt is None]))
-        asked = [row for row in rows if row.prompt is not None]
-        replies = iter(tokeniser.completions(asked, self.completion_only_loss is not False))
-        return [next(whole if row.prompt is None else replies) for row in rows]
 
 
 def malformed_of(record: Record, reason: object) -> Malformed:
     return Malformed(record.file, record.line, str(reason), record.row)
 
 
-class _Seen:
-    """Counts examples with the same tokens as an earlier one."""
-
-    def __init__(self) -> None:
-        self.hashes: set[int] = set()
-        self.duplicates = 0
-
-    def add(self, item: Trained | Compared) -> None:
-        tokens = item.tokens if isinstance(item, Trained) else [*item.prompt, -1, *item.chosen, -1, *item.rejected]
-        value = hash(tuple(tokens))
-        self.duplicates += value in self.hashes
-        self.hashes.add(value)
-
-
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    while batch := list(itertools.islice(records, BATCH)):
-        yield batch
+def _hash(item: Trained | Compared) -> int:
+    alone = isinstance(item, Trained)
+    return hash(tuple(item.tokens if alone else [*item.prompt, -1, *item.chosen, -1, *item.rejected]))
 
 
 def _report(

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError
 from posttrain.base.paths import path_of
 from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
-from posttrain.data.published import PUBLISHED, put_on
 
 R1_ZERO_PREAMBLE = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
@@ -32,6 +31,74 @@ ALPACA_PREAMBLE_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published template in Jinja, for a base model whose tokenizer has none: the text before a turn (`opening`), its
+    content with the stop token (`said`), the text after it (`closing`), and the opening of the next reply.
+
+    It renders as the original: ChatML as OpenAI describes it, Llama 3 of meta-llama/Meta-Llama-3-8B-Instruct, Zephyr of
+    HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. In addition, `{% generation %}` marks the assistant's
+    turns with their stop tokens, so that only these tokens are trained. `tokens` are its special tokens, the last one
+    the stop token; none: it ends replies with the tokenizer's own.
+    """
+
+    opening: str
+    said: str
+    closing: str
+    reply: str
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def jinja(self) -> str:
+        said = f"{{{{ {self.said} }}}}"
+        return (
+            f"{{% for message in messages %}}{self.opening}"
+            f"{{% if message.role == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
+            f"{{% else %}}{said}{{% endif %}}{self.closing}"
+            f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {self.reply} }}}}{{% endif %}}"
+        )
+
+
+BOS = "{% if loop.first %}{{ bos_token }}{% endif %}"
+NO_OTHER_ROLES = (
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('zephyr has no ' + message.role + ' turns') }}{% endif %}"
+)
+IN_TURN = (
+    "{% if message.role != ['user', 'assistant'][loop.index0 % 2] %}"
+    "{{ raise_exception('gemma has only turns of user and assistant, in alternation') }}{% endif %}"
+)
+PUBLISHED = {
+    "chatml": Published(
+        r"{{ '<|im_start|>' + message.role + '\n' }}",
+        "message.content + '<|im_end|>'",
+        r"{{ '\n' }}",
+        r"'<|im_start|>assistant\n'",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": Published(
+        BOS + r"{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}",
+        "message.content | trim + '<|eot_id|>'",
+        "",
+        r"'<|start_header_id|>assistant<|end_header_id|>\n\n'",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "zephyr": Published(
+        NO_OTHER_ROLES + r"{{ '<|' + message.role + '|>\n' }}",
+        "message.content + eos_token",
+        r"{{ '\n' }}",
+        r"'<|assistant|>\n'",
+    ),
+    "gemma": Published(
+        BOS + IN_TURN + r"{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' }}",
+        "message.content | trim + '<end_of_turn>'",
+        r"{{ '\n' }}",
+        r"'<start_of_turn>model\n'",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +146,40 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or NUL in the name
             raise DataError(f"the template {name} cannot be read: {error}") from error
     elif name in PUBLISHED:
-        put_on(tokenizer, name)
+        _put_on(tokenizer, name)
     elif name not in ("chat", "none"):
         tokenizer.chat_template = _builtin(name, data.tags, tokenizer)
     if data.chat_template_kwargs:
         require_chat_template(tokenizer)
         tokenizer.chat_template = _with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     return template
+
+
+def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Set a published template and its stop token on the tokenizer; both are saved with it.
+
+    Raises DataError if the vocabulary lacks a token of the template: it would have no embedding, and a stop token of
+    several pieces would not stop generation.
+    """
+    published = PUBLISHED[name]
+    lacking = [token for token in published.tokens if not _is_token(tokenizer, token)]
+    if lacking:
+        raise DataError(
+            f"data.template: {name} needs {', '.join(lacking)}, which the tokenizer lacks: use the template "
+            "of the model's own family, or zephyr, which ends replies with the tokenizer's own stop token"
+        )
+    if not published.tokens and tokenizer.eos_token is None:
+        raise DataError(
+            f"data.template: {name} ends replies with the tokenizer's stop token, and it has none: use a tokenizer "
+            "with an eos_token, or another template"
+        )
+    if published.tokens and tokenizer.eos_token != published.tokens[-1]:
+        tokenizer.add_special_tokens({"eos_token": published.tokens[-1]})
+    tokenizer.chat_template = published.jinja
+
+
+def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
+    return token in tokenizer.get_vocab() and len(tokenizer.encode(token, add_special_tokens=False)) == 1
 
 
 def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -146,8 +240,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """A built-in template as Jinja, with the beginning and end of text as this tokenizer has them."""
-    parts = {"tags": _tags, "r1_zero": _r1_zero, "question_only": _question_only, "alpaca": _alpaca}[name](tags)
-    preamble, user, opening, reply_opening = parts
+    preamble, user, opening, reply_opening = _parts(name, tags)
     end = "{{ eos_token }}" if tokenizer.eos_token else ""
     return (
         f"{'{{ bos_token }}' if _begins_with_bos(tokenizer) else ''}"
@@ -168,25 +261,22 @@ def _text(text: str) -> str:
     return f"{{{{ {_literal(text)} }}}}"
 
 
-def _tags(tags: TagsConfig) -> tuple[str, str, str, str]:
-    instructions = (
-        "You are given a problem.\nThink about the problem and provide your working out.\n"
-        f"Place it between {tags.reasoning_start} and {tags.reasoning_end}.\n"
-        f"Then, provide your solution between {tags.solution_start}{tags.solution_end}\n\n"
-    )
-    return _text(instructions), "{{ message.content + '\\n' }}", "", _text(tags.reasoning_start)
-
-
-def _r1_zero(tags: TagsConfig) -> tuple[str, str, str, str]:
-    return _text(R1_ZERO_PREAMBLE), "{{ 'User: ' + message.content + '\\n' }}", _text("Assistant: "), _text("<think>")
-
-
-def _question_only(tags: TagsConfig) -> tuple[str, str, str, str]:
-    return "", "{{ message.content + '\\n' }}", "", ""
-
-
-def _alpaca(tags: TagsConfig) -> tuple[str, str, str, str]:
-    """Stanford Alpaca's two prompts. A message that came from an Alpaca row has its instruction and input apart."""
+def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
+    """What a built-in template writes: a preamble, a user's message, the opening of a reply, and of the next reply."""
+    user = "{{ message.content + '\\n' }}"
+    if name == "question_only":
+        return "", user, "", ""
+    if name == "r1_zero":
+        user = "{{ 'User: ' + message.content + '\\n' }}"
+        return _text(R1_ZERO_PREAMBLE), user, _text("Assistant: "), _text("<think>")
+    if name == "tags":
+        instructions = (
+            "You are given a problem.\nThink about the problem and provide your working out.\n"
+            f"Place it between {tags.reasoning_start} and {tags.reasoning_end}.\n"
+            f"Then, provide your solution between {tags.solution_start}{tags.solution_end}\n\n"
+        )
+        return _text(instructions), user, "", _text(tags.reasoning_start)
+    # Stanford Alpaca has two prompts; a message that came from an Alpaca row has its instruction and input apart
     preamble = (
         f"{{% if messages[0].input %}}{_text(ALPACA_PREAMBLE_INPUT)}{{% else %}}{_text(ALPACA_PREAMBLE)}{{% endif %}}"
         "{{ '\\n\\n' }}"

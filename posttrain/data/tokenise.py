@@ -1,11 +1,12 @@
 """Rows to token ids, tokenised as TRL 1.16 does: prompt and completion together, the prompt their common prefix."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from posttrain.data.turns import Span, common_prefix, headers
 from posttrain.data.writing import Texts, Writer, Written
 
 Ids = Sequence[int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,16 @@ class _Encoded:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Read:
-    """A row's text and its prompt's in tokens, and how many the two have in common."""
+    """A row's text and its prompt's in tokens, and how many the two have in common (`cut`)."""
 
     prompt: _Encoded
     whole: _Encoded
-    cut: int
+
+    @cached_property
+    def cut(self) -> int:
+        return common_prefix(self.prompt.ids, self.whole.ids)
 
     @property
     def shifted(self) -> bool:
@@ -131,15 +136,26 @@ class Tokeniser:
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
         """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
-        written = self.writer.with_prompts([(row, row.prompt, row.chosen) for row in rows])
+        return self._examples(
+            rows, self.writer.with_prompts([(row, row.prompt, row.chosen) for row in rows]), completion_only_loss
+        )
+
+    def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
+        return self._examples(rows, self.writer.conversations(rows), None)
+
+    def _examples(
+        self, rows: Sequence[Row], written: Texts, completion_only_loss: bool | None
+    ) -> list[Trained | RowError]:
+        """SFT examples with the loss weights of their messages; `completion_only_loss` None: without a prompt."""
         turns = self.writer.assistants(rows, written)
-        read = self._read(rows, written)
+        read, weights = self._read(rows, written), self.writer.weights(written)
         out: list[Trained | RowError] = []
-        for row, item, places in zip(rows, read, turns, strict=True):
+        for row, item, places, weighed in zip(rows, read, turns, weights, strict=True):
             if isinstance(item, RowError):
                 out.append(item)
                 continue
-            cut, ids = item.cut, item.whole.ids
+            cut, ids = 0 if completion_only_loss is None else item.cut, item.whole.ids
             start = cut if completion_only_loss else 0
             spans: tuple[Span, ...] = ((start, len(ids)),)
             found = self._token_spans(item.whole, places)
@@ -148,31 +164,27 @@ class Tokeniser:
                 spans = tuple((max(first, start), stop) for first, stop in found if stop > start)
             elif row.train_history:
                 spans = (*((first, min(stop, cut)) for first, stop in found if first < cut), *spans)
-            out.append(Trained(ids, spans, cut, item.shifted, heads=self._heads(item.whole, cut)))
-        return self._weighed(out, read, written)
+            shifted = completion_only_loss is not None and item.shifted
+            example = Trained(ids, spans, cut, shifted, heads=self._heads(item.whole, cut))
+            out.append(example if weighed is None else self._weighed(example, item.whole, weighed))
+        return out
 
     def _weighed(
-        self, trained: Sequence[Trained | RowError], read: Sequence[_Read | RowError], written: Texts
-    ) -> list[Trained | RowError]:
-        """The examples with the loss weights of their messages."""
-        out = list(trained)
-        for n, (one, item, weights) in enumerate(zip(trained, read, self.writer.weights(written), strict=True)):
-            if weights is None or isinstance(one, RowError) or isinstance(item, RowError):
-                continue
-            weight = np.zeros(len(one.tokens), np.float32)
-            for start, stop in one.spans:
-                weight[start:stop] = 1
-            for place, factor in weights:
-                for start, stop in self._token_spans(item.whole, [place]):
-                    weight[start:stop] *= factor
-            edges = [0, *(np.flatnonzero(np.diff(weight)) + 1).tolist(), len(weight)]
-            spans = [(a, b) for a, b in pairwise(edges) if b > a and weight[a] > 0]
-            found = [float(weight[start]) for start, _ in spans]
-            if first_trained(spans, len(weight)) >= len(weight):
-                out[n] = UntrainedError("every message that would be trained has the loss weight 0")
-            else:
-                out[n] = replace(one, spans=tuple(spans), weights=() if set(found) == {1.0} else found)
-        return out
+        self, example: Trained, whole: _Encoded, weights: Sequence[tuple[Span, float]]
+    ) -> Trained | UntrainedError:
+        """The example with the loss weights of its messages, which are at these characters."""
+        weight = np.zeros(len(example.tokens), np.float32)
+        for start, stop in example.spans:
+            weight[start:stop] = 1
+        for characters, factor in weights:
+            for start, stop in self._token_spans(whole, [characters]):
+                weight[start:stop] *= factor
+        edges = [0, *(np.flatnonzero(np.diff(weight)) + 1).tolist(), len(weight)]
+        spans = [(a, b) for a, b in pairwise(edges) if b > a and weight[a] > 0]
+        found = [float(weight[start]) for start, _ in spans]
+        if first_trained(spans, len(weight)) >= len(weight):
+            return UntrainedError("every message that would be trained has the loss weight 0")
+        return replace(example, spans=tuple(spans), weights=() if set(found) == {1.0} else found)
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Prompts with replies (texts) that were cut off: no stop token and no end of turn follow."""
@@ -180,66 +192,37 @@ class Tokeniser:
             replace(one, stock=one.prompt + cast(str, row.chosen)) if isinstance(one, Written) else one
             for one, row in zip(self.writer.prompts(rows), rows, strict=True)
         ]
-        return [
-            item
-            if isinstance(item, RowError)
-            else Trained(item.whole.ids, ((item.cut, len(item.whole.ids)),), item.cut, item.shifted)
-            for item in self._read(rows, written)
-        ]
+        return _each(
+            self._read(rows, written),
+            lambda item: Trained(item.whole.ids, ((item.cut, len(item.whole.ids)),), item.cut, item.shifted),
+        )
 
     def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
         """Text and tokens of each row's prompt as the model sees it before it answers."""
-        read = self._read(rows, self.writer.prompts(rows))
-        return [item if isinstance(item, RowError) else (item.whole.text, item.whole.ids) for item in read]
+        return _each(self._read(rows, self.writer.prompts(rows)), lambda item: (item.whole.text, item.whole.ids))
 
     def without_completions(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Each row's prompt as a sequence in which nothing is trained."""
-        out: list[Trained | RowError] = []
-        for item in self._read(rows, self.writer.prompts(rows)):
-            if isinstance(item, RowError):
-                out.append(item)
-            elif not len(item.whole.ids):
-                out.append(RowError("the prompt has no tokens"))
-            else:
-                out.append(Trained(item.whole.ids, (), item.cut, heads=self._heads(item.whole, item.cut)))
-        return out
+        return _each(
+            self._read(rows, self.writer.prompts(rows)),
+            lambda item: (
+                Trained(item.whole.ids, (), item.cut, heads=self._heads(item.whole, item.cut))
+                if len(item.whole.ids)
+                else RowError("the prompt has no tokens")
+            ),
+        )
 
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Plain texts, every token trained."""
         read = self._read(rows, self.writer.documents(rows), plain=True)
-        return [
-            item if isinstance(item, RowError) else Trained(item.whole.ids, ((0, len(item.whole.ids)),), 0)
-            for item in read
-        ]
-
-    def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
-        written = self.writer.conversations(rows)
-        turns = self.writer.assistants(rows, written)
-        read = self._read(rows, written)
-        out: list[Trained | RowError] = []
-        for item, places in zip(read, turns, strict=True):
-            if isinstance(item, RowError):
-                out.append(item)
-                continue
-            ids = item.whole.ids
-            found = self._token_spans(item.whole, places) if self.assistant_only_loss else ((0, len(ids)),)
-            out.append(Trained(ids, found, 0))
-        return self._weighed(out, read, written)
+        return _each(read, lambda item: Trained(item.whole.ids, ((0, len(item.whole.ids)),), 0))
 
     def _read(self, rows: Sequence[Row], written: Texts, plain: bool | None = None) -> list[_Read | RowError]:
         """The tokens of each text, and of its prompt."""
         self.writer.count(rows, written)
         texts = [text for one in written if isinstance(one, Written) for text in (one.prompt, one.text)]
         encoded = iter(self._encode(texts, self.renderer is None if plain is None else plain))
-        out: list[_Read | RowError] = []
-        for one in written:
-            if isinstance(one, RowError):
-                out.append(one)
-            else:
-                prompt, whole = next(encoded), next(encoded)
-                out.append(_Read(prompt, whole, common_prefix(prompt.ids, whole.ids)))
-        return out
+        return [one if isinstance(one, RowError) else _Read(next(encoded), next(encoded)) for one in written]
 
     def _encode(self, texts: Sequence[str], plain: bool) -> list[_Encoded]:
         unique = {text: index for index, text in enumerate(dict.fromkeys(texts))}
@@ -303,6 +286,10 @@ class Tokeniser:
         moved = [(max(start - item.cut, 0), stop - item.cut) for start, stop in spans]
         found = [token_span(item.batch, item.row, span) for span in moved]
         return tuple(span for span in found if span is not None)
+
+
+def _each(read: Sequence[_Read | RowError], make: Callable[[_Read], T]) -> list[T | RowError]:
+    return [item if isinstance(item, RowError) else make(item) for item in read]
 
 
 def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:

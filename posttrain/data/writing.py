@@ -113,8 +113,8 @@ class Writer:
         out = [*self._finished(self.renderer, written)]
         lossy = [
             n
-            for n, (one, job) in enumerate(zip(out, jobs, strict=True))
-            if isinstance(one, Written) and one.missing - {TOOLS, THINKING} and job.messages[-1]["role"] == "assistant"
+            for n, one in _good(out)
+            if one.missing - {TOOLS, THINKING} and one.job.messages[-1]["role"] == "assistant"
         ]
         parts = [(rows[n], rows[n].chosen[:-1], rows[n].chosen[-1:]) for n in lossy]
         for n, one in zip(lossy, self.with_prompts(parts), strict=True):
@@ -131,7 +131,7 @@ class Writer:
         each = len(written) // max(len(rows), 1)
         for index, row in enumerate(rows):
             texts = written[each * index : each * (index + 1)]
-            lost = {what for one in texts if isinstance(one, Written) for what in one.missing}
+            lost = {what for _, one in _good(texts) for what in one.missing}
             lost |= {f"{VARIABLE}{name}" for name in row.variables or () if name not in self.names}
             self.unwritten.update(sorted(lost))
 
@@ -150,19 +150,16 @@ class Writer:
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
             )
         if not self.marked:
-            found = self._placed(
-                self.renderer, written, lambda n, message: wanted[n] and message["role"] == "assistant"
-            )
+            found = self._placed(self.renderer, written, lambda n, turn: wanted[n] and turn["role"] == "assistant")
             return [[*spans.values()] for spans in found]
         out: list[list[Span]] = [[] for _ in rows]
-        for n, one in enumerate(written):
-            if isinstance(one, Written):
-                spans = [(a + one.moved, b + one.moved) for a, b in one.marks if a >= (one.joint or 0)]
-                if spans and one.end:  # the last turn owns the stop token after it
-                    spans[-1] = spans[-1][0], len(one.text)
-                elif spans and self.assistant_only_loss and one.job.messages[-1]["role"] == "assistant":
-                    self.unwritten.update([END] if one.text[spans[-1][1] :].strip() else [])
-                out[n] = spans
+        for n, one in _good(written):
+            spans = [(a + one.moved, b + one.moved) for a, b in one.marks if a >= (one.joint or 0)]
+            if spans and one.end:  # the last turn owns the stop token after it
+                spans[-1] = spans[-1][0], len(one.text)
+            elif spans and self.assistant_only_loss and one.job.messages[-1]["role"] == "assistant":
+                self.unwritten.update([END] if one.text[spans[-1][1] :].strip() else [])
+            out[n] = spans
         return out
 
     def weights(self, written: Texts) -> list[list[tuple[Span, float]] | None]:
@@ -184,31 +181,27 @@ class Writer:
         self, renderer: Renderer, written: Texts, which: Callable[[int, Message], bool]
     ) -> list[dict[int, Span]]:
         """The characters of the messages that `which` selects, by their index; it is called with the row's index."""
-        asked: list[tuple[int, int, Part]] = []
-        for n, one in enumerate(written):
-            if isinstance(one, Written):
-                chosen = [index for index, message in enumerate(one.job.messages) if which(n, message)]
-                apart = 0 if one.joint is None else one.replies
-                before, after = ([i for i in chosen if (i < apart) == first] for first in (True, False))
-                asked.append((n, 0, Part(one.prompt_job, one.prompt, before)))
-                asked.append((n, one.moved, Part(one.job, one.stock, after)))
-        asked = [item for item in asked if item[2].indices]
-        found = locate(renderer, [part for *_, part in asked], self.endings, old=self.behavior_version == 1)
+        parts: list[tuple[int, int, Part]] = []
+        for n, one in _good(written):
+            chosen = [index for index, message in enumerate(one.job.messages) if which(n, message)]
+            apart = 0 if one.joint is None else one.replies
+            before, after = ([i for i in chosen if (i < apart) == first] for first in (True, False))
+            parts += [(n, 0, Part(one.prompt_job, one.prompt, before))] if before else []
+            parts += [(n, one.moved, Part(one.job, one.stock, after))] if after else []
+        located = locate(renderer, [part for *_, part in parts], self.endings, old=self.behavior_version == 1)
         out: list[dict[int, Span]] = [{} for _ in written]
-        for (n, moved, _), spans in zip(asked, found, strict=True):
+        for (n, moved, _), spans in zip(parts, located, strict=True):
             out[n] |= {index: (start + moved, stop + moved) for index, (start, stop) in spans.items()}
-        for one, spans in zip(written, out, strict=True):
-            if isinstance(one, Written) and (last := len(one.job.messages) - 1) in spans:
-                spans[last] = spans[last][0], len(one.text)  # with the stop token after it
+        for n, one in _good(written):
+            if (last := len(one.job.messages) - 1) in out[n]:
+                out[n][last] = out[n][last][0], len(one.text)  # with the stop token after it
         return out
 
     def _agreed(self, renderer: Renderer, written: Texts) -> Texts:
         """Each text such that its prompt is as inference has it, up to the reply's opening; or why it cannot be."""
         out = list(written)
         apart = [
-            (n, one)
-            for n, one in enumerate(written)
-            if isinstance(one, Written) and one.prompt_job.generate and not one.stock.startswith(one.prompt)
+            (n, one) for n, one in _good(written) if one.prompt_job.generate and not one.stock.startswith(one.prompt)
         ]
         bare = renderer.render([replace(one.prompt_job, generate=False) for _, one in apart])
         apart = [
@@ -230,9 +223,8 @@ class Writer:
 
     def _finished(self, renderer: Renderer, written: Texts) -> Texts:
         """The texts with the stop token where the template ends in none, and what of them it does not write."""
-        good = [(n, one) for n, one in enumerate(written) if isinstance(one, Written)]
+        good, out = _good(written), list(written)
         read = [(one.job, one.stock) if one.joint is None else (one.prompt_job, one.prompt) for _, one in good]
-        out = list(written)
         for (n, one), missing in zip(good, unwritten(renderer, read), strict=True):
             ended = one.text.rstrip().endswith(self.endings.special)  # any special token is as good as the stop token
             open_ended = one.job.generate or one.job.continued or one.job.messages[-1]["role"] != "assistant"
@@ -253,6 +245,11 @@ class Writer:
 
     def _job(self, row: Row, messages: Turns) -> RenderRequest:
         return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row), variables=row.variables)
+
+
+def _good(written: Texts) -> list[tuple[int, Written]]:
+    """The texts that are written, with their positions."""
+    return [(n, one) for n, one in enumerate(written) if isinstance(one, Written)]
 
 
 def _prompt_job(row: Row, prompt: str | Turns | None) -> RenderRequest:

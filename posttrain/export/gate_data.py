@@ -17,8 +17,7 @@ from posttrain.config import DataConfig, DevicesConfig, RunConfig
 from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
-from posttrain.data import Dataset, prepare
-from posttrain.data.prepare import prepare_run
+from posttrain.data import Dataset, Options, prepare, prepare_run
 from posttrain.data.prompts import Prompt
 from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
@@ -73,8 +72,7 @@ def pairs_for(rows: Rows, source: Source, model: PreTrainedModel, tokenizer: Pre
                 _settings(rows, source.config, tokenizer, limits),
                 tokenizer,
                 "pair",
-                seed=rows.seed,
-                behavior_version=_version(source.config),
+                Options(seed=rows.seed, behavior_version=_version(source.config)),
             ),
         )
         lost = prepared.report.read - len(prepared.train)

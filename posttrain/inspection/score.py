@@ -13,8 +13,8 @@ from posttrain.base.progress import progress
 from posttrain.base.threads import sharing_cores
 from posttrain.batch import pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.base import KindName
 from posttrain.data import prepare
-from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
@@ -103,7 +103,7 @@ def _values(scorer: RewardScorer | Scorer, packed) -> Iterator[dict[str, Any]]:
         yield {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
 
 
-def _kind(records: list[Record], data: DataConfig) -> Kind:
+def _kind(records: list[Record], data: DataConfig) -> KindName:
     """Pairs if the rows have a chosen and a rejected completion by the settings' column names."""
     first = next((record.value for record in records if record.value is not None), None)
     if first is None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.console import PlainConsole
 from posttrain.base.words import counted
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
-from posttrain.data import Prepared, longest_sequence
+from posttrain.data import KINDS, Prepared, longest_sequence
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype
 from posttrain.models.families import base_of, check_longest
@@ -133,11 +133,10 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {counted(len(dataset), 'example')}")
-    unit = {"pair": "pair", "prompt": "prompt"}.get(method.kind, "example")
+    batch = counted(training.batch_size, KINDS[method.kind].unit)
     table.add_row(
         "per step",
-        f"{counted(training.batch_size, unit)}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) "
-        f"in {packs:.1f} packs",
+        f"{batch}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",
     )
     if method.samples_completions:
         most, n = config.rollout.max_completion_length, training.batch_size * method.completions_per_prompt

@@ -26,7 +26,7 @@ Int = Annotated[int, BeforeValidator(_not_bool)]
 Float = Annotated[float, BeforeValidator(_not_bool)]
 
 # The parts of an example: one sequence, a pair of completions, one completion with a label, or a prompt alone.
-Kind = Literal["sft", "pair", "unpaired", "prompt"]
+KindName = Literal["sft", "pair", "unpaired", "prompt"]
 
 
 class MethodSettings(Settings):
@@ -37,7 +37,7 @@ class MethodSettings(Settings):
         description="Weight of the load-balancing loss of a mixture of experts; null: the model's own; 0: none.",
     )
 
-    kind: ClassVar[Kind] = "pair"
+    kind: ClassVar[KindName] = "pair"
     dropout: ClassVar[bool] = False  # whether training uses the model's dropout; compared policies are scored without
     warmup_from_zero: ClassVar[bool] = True  # whether warm-up starts at a rate of 0, as in transformers
     # The defaults of full fine-tuning and of LoRA, which needs about ten times the rate to learn a likelihood.

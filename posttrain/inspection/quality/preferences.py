@@ -10,7 +10,7 @@ from posttrain.base.progress import progress
 from posttrain.base.threads import sharing_cores
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig
-from posttrain.data import prepare
+from posttrain.data import Options, prepare
 from posttrain.evaluation.pairs import BATCH, own_margins
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.models.devices import compute_dtype, take_device
@@ -65,7 +65,7 @@ def margins_of(config: RunConfig, path: str) -> tuple[np.ndarray, np.ndarray]:
         raise ConfigError(f"--reward-model {path}: is not a reward model, which `posttrain train method=reward` trains")
     tokenizer = load_tokenizer(model)
     data = config.data.model_copy(update={"validation": None, "excluded": ()})
-    dataset = prepare(data, tokenizer, "pair", seed=config.seed).train
+    dataset = prepare(data, tokenizer, "pair", Options(seed=config.seed)).train
     device = take_device(config.devices)
     loaded = load_model(model, "reward", compute_dtype(model, device), device)
     check_longest(loaded.config, dataset.longest)

@@ -1,0 +1,417 @@
+"""The kinds of examples that methods train on: sequences, preference pairs, labelled completions, prompts alone.
+
+A kind knows what it needs of a row, how that is tokenised and stored in the cache, how it is cut to the length limits,
+and how an example is read from the stored columns. All other code of `posttrain.data` is the same for every kind.
+"""
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+
+from posttrain.base.errors import DataError
+from posttrain.batch import Example, Node
+from posttrain.config.schema.base import KindName, MethodSettings
+from posttrain.config.schema.data import DataConfig
+from posttrain.data.readers import Record
+from posttrain.data.report import Lengths
+from posttrain.data.rows import (
+    Fields,
+    Row,
+    RowError,
+    as_prompt,
+    as_turns,
+    last_turn_as_completion,
+    number_or_text,
+    refuse_without_reply,
+    valid,
+    without_weights,
+)
+from posttrain.data.table import Array, Fitted, Limits, Longest, Room, Table, chunks, read, size_of
+from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
+
+INTS = pa.list_(pa.int32())
+SEQUENCE = [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("heads", INTS)]
+Item = Trained | Compared
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of example, and which of its tokens are trained. The methods are those of one sequence, of which the first
+    tokens may be a prompt.
+
+    `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise;
+    `with_completions` keeps the data's completion of each prompt as the prompt's only child.
+    """
+
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    with_completions: bool = False
+
+    name: ClassVar[KindName]
+    schema: ClassVar[pa.Schema]  # of the rows in the cache
+    unit: ClassVar[str] = "example"
+    trainer: ClassVar[str]  # who trains on it, in messages
+    compares: ClassVar[bool] = False  # whether rows need chosen and rejected
+    samples: ClassVar[bool] = False  # whether completions are sampled: prompts leave room for them, rewards get columns
+    format: ClassVar[str | None] = None  # the only one, if the settings name none
+
+    @classmethod
+    def of(cls, method: MethodSettings) -> Self:
+        """The kind with a method's settings."""
+        return cls()
+
+    def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Raise DataError for rows of another kind, if their format is to be inferred."""
+
+    def shape(self, row: Row, fields: Fields) -> Row:
+        """The parts of a row that are read. Raises RowError if it lacks one."""
+        refuse_without_reply(row)
+        return replace(row, train_history=False)  # the last reply alone
+
+    def target(self, row: Row, is_document: bool) -> Row:
+        """The row with its completion apart, as far as that alone is trained, and messages without loss weights."""
+        return without_weights(row, self.trainer)
+
+    def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
+        """The tokens of each row, or why it has none."""
+        return tokeniser.completions(rows, completion_only_loss=True)
+
+    def stored(self, record: Record, row: Row, item: Any, turns: bool) -> dict[str, Any]:
+        """A tokenised row as the cache has it; `turns`: whether the template writes conversations. Raises DataError if
+        none of its tokens is a target."""
+        if not self.samples and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
+            raise DataError(
+                f"{_where(record)} has nothing to train: of its {len(item.tokens)} tokens none is a target (an "
+                "assistant turn, a completion, or any token after the first)"
+            )
+        return {
+            "row": record.row,
+            "tokens": np.asarray(item.tokens, np.int32),
+            "spans": np.asarray(item.spans, np.int32).reshape(-1),  # start, stop, start, stop …
+            "prompt": item.prompt,
+            "heads": np.asarray(item.heads, np.int32),
+            "weights": np.asarray(item.weights, np.float32),
+            "label": row.label,
+        }  # of which the columns of `schema` are stored
+
+    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
+        """The longest prompt that leaves `room` in `max_length` and in the model's positions; no limit if the data has
+        the completions."""
+        return Longest()
+
+    def training_limits(self, data: DataConfig, longest: Longest, table: Table) -> Limits:
+        """The limits of the training data, which is `table`."""
+        given = data.max_prompt_length
+        if given == "auto":
+            given = "p90" if self.samples and data.overlong == "drop" else None
+        if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
+            lengths = self.prompt_lengths(table)
+            given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
+        return Limits.of(data, given, longest)
+
+    def prompt_lengths(self, table: Table) -> Array:
+        """Tokens of every prompt; a pair with two prompts has two."""
+        return table.numbers["prompt"]
+
+    def fit(self, table: Table, limits: Limits, documents: Array, among: Array | bool = True) -> Fitted:
+        """The examples within the limits, by dropping or truncating; documents are split into chunks.
+
+        `documents` marks the rows of plain text; `among` selects rows (not for pairs). Raises DataError for rows over a
+        limit if `overlong` is error.
+        """
+        length, prompt = table.lists["tokens"].lengths, table.numbers["prompt"].astype(np.int64)
+        among = np.broadcast_to(among, length.shape)
+        over = table.over(length, prompt, limits, among)
+        start, stop = np.zeros_like(length), length
+        heads = np.zeros((len(length), 3), np.int64)
+        split = over & documents
+        keep = among & (~over | split)
+        if limits.overlong == "truncate":
+            start, heads, room = table.cut(prompt, length - prompt, limits)
+            stop = np.where(split, length, prompt + np.minimum(length - prompt, room))
+            for row in map(int, np.flatnonzero(over & ~split)):
+                left = read(table.trained(row, stop[row]), start[row], stop[row], heads[row])
+                keep[row] = self.samples or left[1:].any()  # nothing predicts the first token
+        view = np.column_stack([np.arange(len(length)), start, stop, *([heads] if heads.any() else [])])[keep]
+        if split.any():
+            view = chunks(view, split[view[:, 0]], limits.max_length)
+        return Fitted(
+            view,
+            view[:, 2] - view[:, 1] + size_of(view[:, 3:]),
+            np.stack([table.row, length, prompt], axis=1)[among & ~keep],
+            int((over & keep & ~split).sum()),
+            int(split.sum()),
+            Lengths.of(length),
+            Lengths.of(prompt[prompt > 0]),
+        )
+
+    def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:
+        """Raise DataError for examples of which nothing can be learned."""
+
+    def longest(self, table: Table, view: Array, lengths: Array) -> int:
+        """Tokens of the longest sequence."""
+        return int(lengths.max())
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        """The example of a table row; `columns` are the further ones of `Fitted.view`."""
+        raise NotImplementedError
+
+
+class Sequences(Kind):
+    """Conversations, prompts with completions, documents: of SFT."""
+
+    name, trainer = "sft", "SFT"
+    schema = pa.schema([*SEQUENCE, ("weights", pa.list_(pa.float32()))])
+
+    @classmethod
+    def of(cls, method: MethodSettings) -> Self:
+        return cls(**method.model_dump(include={"completion_only_loss", "assistant_only_loss"}))
+
+    def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
+        if "label" in columns and any(isinstance(value.get("label"), bool) for value in sample):
+            raise DataError(
+                f"{where} has a boolean column `label`, like KTO's data: undesirable rows are not to be imitated. "
+                "Set data.format to train on all of it"
+            )
+
+    def shape(self, row: Row, fields: Fields) -> Row:
+        refuse_without_reply(row)
+        if row.rejected is not None:
+            row = Row(row.prompt, row.chosen, tools=row.tools)
+        return row if self.completion_only_loss is None else replace(row, train_history=False)
+
+    def target(self, row: Row, is_document: bool) -> Row:
+        alone = self.completion_only_loss and row.prompt is None and not is_document
+        return last_turn_as_completion(row) if alone else row
+
+    def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
+        if is_document:
+            return tokeniser.documents(rows)
+        whole = iter(tokeniser.conversations([row for row in rows if row.prompt is None]))
+        prompted = [row for row in rows if row.prompt is not None]
+        replies = iter(tokeniser.completions(prompted, self.completion_only_loss is not False))
+        return [next(whole if row.prompt is None else replies) for row in rows]
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        start, stop, *head = columns
+        given, weights = table.lists["weights"][row], np.ones(stop, np.float32)
+        for (begin, end), weight in zip(table.lists["spans"][row].reshape(-1, 2), given, strict=False):
+            weights[begin:end] = weight  # none are given where all are 1
+        whole = (table.lists["tokens"][row], table.trained(row, stop), weights)
+        tokens, trained, weights = (read(values, start, stop, head) for values in whole)
+        return Example((Node(tokens, trained, weights=weights if len(given) else None),), int(table.row[row]))
+
+
+class Labelled(Kind):
+    """Completions with a label, desirable or not: of KTO."""
+
+    name, trainer, format = "unpaired", "KTO", "kto"
+    schema = pa.schema([*SEQUENCE, ("label", pa.bool_())])
+
+    def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
+        if {"chosen", "rejected"} <= columns and not {"label", "kto_tag"} & columns:
+            there = ", ".join({name: None for value in sample for name in value})
+            raise DataError(
+                f"{where} has preference pairs (its columns: {there}), but KTO needs single completions with a "
+                "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
+                "or train on the pairs with method.type: dpo (its loss kto_pair is KTO for pairs)"
+            )
+
+    def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:
+        labels = table.numbers["label"][view[:, 0]]
+        if labels.any() and not labels.all():
+            return
+        given = "true" if labels.any() else "false"
+        few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
+        raise DataError(
+            f"all {len(labels):,} training examples are labelled {given}{few}: KTO compares desirable and undesirable "
+            "completions, and needs both. Add rows of the other label, or train on desirable ones alone with "
+            "method.type: sft"
+        )
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        """A tree of the prompt and one completion, so that a recipe can distinguish the two."""
+        start, stop, *head = columns
+        tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
+        tree = Node(read(tokens, start, cut, head), False, (Node(tokens[cut:stop], True),))
+        return Example((tree,), int(table.row[row]), label=bool(table.numbers["label"][row]))
+
+
+class Prompts(Kind):
+    """Prompts for which completions are sampled, with the facts for rewards."""
+
+    name, trainer, unit, samples = "prompt", "a method of prompts", "prompt", True
+    schema = pa.schema([*SEQUENCE, ("facts", pa.string())])
+
+    @classmethod
+    def of(cls, method: MethodSettings) -> Self:
+        return cls(with_completions=method.reads_completions)
+
+    def shape(self, row: Row, fields: Fields) -> Row:
+        for name, value in fields.items():  # rewards get all of them
+            valid(value, name)
+        row = replace(self._with_completion(row) if self.with_completions else as_prompt(row), train_history=False)
+        answer = fields.get("answer")
+        if row.answer is None and isinstance(answer, str | int | float):  # in formats without an answer
+            row = replace(row, answer=number_or_text(answer, "answer") or None)
+        return row
+
+    @staticmethod
+    def _with_completion(row: Row) -> Row:
+        """The prompt and the completion of a row. Raises RowError without a completion."""
+        refuse_without_reply(row)
+        row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
+        if not row.chosen:
+            raise RowError("has no completion, which method.on_policy_fraction below 1 needs")
+        return row
+
+    def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
+        if self.with_completions:
+            return super().tokenise(tokeniser, rows, is_document)
+        return tokeniser.without_completions(rows)
+
+    def stored(self, record: Record, row: Row, item: Trained, turns: bool) -> dict[str, Any]:
+        return super().stored(record, row, item, turns) | {"facts": facts_of(record, row, turns)}
+
+    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
+        if positions is None or positions + 1 >= data.max_length:
+            return Longest(data.max_length - room.tokens)
+        if positions < room.tokens:
+            raise DataError(
+                f"the model has {positions:,} positions, and {room.setting} is {room.tokens:,}, which leaves no room "
+                "for a prompt: lower it"
+            )
+        most = positions + 1 - room.tokens  # a completion's last token needs none: nothing is predicted from it
+        note = (
+            f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
+            "behind them"
+        )
+        return Longest(most, note)
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        start, stop, *head = columns
+        facts, tokens = json.loads(table.texts["facts"][row].as_py()), table.lists["tokens"][row]
+        cut = int(table.numbers["prompt"][row])
+        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()  # where it is read too
+        prompt = read(tokens, start, min(cut, stop), head)
+        return Example((Node(prompt, False, completion),), int(table.row[row]), facts=facts)
+
+
+class Pairs(Kind):
+    """Two completions, chosen and rejected, of one prompt or of one each."""
+
+    name, trainer, unit, compares = "pair", "a method of pairs", "pair", True
+    schema = pa.schema(
+        [
+            ("row", pa.int64()),
+            ("prompt", INTS),
+            ("chosen", INTS),
+            ("rejected", INTS),
+            ("rejected_prompt", INTS),
+            ("two_prompts", pa.bool_()),
+            ("margin", pa.float64()),
+            ("tie", pa.bool_()),
+            ("heads", INTS),
+            ("rejected_heads", INTS),
+        ]
+    )
+
+    def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
+        return tokeniser.pairs(rows)
+
+    def stored(self, record: Record, row: Row, item: Compared, turns: bool) -> dict[str, Any]:
+        other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
+        for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
+            if not len(reply) or len(prompt) + len(reply) < 2:
+                raise DataError(f"{_where(record)} has nothing to train: {name} has {len(reply)} tokens")
+        lists = [name for name, type in zip(self.schema.names, self.schema.types, strict=True) if type == INTS]
+        return {name: np.asarray(getattr(item, name) or (), np.int32) for name in lists} | {
+            "row": record.row,
+            "two_prompts": item.rejected_prompt is not None,
+            "margin": item.margin,
+            "tie": item.tie,
+        }
+
+    def prompt_lengths(self, table: Table) -> Array:
+        second = table.lists["rejected_prompt"].lengths[table.numbers["two_prompts"]]
+        return np.concatenate([table.lists["prompt"].lengths, second])
+
+    def fit(self, table: Table, limits: Limits, documents: Array, among: Array | bool = True) -> Fitted:
+        prompt, chosen, rejected = (table.lists[name].lengths for name in ("prompt", "chosen", "rejected"))
+        two, other = table.numbers["two_prompts"], _rejected_prompts(table)
+        longest, longest_prompt = np.maximum(prompt + chosen, other + rejected), np.maximum(prompt, other)
+        over = table.over(longest, longest_prompt, limits)
+        start, other_start, keep = np.zeros_like(prompt), np.zeros_like(prompt), ~over
+        heads = other_heads = np.zeros((len(prompt), 3), np.int64)
+        new_chosen, new_rejected = chosen, rejected
+        if limits.overlong == "truncate":
+            reply = np.maximum(chosen, rejected)  # both leave the same of a prompt that they share
+            start, heads, room = table.cut(prompt, np.where(two, chosen, reply), limits)
+            other_start, other_heads, other_room = start, heads, room
+            if two.any():
+                apart = table.cut(other, np.where(two, rejected, reply), limits, "rejected_heads")
+                other_start, other_room = np.where(two, apart[0], start), np.where(two, apart[2], room)
+                other_heads = np.where(two[:, None], apart[1], heads)
+            new_chosen, new_rejected = np.minimum(chosen, room), np.minimum(rejected, other_room)
+            keep = (new_chosen > 0) & (new_rejected > 0)
+            for row in map(int, np.flatnonzero(over & keep & ~two & (new_chosen == new_rejected))):
+                left, right = (table.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
+                keep[row] = not np.array_equal(left, right)  # their difference was cut off
+        columns = [np.arange(len(prompt)), start, other_start, new_chosen, new_rejected]
+        kept_heads = [heads, other_heads] if heads.any() or other_heads.any() else []
+        lengths = prompt - start + size_of(heads) + new_chosen + new_rejected
+        lengths += np.where(two, other - other_start + size_of(other_heads), 0)
+        return Fitted(
+            np.column_stack([*columns, *kept_heads])[keep],
+            lengths[keep],
+            np.stack([table.row, longest, longest_prompt], axis=1)[~keep],
+            int((over & keep).sum()),
+            0,
+            Lengths.of(np.concatenate([prompt + chosen, other + rejected])),
+            Lengths.of(self.prompt_lengths(table)),
+        )
+
+    def longest(self, table: Table, view: Array, lengths: Array) -> int:
+        row, start, other_start, chosen, rejected = view.T[:5]
+        first = table.lists["prompt"].lengths[row] - start + size_of(view[:, 5:8]) + chosen
+        second = _rejected_prompts(table)[row] - other_start + size_of(view[:, 8:]) + rejected
+        return int(np.maximum(first, second).max())
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        start, other_start, chosen, rejected, *heads = columns
+        prompt = table.lists["prompt"][row]
+        prompt = read(prompt, start, len(prompt), heads[:3])
+        lists, numbers = table.lists, table.numbers
+        leaves = (Node(lists["chosen"][row][:chosen], True), Node(lists["rejected"][row][:rejected], True))
+        trees: tuple[Node, ...] = (Node(prompt, False, leaves),)
+        if numbers["two_prompts"][row]:
+            other = lists["rejected_prompt"][row]
+            other = read(other, other_start, len(other), heads[3:])
+            trees = (Node(prompt, False, leaves[:1]), Node(other, False, leaves[1:]))
+        margin = float(numbers["margin"][row])
+        margin = None if np.isnan(margin) else margin
+        return Example(trees, int(table.row[row]), margin, tie=bool(numbers["tie"][row]))
+
+
+KINDS: dict[KindName, type[Kind]] = {kind.name: kind for kind in (Sequences, Pairs, Labelled, Prompts)}
+
+
+def facts_of(record: Record, row: Row, turns: bool) -> str:
+    """The facts of a row for rewards (prompt, answer, columns) as JSON; `turns` as of `Kind.stored`."""
+    prompt = as_turns(row.prompt, "user") if turns and row.prompt is not None else row.prompt
+    facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
+    return json.dumps(facts, ensure_ascii=False, default=str)
+
+
+def _where(record: Record) -> str:
+    return f"{record.file} line {record.line} (row {record.row})"
+
+
+def _rejected_prompts(table: Table) -> Array:
+    """Tokens of the prompt of each pair's rejected reply."""
+    lists = table.lists
+    return np.where(table.numbers["two_prompts"], lists["rejected_prompt"].lengths, lists["prompt"].lengths)

@@ -1,0 +1,199 @@
+"""Tokenised rows as columns of memory-mapped Arrow tables, and the length limits on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from posttrain.base.errors import DataError
+from posttrain.config.schema.data import DataConfig
+from posttrain.data.report import Lengths
+
+Array = np.ndarray
+
+
+def as_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
+    """A column of numbers or booleans; null is NaN. pyarrow's own way imports pandas, a quarter of a second."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if pa.types.is_boolean(column.type):
+        return as_numpy(column.cast(pa.int8())).astype(bool)
+    return np.from_dlpack(column.fill_null(float("nan")) if column.null_count else column)
+
+
+class Lists:
+    """A column of lists of numbers as numpy views on the mapped file."""
+
+    def __init__(self, column: pa.ChunkedArray):
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self.offsets: list[Array] = [as_numpy(chunk.offsets) for chunk in chunks]
+        self.values: list[Array] = [as_numpy(chunk.values) for chunk in chunks]
+        self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self.lengths: Array = np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self.offsets)])
+
+    def __getitem__(self, index: int) -> Array:
+        chunk = int(np.searchsorted(self.starts, index, side="right")) - 1
+        row = index - self.starts[chunk]
+        start, stop = self.offsets[chunk][row : row + 2]
+        return self.values[chunk][start:stop]
+
+
+class Room(NamedTuple):
+    """The tokens of a completion, which prompts leave room for, and their setting."""
+
+    tokens: int
+    setting: str = "rollout.max_completion_length"
+
+
+class Longest(NamedTuple):
+    """The maximum tokens of a prompt, None without a limit; `note` is the limit other than `max_length`."""
+
+    tokens: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The length settings, with `max_prompt_length` as a number. `note` is the reason if it is below the setting."""
+
+    max_length: int
+    max_prompt_length: int | None
+    overlong: str
+    note: str = ""
+
+    @classmethod
+    def of(cls, data: DataConfig, max_prompt_length: int | None, longest: Longest) -> "Limits":
+        """The limits of the settings, with the smaller one of two for prompts."""
+        known = [limit for limit in (max_prompt_length, longest.tokens) if limit is not None]
+        return cls(data.max_length, min(known, default=None), data.overlong, longest.note)
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.max_prompt_length or np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Examples within the limits as columns of numbers, and counts of the others.
+
+    `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
+    rejected prompt, tokens of chosen, tokens of rejected. Where prompts are cut and keep their begin token or a turn's
+    header, each prompt has three more columns: begin tokens, start and stop of the header. `lengths` are physical
+    tokens, shared prompts counted once.
+    `dropped` has the rows over the limits that are not used: row number, tokens, prompt tokens.
+    """
+
+    view: Array
+    lengths: Array
+    dropped: Array
+    truncated: int
+    split: int
+    tokens: Lengths
+    prompt_tokens: Lengths
+
+
+class Table:
+    """The cached rows of one or more sources, numbered through all sources.
+
+    `makes_room`: prompts over `max_length` are truncated so that their replies fit; not with behavior_version 1, nor
+    where prompts have no replies.
+    """
+
+    def __init__(self, tables: Sequence[pa.Table], reads: Sequence[int], makes_room: bool = True):
+        self.makes_room = makes_room
+        table = pa.concat_tables(tables)
+        offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
+        self.row: Array = as_numpy(table.column("row")) + offsets
+        self.lists: dict[str, Lists] = {}
+        self.numbers: dict[str, Array] = {}  # margin is NaN where there is none
+        self.texts: dict[str, pa.ChunkedArray] = {}
+        for name, column in zip(table.schema.names, table.columns, strict=True):
+            if pa.types.is_list(column.type):
+                self.lists[name] = Lists(column)
+            elif pa.types.is_string(column.type):
+                self.texts[name] = column
+            elif name != "row":
+                self.numbers[name] = as_numpy(column)
+
+    def trained(self, row: int, stop: int) -> Array:
+        """Which of the first `stop` tokens of a sequence are trained."""
+        found = np.zeros(stop, bool)
+        for begin, end in self.lists["spans"][row].reshape(-1, 2):
+            found[begin:end] = True
+        return found
+
+    def cut(self, prompt: Array, reply: Array, limits: Limits, heads_name: str = "heads") -> tuple[Array, Array, Array]:
+        """Truncate prompts of this many tokens: where each is read from, what is kept of those before, and the tokens
+        of `max_length` that are left for the reply.
+
+        A prompt has up to `max_prompt_length` tokens; where that leaves no room, as many as leave it to the reply, but
+        at least half of `max_length`. These include its begin token and the header of the turn that is cut, which are
+        kept: columns of begin tokens, start and stop of the header.
+        """
+        most = np.full_like(prompt, limits.longest_prompt)
+        if self.makes_room:
+            full = np.minimum(prompt, most) >= limits.max_length
+            most = np.where(full, np.maximum(limits.max_length - reply, limits.max_length // 2), most)
+        start, heads = np.maximum(prompt - most, 0), np.zeros((len(prompt), 3), np.int64)
+        for row in map(int, np.flatnonzero(start)):
+            start[row], *heads[row] = _cut_turn(self.lists[heads_name][row].tolist(), int(prompt[row]), int(most[row]))
+        return start, heads, limits.max_length - (prompt - start + size_of(heads))
+
+    def over(self, length: Array, prompt: Array, limits: Limits, among: Array | bool = True) -> Array:
+        """Which rows, `among` these, are over a limit. Raises DataError if there are any and `overlong` is error."""
+        over = among & ((length > limits.max_length) | (prompt > limits.longest_prompt))
+        if limits.overlong != "error" or not over.any():
+            return over
+        rows = [
+            f"row {self.row[i]} has {length[i]:,} tokens, {prompt[i]:,} of them prompt"
+            for i in np.flatnonzero(over)[:10]
+        ]
+        limit = f"max_length {limits.max_length:,}"
+        if limits.max_prompt_length is not None:
+            limit += f", max_prompt_length {limits.max_prompt_length:,}{limits.note and ': '}{limits.note}"
+        raise DataError(
+            f"{int(over.sum()):,} rows are over the length limits ({limit}) and data.overlong is error:\n  "
+            + "\n  ".join(rows)
+        )
+
+
+def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:
+    """For `Table.cut`: the start, begin tokens, start and stop of the header."""
+    begin, whole = (heads or [0])[0], None
+    for header, said in reversed([*zip(heads[1::2], heads[2::2], strict=True)]):
+        if begin + prompt - header <= most:
+            whole = header  # the turn fits with its header
+            continue
+        start = prompt - (most - begin - (said - header))
+        if start < (prompt if whole is None else whole):
+            return start, begin, header, said
+        break
+    if whole is not None:
+        return whole, begin, 0, 0
+    if begin < most and len(heads) == 1:
+        return prompt - (most - begin), begin, 0, 0
+    return prompt - most, 0, 0, 0  # there is no room for a header
+
+
+def size_of(heads: Array) -> Array:
+    """Tokens of begin tokens and headers; 0 without such columns."""
+    return heads[:, 0] + heads[:, 2] - heads[:, 1] if heads.shape[1] else np.zeros(len(heads), np.int64)
+
+
+def read(values: Array, start: int, stop: int, head: Sequence[int] = ()) -> Array:
+    """The values from `start` to `stop`, after those of the begin token and of the header."""
+    if not any(head):
+        return values[start:stop]
+    begin, header, said = head
+    return np.concatenate([values[:begin], values[header:said], values[start:stop]])
+
+
+def chunks(view: Array, split: Array, size: int) -> Array:
+    """Split documents into chunks that overlap by one token: every token but a document's first is a target once."""
+    out = []
+    for (index, start, stop, *heads), cut in zip(view, split, strict=True):
+        begins = range(start, stop - 1, size - 1) if cut else (start,)
+        out += [(index, begin, min(begin + size, stop) if cut else stop, *heads) for begin in begins]
+    return np.asarray(out, np.int64).reshape(-1, view.shape[1])
