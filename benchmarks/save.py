@@ -15,9 +15,10 @@ import torch
 from benchmarks.common import THREADS, machine
 from benchmarks.posttrain_side import settings
 from posttrain import runner
+from posttrain.base.words import in_units
 from posttrain.config import CheckpointConfig, load
 from posttrain.runs.files import save_json
-from posttrain.runs.listing import in_units, size_of
+from posttrain.runs.finding import size_of
 
 STEPS, EVERY = 12, 2
 GOAL = 0.02  # of the time that steps take

@@ -39,10 +39,10 @@ from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import read_run
+from posttrain.runs.finding import locate_model, newest_model
 from posttrain.runs.folder import check_run_folder
-from posttrain.runs.listing import newest_model, place_of
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.summary import RunSummary, read_run
 
 Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
 Suite = str | SuiteConfig | Items
@@ -56,6 +56,11 @@ class TrainedRun:
     """A run folder. What it has is read when it is asked for, so a run in progress is followed."""
 
     folder: Path
+
+    @property
+    def summary(self) -> RunSummary:
+        """State, headline, tags, note, alarms, checks … as lists and pages show them; each is read once."""
+        return RunSummary(self.folder)
 
     @property
     def state(self) -> str:
@@ -205,7 +210,7 @@ def evaluate(
     `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to evaluation/ in the run,
     or evaluations/NAME. Raises RunError for records of another model or settings.
     """
-    path, name, place = place_of(str(model.folder if isinstance(model, TrainedRun) else model))
+    path, name, place = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
     temperatures, top_ps = _several(temperature), _several(top_p)
     rollout = _rollout(temperatures, top_ps, engine, top_k, min_p)
     options = Options(

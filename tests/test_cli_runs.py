@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from posttrain.base.errors import RunError
+from posttrain.base.words import in_units
 from posttrain.cli import main
-from posttrain.runs.finding import find_runs
+from posttrain.runs.finding import find_runs, size_of
 from posttrain.runs.folder import never_stepped
-from posttrain.runs.listing import in_units, size_of, summarise
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt
 from posttrain.runs.run import Run
+from posttrain.runs.summary import RunSummary, read_run
 
 CONFIG = """\
 name: toy
@@ -147,14 +148,14 @@ def test_deleting_refuses_links_other_runs_and_runs_at_work(here, capsys):
 def test_sizes_and_units(tmp_path):
     folder = make(tmp_path / "x")
     (folder / "link").symlink_to("/usr")
-    assert summarise(folder).size == size_of(folder) < 20_000
-    assert summarise(folder).models.keys() == {"checkpoint-3", "final"}
+    assert RunSummary(folder).size == size_of(folder) < 20_000
+    assert RunSummary(folder).saved_models.keys() == {"checkpoint-3", "final"}
     sizes = [0, 999, 1000, 9_949, 9_951, 999_499, 999_500, 2_500_000_000, 7 * 10**15]
     assert [in_units(size) for size in sizes] == [
         "0 B", "999 B", "1.0 kB", "9.9 kB", "10 kB", "999 kB", "1.0 MB", "2.5 GB", "7000 TB",
     ]  # fmt: skip
     with pytest.raises(RunError, match="not a run folder"):
-        summarise(tmp_path)
+        read_run(tmp_path)
 
 
 def test_runs_answer_in_half_a_second(here):

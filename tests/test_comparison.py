@@ -10,7 +10,7 @@ from test_online import EXACT
 
 from posttrain.cli import main
 from posttrain.evaluation.comparing.sources import read_validation
-from posttrain.runner.methods import Run, read_finished, shared_prompts
+from posttrain.runner.methods import ComparedRun, read_finished, shared_prompts
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
 
@@ -95,7 +95,7 @@ def test_prompts_that_some_methods_lack_are_counted():
     """By hand; an answer without a reward is one of them."""
     answers = {"a": (0, 1, 2, 3), "b": (1, 2, 3, 4), "c": (1, 2)}
     runs = [
-        Run(None, None, [one for row in rows for one in read_validation([stored(row)])[0]])  # pyright: ignore
+        ComparedRun(None, None, [one for row in rows for one in read_validation([stored(row)])[0]])  # pyright: ignore
         for rows in answers.values()
     ]
     assert shared_prompts(runs) == (2, 5) and shared_prompts(runs[:2]) == (3, 5) and shared_prompts(runs[:1]) == (4, 4)

@@ -24,8 +24,8 @@ from posttrain.recipes import ppo, sft
 from posttrain.runs import rollouts
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import read_run
 from posttrain.runs.run import Run
+from posttrain.runs.summary import read_run
 from posttrain.training.loop import Loop
 from posttrain.training.resume import smaller_packs
 from posttrain.training.saving import Saver

@@ -21,14 +21,13 @@ from posttrain.config import load
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source
 from posttrain.grading.notation import tidy
-from posttrain.reports.reading import read
+from posttrain.reports.report import ReportedRun
 from posttrain.reports.series import Series
-from posttrain.runs.finding import read_run
-from posttrain.runs.listing import head_of
-from posttrain.runs.managing.rows import filtered, rows_below
+from posttrain.runs.managing.listing import filtered
 from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary, read_run, summaries_below
 from posttrain.serving import guard
 from posttrain.ui.guard import Guard
 
@@ -162,8 +161,8 @@ def test_settings_of_a_run_that_are_hostile(run, capsys, text, problem):
     (run / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=problem):
         read_yaml(text)
-    assert head_of(run)[0] == "?"
-    assert any(problem in line for line in read(run).missing)
+    assert RunSummary(run).method == "?"
+    assert any(problem in line for line in ReportedRun(run).missing)
     assert main(["runs", "list", "--output-dir", str(run.parent)]) == 0
     assert "saved" in capsys.readouterr().out
 
@@ -174,7 +173,7 @@ def test_times_that_not_every_zone_has(run, time):
     (run / "run.json").write_text(json.dumps(facts | {"ended": time}))
     with pytest.raises(RunError, match=r"run\.json is damaged"):
         read_run(run)
-    [row] = rows_below(run.parent)
+    [row] = summaries_below(run.parent)
     assert row.state == "damaged" and filtered([row], ["age>1s"]) in ([], [row])
 
 
@@ -187,7 +186,7 @@ def test_numbers_of_metrics_that_are_none(run, value):
             read_them(run)
     series = Series(run).refresh()
     assert series.damaged == 1 and list(series.steps) == [1, 2]
-    assert "damaged" in rows_below(run.parent)[0].problem
+    assert "damaged" in summaries_below(run.parent)[0].problem
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,13 @@ from posttrain.cli.runs import COLUMNS, cells_of
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import MANIFEST, newest_complete, saved_step, verify
 from posttrain.runs.files import load_json, load_tensors
-from posttrain.runs.finding import read_run
-from posttrain.runs.listing import summarise
 from posttrain.runs.managing.facts import facts_of
-from posttrain.runs.managing.rows import ORDERS, filtered, ordered, rows_below, table_lines
+from posttrain.runs.managing.listing import ORDERS, filtered, ordered, table_lines
 from posttrain.runs.metrics import first_latest, last_metrics, latest_metrics, read_metrics
 from posttrain.runs.notes import read_notes
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary, read_run, summaries_below
 from posttrain.ui.address import Query
 from posttrain.ui.data_page import data_page
 from posttrain.ui.evaluations_page import evaluations_page
@@ -90,18 +90,21 @@ def with_files(root: Path, made: dict[str, bytes]) -> Path:
 def test_readers_name_the_damage(tmp_path, made):
     run = with_files(tmp_path, made)
     names = {"loss": "loss", "reward": "reward", "step": "step"}
-    for read in (read_run, read_metrics, last_metrics, latest_metrics, read_notes, summarise):
+    for read in (read_run, read_metrics, last_metrics, latest_metrics, read_notes):
         found = outcome(lambda read=read: read(run))
         assert not isinstance(found, Exception) or (isinstance(found, RunError) and str(run) in str(found)), found
     outcome(lambda: first_latest(run, names))
-    outcome(lambda: facts_of(summarise(run)))
+    summary = RunSummary(run)
+    for name in (name for name, made in vars(RunSummary).items() if isinstance(made, property | cached_property)):
+        getattr(summary, name)  # never fails
+    facts_of(RunSummary(run))
     outcome(lambda: load_json(run / "results.json"))
 
 
 @fuzzed(25, 800, made=files(), width=st.integers(1, 200), word=TEXT)
 def test_lists_show_what_is_left(tmp_path, made, width, word):
     with_files(tmp_path, made)
-    rows = rows_below(tmp_path)
+    rows = summaries_below(tmp_path)
     assert [row.name for row in rows] == ["saved"]
     for order in ORDERS:
         table_lines(COLUMNS, [cells_of(row) for row in ordered(rows * 2, order)], width)

@@ -18,24 +18,24 @@ from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
-from posttrain.runs import listing, lock
+from posttrain.runs import lock, summary
 from posttrain.runs.checkpoint import verify
-from posttrain.runs.finding import find_runs
-from posttrain.runs.listing import head_of, size_of, summarise
-from posttrain.runs.managing.places import checked_name
-from posttrain.runs.managing.rows import (
+from posttrain.runs.finding import find_runs, size_of
+from posttrain.runs.headline import headlines
+from posttrain.runs.managing.listing import (
     Column,
     bytes_of,
     cell_width,
     filtered,
     ordered,
-    rows_below,
     seconds_of,
     table_lines,
 )
+from posttrain.runs.managing.places import checked_name
 from posttrain.runs.metrics import first_latest, latest_metrics
 from posttrain.runs.notes import Notes, read_notes, write_notes
 from posttrain.runs.run import Run
+from posttrain.runs.summary import RunSummary, summaries_below
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_the_quick_head_is_that_of_yaml(tmp_path, monkeypatch):
     quick = 0
     for text in texts:
         (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
-        found = head_of(tmp_path)
+        found = RunSummary(tmp_path).head
         with monkeypatch.context() as patch:
-            patch.setattr(listing, "_quick_head", lambda text: None)
-            assert found == head_of(tmp_path), text
-        quick += listing._quick_head(text) is not None
+            patch.setattr(summary, "_quick_head", lambda text: None)
+            assert found == RunSummary(tmp_path).head, text
+        quick += summary._quick_head(text) is not None
     print(f"{quick} of {len(texts)} read without a parser")
     assert quick >= len(texts) / 3
 
@@ -132,9 +132,10 @@ def test_the_headline_is_that_of_all_metrics(tmp_path):
     names = ["eval_rewards/accuracies", "rewards/accuracies", "eval_loss", "loss"]
     assert first_latest(tmp_path / "x", names) == (6, "eval_loss", 0.5)
     assert latest_metrics(tmp_path / "x")["eval_loss"] == 0.5
-    row = rows_below(tmp_path)[0]
-    whole = summarise(tmp_path / "x")
-    assert (row.step, row.headline, row.size) == (whole.step, whole.headline, whole.size)
+    run = summaries_below(tmp_path)[0]
+    name, value = next(iter(headlines(run.method, run.metrics).items()))
+    assert (run.step, run.headline) == (run.metrics["step"], f"{name} {value:.3g}")
+    assert run.size == RunSummary(tmp_path / "x").size
     assert first_latest(tmp_path, names) == (0, "", None)
 
 
@@ -175,7 +176,7 @@ def test_order_and_filters(here):
         make(Path("runs", name), steps)
         os.utime(Path("runs", name, "run.json"), (index, index))
     write_notes(Path("runs/b-9"), Notes(("keep", "paper"), "the <b>good</b> one"))
-    rows = rows_below(Path("runs"))
+    rows = summaries_below(Path("runs"))
 
     def names(order="time", reverse=False, *terms):
         return [row.name for row in ordered(filtered(rows, terms), order, reverse)]

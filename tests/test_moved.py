@@ -16,8 +16,8 @@ from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import ModelConfig, Stage, load
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import read_run
 from posttrain.runs.inputs import content_of
+from posttrain.runs.summary import read_run
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,13 @@ import yaml
 
 from posttrain.base.errors import DataError, RunError, Stopped
 from posttrain.runs.checkpoint import list_checkpoints, newest_complete, saved_step
-from posttrain.runs.finding import find_runs, read_run
+from posttrain.runs.checks import Finding
+from posttrain.runs.finding import find_runs
 from posttrain.runs.logs import ConsoleLog
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.provenance import redact, redact_arguments
 from posttrain.runs.run import Run
+from posttrain.runs.summary import read_run
 
 CONFIG = "name: toy\nmethod: {type: sft}\n"
 
@@ -52,12 +54,12 @@ def test_a_run_from_start_to_end(tmp_path):
     assert list(first) == ["step", "epoch", "time", "loss", "rewards/margins"]
     assert (first["step"], first["loss"], second["eval_loss"]) == (1, 0.5, 0.75)
     info = read_run(folder)
-    assert (info.state, info.reason, info.last["eval_loss"]) == ("finished", None, 0.75)
+    assert (info.state, info.reason, info.metrics["eval_loss"]) == ("finished", None, 0.75)
     assert info.counters == {"dropped": 2, "skipped": 0}
     assert info.provenance["seed"] == 3 and info.provenance["data"] == {"train": "ab12"}
     assert info.provenance["versions"]["torch"] == version("torch")  # torch itself adds which build it is
-    assert read_run(str(folder)) == info and read_metrics(str(folder)) == read_metrics(folder)
-    assert info.started <= (info.ended or "")
+    assert read_run(str(folder)).facts == info.facts and read_metrics(str(folder)) == read_metrics(folder)
+    assert info.started <= info.ended
     assert json.loads((folder / "results.json").read_text()) == {"accuracy": 0.30000000000000004}
     assert saved_step(run.best) == 1 and run.checkpoints == [folder / "checkpoint-1"]
     assert find_runs(tmp_path / "runs") == [folder]
@@ -442,7 +444,8 @@ def test_reading_a_run_imports_neither_torch_nor_matplotlib(tmp_path):
     with Run.create(tmp_path / "x", CONFIG, {}) as run:
         run.log(1, {"loss": 1.0})
     code = (
-        "import sys; from pathlib import Path; from posttrain.runs.finding import find_runs, read_run; "
+        "import sys; from pathlib import Path; from posttrain.runs.finding import find_runs; "
+        "from posttrain.runs.summary import read_run; "
         "print([read_run(f).state for f in find_runs(Path(sys.argv[1]))]); "
         "print([m for m in ('torch', 'matplotlib', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     )
@@ -493,16 +496,16 @@ def test_a_check_keeps_its_largest_value_and_a_failure_until_it_passes_after_a_r
 
     with pytest.raises(ValueError), Run.create(tmp_path / "a", CONFIG, {}) as run:
         for value in (1.0, 3.0, 2.0):
-            run.record_check("steps", {"value": value, "limit": 4.0, "failed": False})
+            run.record_check(Finding("steps", value, 4.0, unit=""))
         assert saved()["value"] == 1.0  # later ones are written at the end
         run.set_counters({})
         assert saved() == {"value": 3.0, "limit": 4.0, "failed": False, "times": 3}
-        run.record_check("steps", {"value": 5.0, "limit": 4.0, "failed": True})
+        run.record_check(Finding("steps", 5.0, 4.0, unit="", failed=True))
         assert saved() == {"value": 5.0, "limit": 4.0, "failed": True, "times": 4}
         raise ValueError
     with Run.open(tmp_path / "a") as run:
         assert saved()["failed"]
-        run.record_check("steps", {"value": 0.0, "limit": 4.0, "failed": False})
+        run.record_check(Finding("steps", 0.0, 4.0, unit=""))
         assert saved() == {"value": 0.0, "limit": 4.0, "failed": False, "times": 1}
-        run.record_check("steps", {"value": float("nan"), "limit": 4.0, "failed": True})
+        run.record_check(Finding("steps", float("nan"), 4.0, unit="", failed=True))
         assert saved() == {"value": None, "limit": 4.0, "failed": True, "times": 2}

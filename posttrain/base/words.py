@@ -21,6 +21,16 @@ def model_name(path: str) -> str:
     return parts[-1]
 
 
+def in_units(size: int) -> str:
+    """Bytes in readable units: 512 B, 14 kB, 1.2 GB."""
+    value, unit = float(size), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.1f} {unit}" if value < 9.95 and unit != "B" else f"{value:.0f} {unit}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its kind if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

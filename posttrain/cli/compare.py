@@ -156,9 +156,9 @@ def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]
     if not models:
         return {}
     from posttrain.cli.eval import eval
-    from posttrain.runs.listing import place_of
+    from posttrain.runs.finding import locate_model
 
-    folders = {path: str(place_of(path)[2]) for path in models}
+    folders = {path: str(locate_model(path)[2]) for path in models}
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]
     if shared:
         raise UsageError(

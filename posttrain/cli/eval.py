@@ -288,11 +288,11 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...]:
 
 def _placed(models: Sequence[str], output: Path | None) -> dict[Path, tuple[str, str]]:
     """The folder of each model's records, with its path and name. Raises UsageError if two have the same."""
-    from posttrain.runs.listing import place_of
+    from posttrain.runs.finding import locate_model
 
     found: dict[Path, tuple[str, str]] = {}
     for model in models:
-        place, name, folder = place_of(model)
+        place, name, folder = locate_model(model)
         if output is not None:
             folder = output / name.replace("/", "-") if len(models) > 1 else output
         if folder in found:

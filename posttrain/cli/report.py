@@ -68,7 +68,7 @@ def _is_run(folder: Path) -> bool:
 
 def _folder(name: str, output_dir: Path) -> Path:
     """The folder of a run or a pipeline. Raises UsageError, with the runs that exist."""
-    from posttrain.runs.listing import runs_below
+    from posttrain.runs.finding import runs_below
 
     for place in (Path(name).expanduser(), output_dir / name):
         if place.is_dir() and runs_below(place):

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say
-from posttrain.base.words import counted
+from posttrain.base.words import counted, in_units
 from posttrain.cli import runs_disk
 from posttrain.cli.errors import UsageError
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
-from posttrain.runs.listing import in_units, summarise
+from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
 from posttrain.runs.managing.places import named, short
-from posttrain.runs.managing.rows import ORDERS, Column, Row, filtered, ordered, rows_below, table_lines
 from posttrain.runs.notes import NAME as NOTES
 from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.summary import RunSummary, summaries_below
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +38,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, fo
 Tags = Annotated[list[str], typer.Argument(metavar="TAG…", help="Tags to give the run; -TAG takes one away.")]
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The note; without it, the note is shown.")]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name of the folder.")]
+# What --json has of a run.
+FACTS = (
+    "name", "folder", "state", "problem", "method", "model", "data", "step", "metric", "result", "size", "started",
+    "ended", "changed", "tags", "note",
+)  # fmt: skip
 COLUMNS = (
     Column("name", folds=True),
     Column("method"),
@@ -83,31 +86,29 @@ def list_(
         posttrain runs list state=failed 'age>30d'
         posttrain runs list method=grpo --sort result --reverse
     """
-    place = settled(output_dir)
-    rows = rows_below(place)
-    shown = ordered(filtered(rows, filters or []), sort, reverse)
+    runs = summaries_below(settled(output_dir))
+    shown = ordered(filtered(runs, filters or []), sort, reverse)
     if as_json:
-        for row in shown:
-            facts = asdict(row) | {"folder": str(row.folder)}
-            say(json.dumps(facts))
+        for run in shown:
+            say(json.dumps({name: getattr(run, name) for name in FACTS} | {"folder": str(run.folder)}))
         return
-    if not rows:
+    if not runs:
         say(f"there are no runs in {output_dir}")
         return
     if shown:
-        say("\n".join(table_lines(COLUMNS, [cells_of(row) for row in shown], shutil.get_terminal_size().columns)))
-    of = f" of {len(rows):,}" if len(shown) < len(rows) else ""
-    say(f"\n{counted(len(shown), 'run')}{of}, {in_units(sum(row.size for row in shown))}")
-    for row in shown:
-        if row.problem:
-            say(f"{row.name}: {row.problem}", error=True)
+        say("\n".join(table_lines(COLUMNS, [cells_of(run) for run in shown], shutil.get_terminal_size().columns)))
+    of = f" of {len(runs):,}" if len(shown) < len(runs) else ""
+    say(f"\n{counted(len(shown), 'run')}{of}, {in_units(sum(run.size for run in shown))}")
+    for run in shown:
+        if run.problem:
+            say(f"{run.name}: {run.problem}", error=True)
 
 
-def cells_of(row: Row) -> list[str]:
+def cells_of(run: RunSummary) -> list[str]:
     """A run's cells in the list."""
-    started = f"{_local(row.started):%m-%d %H:%M}" if row.started else ""
-    name = " ".join([row.name, *(f"#{tag}" for tag in row.tags)])
-    return [name, row.method, row.model, row.state, str(row.step), row.headline, in_units(row.size), started]
+    started = f"{run.started_at:%m-%d %H:%M}" if run.started_at else ""
+    name = f"{run.name} {run.hashtags}".rstrip()
+    return [name, run.method, run.model, run.state, str(run.step), run.headline, in_units(run.size), started]
 
 
 @app.command()
@@ -116,11 +117,11 @@ def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     from posttrain.base.console import PlainConsole
     from posttrain.runs.managing.facts import facts_of
 
-    found = summarise(named(run, output_dir.expanduser()))
+    summary = RunSummary(named(run, output_dir.expanduser()))
     table = _grid()
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for name, value in facts_of(found):
+    for name, value in facts_of(summary):
         table.add_row(name, value)
     PlainConsole().print(table)
 
@@ -201,10 +202,6 @@ def _grid() -> Table:
     from rich.table import Table
 
     return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-
-
-def _local(time: str) -> datetime:
-    return datetime.fromisoformat(time).astimezone()
 
 
 for command in (runs_disk.rm, runs_disk.prune, runs_disk.free, runs_disk.snapshot, runs_disk.snapshots):

@@ -11,8 +11,7 @@ import typer
 
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say, visible
-from posttrain.base.words import counted
-from posttrain.runs.listing import in_units
+from posttrain.base.words import counted, in_units
 from posttrain.runs.managing.places import named, short
 
 if TYPE_CHECKING:
@@ -120,20 +119,21 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
+    from posttrain.runs.managing.listing import filtered, seconds_of
     from posttrain.runs.managing.removing import Rule, left_over, plan_prune, spare_needed
-    from posttrain.runs.managing.rows import filtered, rows_below, seconds_of
+    from posttrain.runs.summary import summaries_below
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
         seconds_of(older_than)
     plans: list[Plan] = [] if terms else left_over(root)
-    for row in filtered(rows_below(root), terms):
-        if row.state == "running":
-            say(f"in progress: {row.folder}", error=True)
+    for run in filtered(summaries_below(root), terms):
+        if run.state == "running":
+            say(f"in progress: {run.folder}", error=True)
             continue
         try:
-            plans.append(plan_prune(row.folder, rule))
+            plans.append(plan_prune(run.folder, rule))
         except (RunError, OSError) as error:
             say(f"passed over: {error}", error=True)
     if not force:
@@ -187,7 +187,7 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
     import shutil
 
-    from posttrain.runs.managing.rows import Column, table_lines
+    from posttrain.runs.managing.listing import Column, table_lines
     from posttrain.runs.managing.snapshots import read_snapshot, snapshots_of
 
     found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
@@ -247,16 +247,17 @@ def export(
 
 def described(target: Path) -> str:
     """A run, a whole run or a snapshot in a line."""
-    from posttrain.runs.listing import size_of, summarise
+    from posttrain.runs.finding import size_of
     from posttrain.runs.managing.places import folders_of
     from posttrain.runs.managing.snapshots import COPY
+    from posttrain.runs.summary import RunSummary
 
     if (target / COPY).is_dir():
         return f"{target}: snapshot, {in_units(size_of(target))}"
     runs = folders_of(target)
     if runs != [target]:
         return f"{target}: {counted(len(runs), 'run')}, {in_units(size_of(target))}"
-    run = summarise(target)
+    run = RunSummary(target)
     return f"{target}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
 
 

@@ -20,7 +20,7 @@ from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
-from posttrain.runs.listing import newest_model
+from posttrain.runs.finding import newest_model
 
 Model = Annotated[
     str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run (its newest).")

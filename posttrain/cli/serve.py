@@ -66,7 +66,7 @@ def serve(
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
-    from posttrain.runs.listing import place_of
+    from posttrain.runs.finding import locate_model
     from posttrain.serving.guard import Guard, is_loopback
     from posttrain.serving.listening import listen
 
@@ -81,9 +81,9 @@ def serve(
     need("uvicorn", "serve", "posttrain serve")
     need("fastapi", "serve", "posttrain serve")
     socket = listen(host, port)  # a port in use is an error before the model is loaded
-    path, name, _ = place_of(model)
+    path, name, _ = locate_model(model)
     say(f"loading {name} …", error=True)
-    reward = None if reward_model is None else place_of(reward_model)[0]
+    reward = None if reward_model is None else locate_model(reward_model)[0]
     settings = from_flags(ModelConfig, {"path": path, "dtype": dtype})
     with quick_imports():
         from posttrain.serving.app import make_app

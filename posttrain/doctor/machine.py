@@ -12,8 +12,8 @@ from pathlib import Path
 
 from posttrain.base import system
 from posttrain.base.atomic import put_file, put_folder
+from posttrain.base.words import in_units
 from posttrain.doctor.checks import Broken, Found
-from posttrain.runs.listing import in_units
 from posttrain.runs.lock import FolderLock, is_locked
 
 LEAST_FREE_BYTES = 5_000_000_000  # below this a checkpoint or a model may not fit

@@ -9,7 +9,7 @@ from typing import Any
 from posttrain import __version__
 from posttrain.base.errors import ModelError
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted
+from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
@@ -26,8 +26,8 @@ from posttrain.models.families import positions_of, set_eos_token_ids
 from posttrain.models.load import load_config, load_tokenizer
 from posttrain.models.quantised import method_of
 from posttrain.runs.files import save_json
+from posttrain.runs.finding import size_of
 from posttrain.runs.inputs import content_of
-from posttrain.runs.listing import in_units, size_of
 from posttrain.training.job import set_pad_token
 
 log = logging.getLogger("posttrain")

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from posttrain.base.atomic import put_folder, settle
 from posttrain.base.errors import RunError
+from posttrain.base.words import in_units
 from posttrain.runs.atomic import cannot_write
-from posttrain.runs.listing import in_units
 
 NO_ROOM = "nothing was written, and the model is intact: free some space, or give --output on another disk"
 

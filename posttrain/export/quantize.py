@@ -14,7 +14,7 @@ from posttrain.base.errors import ModelError
 from posttrain.base.extras import need
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted
+from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.evaluation.evaluate import Options, evaluate
@@ -40,8 +40,8 @@ from posttrain.models.devices import take_device
 from posttrain.models.load import check_embeddings, load_config, load_model, load_tokenizer
 from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
 from posttrain.runs.files import load_json, save_json
+from posttrain.runs.finding import size_of
 from posttrain.runs.inputs import content_of
-from posttrain.runs.listing import in_units, size_of
 from posttrain.runs.provenance import now
 
 log = logging.getLogger("posttrain")

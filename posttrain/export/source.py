@@ -14,9 +14,9 @@ from posttrain.models.adapters import BASE, base_settings, is_adapter
 from posttrain.models.load import Head, is_reward_model, load_config
 from posttrain.runs.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import RunInfo, read_run
+from posttrain.runs.finding import newest_model
 from posttrain.runs.inputs import START, content_of, dated, located, recorded
-from posttrain.runs.listing import newest_model
+from posttrain.runs.summary import RunSummary, read_run
 
 log = logging.getLogger("posttrain")
 
@@ -34,7 +34,7 @@ class Source:
     name: str
     adapter: bool
     reward: bool
-    run: RunInfo | None = None
+    run: RunSummary | None = None
     config: RunConfig | None = None
     results: dict[str, Any] = field(default_factory=dict)
     step: int | None = None

@@ -6,19 +6,22 @@ What is missing or damaged is said on the page; everything else is shown.
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.completions import completions
+from posttrain.reports.markup import number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of
-from posttrain.reports.reading import Run, read
 from posttrain.reports.series import FACTS, Series
-from posttrain.runs.checks import MESSAGES, checks_of
+from posttrain.runs.checks import MESSAGES
 from posttrain.runs.files import open_regular
+from posttrain.runs.metrics import NAME
 from posttrain.runs.progress import duration
+from posttrain.runs.summary import CONFIG, NOTES, RESULTS, SETTINGS, STATE, RunSummary
 
 REPORT = "report.html"
 POINTS = 40_000  # of all curves of a page; a curve has 60 to 400
@@ -28,60 +31,88 @@ SIZE = (380, 180)  # of a chart, in its own units: as wide as a column of three,
 LOG_HEAD = 1 << 16  # bytes of training.log that are searched for what was said of the data
 
 
+class ReportedRun(RunSummary):
+    """A run with its curves. `missing` has a sentence for each file that cannot be read; more may be added."""
+
+    def __init__(self, folder: Path, name: str = ""):
+        super().__init__(folder, name)
+        self.series = Series(folder).refresh()
+        _ = self.facts, self.notes, self.config, self.results
+        unread = [(what, self.problems.get(what)) for what in (STATE, NOTES, SETTINGS, CONFIG, RESULTS)]
+        self.missing = [f"{what} not shown: {' '.join(problem.split())}." for what, problem in unread if problem]
+        metrics, damaged = folder / NAME, self.series.damaged
+        if damaged:
+            self.missing.append(f"{counted(damaged, 'line')} of {metrics} cannot be read: not in the curves.")
+        if self.series.cut_short:
+            self.missing.append(f"The last line of {metrics} is incomplete: not in the curves.")
+
+    @property
+    def step(self) -> int:
+        return int(max(self.series.steps, default=0))
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The last finite value of each metric."""
+        return self.series.last()
+
+
 def write_report(folder: Path, title: str = "", path: Path | None = None) -> Path:
     """Write a report about the run in `folder`, to its report.html or to `path`, atomically; returns the path.
 
     Raises RunError if the page cannot be written.
     """
-    run, path = read(folder), path or folder / REPORT
-    write_page(path, title or " of ".join(filter(None, (run.method, run.model))) or run.name, run_page(run), cards(run))
+    run, path = ReportedRun(folder), path or folder / REPORT
+    title = title or (f"{run.method} of {run.model}" if run.config else run.name)
+    write_page(path, title, run_page(run), cards(run))
     return path
 
 
-def run_page(run: Run) -> list[Section]:
+def run_page(run: ReportedRun) -> list[Section]:
     """The sections about one run, most important first."""
     data = run.config.get("data") or {}
-    provenance = run.info.provenance if run.info else {}
     after = [
         Text("Data", data_said(run.folder), code=True),
         Table("Metrics", *metrics_table(run.series), folded=True),
         Facts("Results", run.results, folded=True),
         Text("Settings", run.settings, code=True, folded=True),
-        Facts("Provenance", provenance, folded=True),
+        Facts("Provenance", run.provenance, folded=True),
     ]
     middle = [alarms([run]), checks(run), curves(run), *completions(run.folder, run.config, run.missing)]
     return [Facts("Summary", summary(run, data)), messages("Not complete", run.missing), *middle, *after]
 
 
-def cards(run: Run) -> dict[str, str]:
+def cards(run: ReportedRun) -> dict[str, str]:
     """The most important numbers."""
     time = {} if run.seconds is None else {"time": duration(run.seconds)}
-    return {"state": run.state, "steps": f"{run.step:,}", **time, **run.headlines}
+    headlines = {name: number(value) for name, value in run.headlines.items()}
+    return {"state": run.state, "steps": f"{run.step:,}", **time, **headlines}
 
 
-def summary(run: Run, data: Any) -> dict[str, Any]:
+def summary(run: ReportedRun, data: Any) -> dict[str, Any]:
     source = data.get("source") if isinstance(data, dict) else None
     entries = source if isinstance(source, list) else [source]
     sources = [one.get("source") if isinstance(one, dict) else one for one in entries if one is not None]
-    lora = [(model.get("lora") or {}) for model in run.models]
+    lora = [(model.get("lora") or {}) for model in run.model_settings]
     facts: dict[str, Any] = {
-        "method": run.method,
-        "model": ", ".join(str(model.get("path")) for model in run.models),
+        "tags": run.hashtags,
+        "note": run.note,
+        "method": run.method if run.config else "",
+        "model": ", ".join(str(model.get("path")) for model in run.model_settings),
         "LoRA": ", ".join(f"r {one.get('r')}" for one in lora if isinstance(one, dict) and one),
         "data": ", ".join(map(str, sources)),
     }
-    if run.info:
-        facts["state"] = run.info.state + (f": {run.info.reason}" if run.info.reason else "")
-        facts |= {"started": _when(run.info.started), "ended": _when(run.info.ended) if run.info.ended else "not yet"}
-        facts |= {name.replace("_", " "): count for name, count in run.info.counters.items()}
+    if run.facts:
+        facts["state"] = run.state + (f": {run.reason}" if run.reason else "")
+        facts |= {"started": _when(run.started_at), "ended": _when(run.ended_at) or "not yet"}
+        facts |= {name.replace("_", " "): count for name, count in run.counters.items()}
     return {name: value for name, value in facts.items() if value}
 
 
-def _when(time: str) -> str:
-    return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+def _when(time: datetime | None) -> str:
+    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if time else ""
 
 
-def alarms(runs: Sequence[Run]) -> Html:
+def alarms(runs: Sequence[ReportedRun]) -> Html:
     """Every alarm that was raised, how often and since when, with what helps."""
     found = []
     for run in runs:
@@ -97,13 +128,13 @@ def alarms(runs: Sequence[Run]) -> Html:
     return messages("Alarms", found)
 
 
-def checks(run: Run) -> Table:
+def checks(run: ReportedRun) -> Table:
     """Every vital check with what it found."""
-    found = checks_of(run.info.checks, run.method, run.step) if run.info else []
-    return Table("Checks", ["check", "outcome", "found"], [[one.what, one.outcome, one.found] for one in found])
+    rows = [[check.what, check.outcome, check.found] for check in run.checks]
+    return Table("Checks", ["check", "outcome", "found"], rows)
 
 
-def curves(run: Run, title: str = "Curves", most: int = 0) -> Html:
+def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
     panels = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
     panels = [(panel, lines) for panel, lines in panels if lines]
     most = most or points_of(sum(len(lines) for _, lines in panels))

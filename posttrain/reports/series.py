@@ -30,6 +30,7 @@ class Series:
 
     def _clear(self) -> None:
         self.damaged = 0
+        self.cut_short = False  # whether the last line is incomplete
         self._read, self._file = 0, None
         self._line = {name: array("d") for name in AXES}
         self._columns: dict[str, tuple[array, array]] = {}  # metric -> numbers of its lines, values
@@ -48,6 +49,7 @@ class Series:
                     self._read += len(whole) + len(newline)
                     for raw in whole.splitlines():
                         self._take(raw)
+                self.cut_short = facts.st_size > self._read
             except FileNotFoundError:
                 self._clear()
             except OSError:

@@ -7,11 +7,20 @@ from typing import Any
 
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.markup import Markup, el, join
+from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS
-from posttrain.reports.reading import Run, read
-from posttrain.reports.report import REPORT, SIZE, SMOOTH_FROM, SMOOTHED, alarms, curves, points_of, smoothing
+from posttrain.reports.report import (
+    REPORT,
+    SIZE,
+    SMOOTH_FROM,
+    SMOOTHED,
+    ReportedRun,
+    alarms,
+    curves,
+    points_of,
+    smoothing,
+)
 from posttrain.runs.files import flat, is_regular, read_regular
 from posttrain.runs.finding import find_runs
 from posttrain.runs.headline import LABELS, OF_METHOD
@@ -20,10 +29,10 @@ from posttrain.runs.progress import duration
 INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
 
 
-def below(root: Path) -> list[Run]:
+def below(root: Path) -> list[ReportedRun]:
     """The runs below the folder of a pipeline, its stages and models, in the order in which they started."""
-    found = [read(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
-    return sorted(found, key=lambda run: (run.info is None, run.info.started if run.info else "", run.name))
+    runs = [ReportedRun(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
+    return sorted(runs, key=lambda run: (not run.facts, run.started, run.name))
 
 
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
@@ -36,16 +45,16 @@ def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
     return path
 
 
-def _pipeline_page(root: Path, runs: Sequence[Run], path: Path) -> list[Section]:
+def _pipeline_page(root: Path, runs: Sequence[ReportedRun], path: Path) -> list[Section]:
     most = points_of(12 * len(runs))
     each = [_of_run(run, most) for run in runs]
     settings = root / "config.yaml"
     written = read_regular(settings).decode(errors="replace") if is_regular(settings) else ""
-    first = [runs_table(runs, path), not_complete(runs), alarms(runs)]
+    first = [runs_table(runs, path), notes(runs), not_complete(runs), alarms(runs)]
     return [*first, *each, Text("Settings", written, code=True, folded=True), *_provenance(runs)]
 
 
-def _of_run(run: Run, most: int) -> Html:
+def _of_run(run: ReportedRun, most: int) -> Html:
     """The curves of a run, and its best and worst completion."""
     figures = curves(run, run.name, most)
     said = (
@@ -55,15 +64,20 @@ def _of_run(run: Run, most: int) -> Html:
     return Html(run.name, join([figures.body, *said]), figures.note)
 
 
-def not_complete(runs: Sequence[Run]) -> Html:
+def notes(runs: Sequence[ReportedRun]) -> Facts:
+    return Facts("Notes", {run.name: run.note for run in runs if run.note})
+
+
+def not_complete(runs: Sequence[ReportedRun]) -> Html:
     return messages("Not complete", [f"{run.name}: {said}" for run in runs for said in run.missing])
 
 
 def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
     """Write a page about these runs side by side: results, settings that differ, curves over one another, alarms."""
-    runs = [read(folder, name) for name, folder in folders.items()]
+    runs = [ReportedRun(folder, name) for name, folder in folders.items()]
     sections: list[Section] = [
         runs_table(runs, path),
+        notes(runs),
         not_complete(runs),
         alarms(runs),
         charts("Curves", overlaid(runs), SMOOTHED if max(map(_longest, runs)) >= SMOOTH_FROM else ""),
@@ -72,25 +86,27 @@ def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
     write_page(path, "Comparison of " + ", ".join(run.name for run in runs), [*sections, *_provenance(runs)])
 
 
-def runs_table(runs: Sequence[Run], path: Path) -> Table:
+def runs_table(runs: Sequence[ReportedRun], path: Path) -> Table:
     """A line for each run; a link where it has a report of its own."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.headlines))
+    tagged = ["tags"] if any(run.tags for run in runs) else []
     rows = [
         [
             _linked(run, path),
+            *(run.hashtags for _ in tagged),
             el("span", run.state, class_=f"badge {run.state}"),
             run.method,
             run.model,
             run.step,
             "" if run.seconds is None else duration(run.seconds),
-            *(run.headlines.get(name, "") for name in metrics),
+            *(number(run.headlines[name]) if name in run.headlines else "" for name in metrics),
         ]
         for run in runs
     ]
-    return Table("Runs", ["run", "state", "method", "model", "steps", "time", *metrics], rows)
+    return Table("Runs", ["run", *tagged, "state", "method", "model", "steps", "time", *metrics], rows)
 
 
-def _linked(run: Run, path: Path) -> str | Markup:
+def _linked(run: ReportedRun, path: Path) -> str | Markup:
     own = run.folder / REPORT
     if not own.is_file() or own == path:
         return run.name
@@ -105,12 +121,12 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
-def _longest(run: Run) -> int:
+def _longest(run: ReportedRun) -> int:
     """Points of the longest curve of training."""
     return max((len(run.series.points(name)[0]) for name in run.series.names if name[:5] != "eval_"), default=0)
 
 
-def overlaid(runs: Sequence[Run]) -> Iterator[Markup]:
+def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Markup]:
     """A chart for each metric that at least two runs have, with a line for each of them."""
     first = [name for run in runs for name in OF_METHOD.get(run.method, ())]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
@@ -131,9 +147,9 @@ def overlaid(runs: Sequence[Run]) -> Iterator[Markup]:
         yield chart(lines, title, smooth=smooth, share=bare in shares, ends=True, most=most, size=SIZE)
 
 
-def _provenance(runs: Sequence[Run]) -> list[Section]:
+def _provenance(runs: Sequence[ReportedRun]) -> list[Section]:
     """Where each run comes from: all facts of one, of several a table."""
-    facts = [flat(run.info.provenance) if run.info else {} for run in runs]
+    facts = [flat(run.provenance) for run in runs]
     names = list(dict.fromkeys(name for one in facts for name in one))
     rows = [[name, *(one.get(name, "") for one in facts)] for name in names]
     same = {row[0]: row[1] for row in rows if all(value == row[1] for value in row[2:])}

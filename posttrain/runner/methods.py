@@ -32,6 +32,7 @@ from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary
 
 SUITE = "reward on the validation prompts"
 
@@ -51,7 +52,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """A finished run's entry, its rewards before training if they were evaluated, and its last answers."""
 
     entry: Entry
@@ -59,7 +60,7 @@ class Run:
     answers: Sequence[Answer]
 
 
-def read_finished(name: str, folder: Path) -> Run:
+def read_finished(name: str, folder: Path) -> ComparedRun:
     """What a finished run adds to the comparison. Raises RunError if it has no evaluation with rewards."""
     results, lines = load_json(folder / "results.json"), read_metrics(folder)
     with StoredRun(folder) as stored:
@@ -82,7 +83,7 @@ def read_finished(name: str, folder: Path) -> Run:
         curve=tuple((line["step"], line["eval_reward"]) for line in lines if line.get("eval_reward") is not None),
     )
     start = mean_by_prompt(list(first.values())) if first is not None else None
-    return Run(entry, start, graded[max(graded)])
+    return ComparedRun(entry, start, graded[max(graded)])
 
 
 def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
@@ -94,7 +95,7 @@ def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
     return found
 
 
-def against_each_other(runs: Sequence[Run]) -> Comparison:
+def against_each_other(runs: Sequence[ComparedRun]) -> Comparison:
     """Every two methods, p adjusted for all of them; in the order of `runs`, the better one as B."""
     sides = [
         Side(run.entry.name, (Source(run.entry.name, "", {SUITE: Scores("reward", run.answers)}),))
@@ -166,7 +167,7 @@ def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Ma
     return [chart(lines, "Reward on held-out prompts", ends=True), intervals("Reward at the end, 95 % interval", rows)]
 
 
-def shared_prompts(runs: Sequence[Run]) -> tuple[int, int]:
+def shared_prompts(runs: Sequence[ComparedRun]) -> tuple[int, int]:
     """How many validation prompts every run has completions of, and how many any of them has."""
     items = [{one.item for one in run.answers} for run in runs]
     return len(set.intersection(*items)), len(set.union(*items))
@@ -189,6 +190,9 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
     console.print(table)
     figures = methods_figures(entries, start)
     page: list[pages.Section] = [pages.Table("Methods", *cells_of(table), note=note), pages.charts("Curves", figures)]
+    summaries = {name: RunSummary(path, name) for name, path in folders.items()}
+    notes = {name: f"{run.hashtags} {run.note}".strip() for name, run in summaries.items()}
+    page.append(pages.Facts("Tags and notes", {name: text for name, text in notes.items() if text}))
     pairs = []
     if len(runs) > 1:
         found = against_each_other(runs)

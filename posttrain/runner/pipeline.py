@@ -26,12 +26,12 @@ from posttrain.reports.several import write_pipeline_report
 from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import verify
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import read_run
 from posttrain.runs.folder import never_stepped, run_folder
 from posttrain.runs.headline import headlines
 from posttrain.runs.inputs import refuse_other_models
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import redact_yaml
+from posttrain.runs.summary import read_run
 from posttrain.training.resume import as_trained, refuse_changes
 
 log = logging.getLogger("posttrain")

@@ -1,5 +1,9 @@
-"""The vital checks of a run and what they found, as run.json has them, and its alarms. A failed check ends the run."""
+"""The vital checks of a run: what one found, as run.json records it and lists, pages and reports show it; and alarms.
 
+A failed check ends the run.
+"""
+
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +34,27 @@ MESSAGES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found: a value and the limit that it must not exceed, in `unit`; or what it saw, in words."""
+
+    check: str
+    value: float | None = None
+    limit: float | None = None
+    unit: str = "nats"
+    seen: str = ""
+    failed: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """As run.json records it, under the name of the check; a value that is not finite is None."""
+        facts = {"value": self.value, "limit": self.limit, "unit": self.unit, "seen": self.seen, "failed": self.failed}
+        known = {name: value for name, value in facts.items() if value not in (None, "")}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
+    """A check of a run as it is shown."""
+
     what: str
     outcome: str  # passed, failed, waiting, does not apply, not recorded
     found: str
@@ -67,26 +91,27 @@ KNOWN = (
 
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
     """Every check of the method, with what `run.json` recorded; None for a run from before checks were recorded."""
-    found = []
+    checks = []
     for known in (known for known in KNOWN if known.is_of(method)):
-        one = (recorded or {}).get(known.name)
-        if isinstance(one, Mapping):
-            found.append(Check(known.what, FAILED if one.get("failed") else PASSED, f"{known.when}: {said(one)}"))
+        facts = (recorded or {}).get(known.name)
+        if isinstance(facts, Mapping):
+            outcome = FAILED if facts.get("failed") else PASSED
+            checks.append(Check(known.what, outcome, f"{known.when}: {described(facts)}"))
         elif recorded is None and step > 0:
-            found.append(Check(known.what, UNRECORDED, f"{known.when}: this version recorded no checks"))
+            checks.append(Check(known.what, UNRECORDED, f"{known.when}: this version recorded no checks"))
         else:
-            found.append(Check(known.what, ABSENT if known.at_start and step > 0 else WAITING, known.when))
-    return found
+            checks.append(Check(known.what, ABSENT if known.at_start and step > 0 else WAITING, known.when))
+    return checks
 
 
-def said(one: Mapping[str, Any]) -> str:
+def described(facts: Mapping[str, Any]) -> str:
     """What a check found: `3e-07 ≤ 0.0005 nats`, the largest value of several."""
-    value, limit = one.get("value"), one.get("limit")
-    parts = [str(one["seen"])] if one.get("seen") else []
+    value, limit = facts.get("value"), facts.get("limit")
+    parts = [str(facts["seen"])] if facts.get("seen") else []
     if isinstance(value, int | float) and isinstance(limit, int | float):
         sign = ">" if value > limit else "≤"
-        parts.append(" ".join(filter(None, (f"{value:.2g} {sign} {limit:.2g}", str(one.get("unit") or "")))))
+        parts.append(" ".join(filter(None, (f"{value:.2g} {sign} {limit:.2g}", str(facts.get("unit") or "")))))
     elif value is None and limit is not None:
         parts.append("not a number")
-    times = one.get("times")
+    times = facts.get("times")
     return ", ".join(parts) + (f" (largest of {times:,})" if isinstance(times, int) and times > 1 else "")

@@ -1,84 +1,60 @@
-"""Finding, reading and removing runs on disk, in any state."""
+"""Finding runs, and the models in them, on disk; and removing a run. Reads no more of a run than that needs."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
+from posttrain.base.words import counted, model_name
 from posttrain.runs.atomic import remove_folder
-from posttrain.runs.folder import check_run_folder, read_facts, refuse_occupied
-from posttrain.runs.lock import FolderLock, is_locked
-from posttrain.runs.metrics import last_metrics
+from posttrain.runs.checkpoint import newest_complete
+from posttrain.runs.folder import check_run_folder, refuse_occupied
+from posttrain.runs.lock import FolderLock
 
 RUN_FILE = "run.json"
 SNAPSHOTS = ".snapshots"  # next to the runs: whole copies of some
 LEVELS = 3  # of folders below the folder of runs
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """The facts of a run folder for `posttrain runs`, read without opening the run."""
-
-    folder: Path
-    state: str  # as in run.json; `killed` if it says running and no process holds the lock
-    reason: str | None
-    started: str
-    ended: str | None
-    last: dict[str, Any]  # the last line of metrics.jsonl, or empty
-    provenance: dict[str, Any]
-    counters: dict[str, Any]
-    checks: dict[str, Any] | None  # what each check found; None if the run's version did not record it
-
-
-def read_run(folder: Path | str) -> RunInfo:
-    """The facts of one run; RunError if it is not a run folder or is damaged."""
-    folder = Path(folder)
-    check_run_folder(folder)
-    facts = read_facts(folder)
-    return RunInfo(
-        folder=folder,
-        state=state_of(folder, facts["state"]),
-        reason=facts["reason"],
-        started=facts["started"],
-        ended=facts["ended"],
-        last=last_metrics(folder),
-        provenance=facts["provenance"],
-        counters=facts["counters"],
-        checks=checks if isinstance(checks := facts.get("checks"), dict) else None,
-    )
-
-
-def state_of(folder: Path, recorded: str) -> str:
-    """The state in run.json, or `killed` if that is running and no process holds the lock."""
-    return "killed" if recorded == "running" and is_locked(folder) is False else recorded
-
-
 def find_runs(output_dir: Path) -> list[Path]:
     """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
-    return sorted(Path(folder) for folder in measured_runs(output_dir))
+    return sorted(Path(folder) for folder in _measured(output_dir))
 
 
-def measured_runs(output_dir: Path) -> dict[str, tuple[int, float]]:
-    """The run folders as in `find_runs`, each with its bytes and the time when its run.json last changed.
+def measured_runs(output_dir: Path) -> list[tuple[Path, int, float]]:
+    """The run folders as in `find_runs`, each with its bytes and the time when its run.json last changed (Unix, s).
 
-    One pass over all files. A link counts as a link, and is not followed. What cannot be read, or is removed meanwhile,
-    is passed over, and so are snapshots.
+    Leftovers of an interrupted deletion are omitted. Oldest first.
     """
-    found: dict[str, tuple[int, float]] = {}
-    _measure(os.fspath(output_dir), 0, found)
-    return found
+    runs = [(Path(folder), *facts) for folder, facts in _measured(output_dir).items()]
+    return sorted((run for run in runs if not LEFTOVER.fullmatch(run[0].name)), key=lambda run: (run[2], run[0]))
 
 
-def _measure(folder: str, depth: int, found: dict[str, tuple[int, float]]) -> int:
-    """The bytes below a folder; adds the runs in it down to LEVELS to `found`."""
+def runs_below(output_dir: Path) -> list[Path]:
+    """The run folders there, without leftovers of an interrupted deletion, oldest first."""
+    return [folder for folder, _, _ in measured_runs(output_dir)]
+
+
+def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
+    """Run folder -> its bytes and the time of its run.json, in one pass over all files.
+
+    A link counts as a link, and is not followed. What cannot be read, or is removed meanwhile, is passed over, and so
+    are snapshots.
+    """
+    runs: dict[str, tuple[int, float]] = {}
+    _measure(os.fspath(output_dir), 0, runs)
+    return runs
+
+
+def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int:
+    """The bytes below a folder; adds the runs in it down to LEVELS to `runs`."""
     size, changed = 0, None
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     if entry.name != SNAPSHOTS:
-                        size += _measure(entry.path, depth + 1, found)
+                        size += _measure(entry.path, depth + 1, runs)
                     continue
                 try:
                     facts = entry.stat(follow_symlinks=False)
@@ -90,8 +66,46 @@ def _measure(folder: str, depth: int, found: dict[str, tuple[int, float]]) -> in
     except OSError:
         return size
     if changed is not None and depth <= LEVELS:
-        found[folder] = size, changed
+        runs[folder] = size, changed
     return size
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder; links count as links."""
+    return sum(os.lstat(Path(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
+
+
+def newest_model(folder: Path) -> Path:
+    """The folder itself if it has a model; for a run, its final model or else its newest checkpoint.
+
+    Raises RunError if there is neither.
+    """
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return folder
+    if (folder / "final").is_dir():
+        return folder / "final"
+    if not (folder / RUN_FILE).is_file():
+        below = runs_below(folder)
+        which = (
+            f", but {counted(len(below), 'run')}: name one, such as {below[-1]}"
+            if below
+            else " (config.json), and is not a run"
+        )
+        raise RunError(f"{folder} contains no model{which}")
+    return newest_complete(folder)[0]
+
+
+def locate_model(model: str) -> tuple[str, str, Path]:
+    """The path of a model (of a run: its newest) or of recorded completions, its name, and the default folder of its
+    evaluation."""
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        return str(folder), folder.stem, Path("evaluations") / folder.stem
+    saved = newest_model(folder) if folder.is_dir() else None
+    if saved is not None and (saved.parent / RUN_FILE).is_file():
+        return str(saved), f"{saved.parent.name}/{saved.name}", saved.parent / "evaluation" / saved.name
+    name = model_name(model)
+    return str(saved or model), name, Path("evaluations") / name
 
 
 def remove_run(folder: Path) -> None:
@@ -110,9 +124,9 @@ def remove_run(folder: Path) -> None:
         lock.release()
 
 
-def is_inside(place: Path, folder: Path) -> bool:
-    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
-    return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether the folder `path` is inside the whole run that the run folder `folder` belongs to."""
+    return path.is_dir() and path.resolve().is_relative_to(root_of(folder))
 
 
 def root_of(folder: Path) -> Path:
@@ -123,5 +137,5 @@ def root_of(folder: Path) -> Path:
 
 def is_whole_run(folder: Path) -> bool:
     """Whether this is the folder of several runs, and not of a single run or of a checkpoint in one."""
-    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
+    inside_one = any((at / RUN_FILE).exists() for at in (folder, folder.absolute().parent))
     return (folder / "config.yaml").is_file() and not inside_one

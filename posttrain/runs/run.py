@@ -8,7 +8,6 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
-import math
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of,
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
 from posttrain.runs.atomic import cannot_write, recover, write_file
+from posttrain.runs.checks import Finding
 from posttrain.runs.files import read_regular, save_json
 from posttrain.runs.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
 from posttrain.runs.lock import FolderLock
@@ -167,21 +167,20 @@ class Run:
         self._facts["counters"] |= counters
         save_json(self.folder / "run.json", self._facts)
 
-    def record_check(self, name: str, found: Mapping[str, Any]) -> None:
+    def record_check(self, found: Finding) -> None:
         """Record in `run.json` what a check found; of several times the largest `value`, or a failure, which ends the
         run and counts until the check passes after a resume.
 
         Written when the check is new or fails; later values with the next checkpoint, and at the end.
         """
         checks = self._facts.setdefault("checks", {})
-        before = checks.get(name)
-        if before is not None and before["failed"] and not found["failed"]:
+        before, facts = checks.get(found.check), found.facts()
+        if before is not None and before["failed"] and not found.failed:
             before = None
-        facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
         times = (before or {}).get("times", 0) + 1
         if before is not None and not facts["failed"] and _is_larger(before.get("value"), facts.get("value")):
             facts = before
-        checks[name] = {**facts, "times": times}
+        checks[found.check] = {**facts, "times": times}
         if before is None or facts["failed"]:
             save_json(self.folder / "run.json", self._facts)
 

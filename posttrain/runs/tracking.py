@@ -25,9 +25,9 @@ from posttrain.base.errors import RunError
 from posttrain.base.extras import need
 from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.training import TrackingConfig
-from posttrain.runs.finding import read_run
 from posttrain.runs.provenance import redact, redacted_command
 from posttrain.runs.run import Run
+from posttrain.runs.summary import read_run
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -19,7 +19,7 @@ from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.adamw import AdamW
 from posttrain.parallel.ranks import Ranks
-from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START
+from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START, Finding
 from posttrain.runs.files import bits
 from posttrain.scoring import RewardScorer, Scorer
 
@@ -30,18 +30,6 @@ COLLAPSED = 0.05  # share of the entropy at the first step
 WITHOUT_VERDICT = 0.005  # share of the completions
 EFFECTIVE = 0.9  # effective sample size / tokens; below it the engine's policy is not the trainer's
 EVERY = 20  # an alarm is logged the first time and then every 20th time
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found: a value and the limit that it must not exceed, in `unit`; or what it saw, in words."""
-
-    check: str
-    value: float | None = None
-    limit: float | None = None
-    unit: str = "nats"
-    seen: str = ""
-    failed: bool = False
 
 
 Record = Callable[[Finding], None]

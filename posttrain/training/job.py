@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ from posttrain.optim.adamw import AdamW, ShardedAdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
 from posttrain.parallel.ranks import ALONE, Ranks
+from posttrain.runs.checks import Finding
 from posttrain.runs.finding import is_inside
 from posttrain.runs.run import Run
 from posttrain.training.best import Watch
-from posttrain.training.checks import Finding
 
 log = logging.getLogger("posttrain")
 
@@ -105,8 +105,7 @@ class Job:
 
     def record(self, found: Finding) -> None:
         """Record what a check of this run found, in run.json."""
-        facts = {name: value for name, value in asdict(found).items() if name != "check" and value not in (None, "")}
-        self.run.record_check(found.check, facts)
+        self.run.record_check(found)
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped.

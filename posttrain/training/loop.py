@@ -27,11 +27,11 @@ from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import HasTokens, Objective, balanced, over_batches, over_updates, update
-from posttrain.runs.checks import STEPS
+from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best, prefix_of
-from posttrain.training.checks import Finding, MovedWeights
+from posttrain.training.checks import MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation
 from posttrain.training.job import Job
 from posttrain.training.saving import Interruption, Saver

@@ -167,7 +167,7 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
         broken = row.state in ("failed", "damaged", "killed")
         works = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
         now = f" {row.state}" if launch.ended else works
-        said = f": {row.problem}" if row.problem else None
+        said = f": {row.explanation}" if row.explanation else None
         return el("p", there, now, said, class_="message error" if broken else "message", role="status")
     if not launch.ended:
         return message(f"{name} is starting: its output is in {launch.log}.")

@@ -11,8 +11,8 @@ from posttrain.reports.gradient import Numbers, groups_of
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address
-from posttrain.ui.runs import Row
 from posttrain.ui.search import verdict_of
 from posttrain.ui.tokens import texts_of
 
@@ -31,7 +31,7 @@ COLOURINGS = {
 }  # fmt: skip
 
 
-def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
+def step_view(stored: StoredRun, series: Series, row: RunSummary, step: int) -> Markup:
     """The step's metrics, and its groups with the largest push on the gradient first."""
     groups = groups_of(stored.rollouts(step))
     prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
@@ -55,7 +55,7 @@ def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
     return join([_metrics(series, step), shown, el("p", PUSH, class_="quiet")])
 
 
-def group_view(stored: StoredRun, row: Row, step: int, prompt: int) -> Markup:
+def group_view(stored: StoredRun, row: RunSummary, step: int, prompt: int) -> Markup:
     """The completions of a group with the parts of their rewards."""
     group, asked = _group(stored, step, prompt)
     numbers = [Numbers.of(one) for one in group]
@@ -85,7 +85,7 @@ def group_view(stored: StoredRun, row: Row, step: int, prompt: int) -> Markup:
     return join([shown, table(header, rows, numbers=(2, 3, 4 + len(names)))])
 
 
-def completion_view(stored: StoredRun, row: Row, step: int, prompt: int, rollout: int, query: Query) -> Markup:
+def completion_view(stored: StoredRun, row: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
     """The completion's tokens in colour, those that pushed most, and the numbers of the chosen one."""
     group, asked = _group(stored, step, prompt)
     one = next((one for one in group if one["rollout_index"] == rollout), None)

@@ -9,9 +9,9 @@ from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, entry, form, hidden, search
 from posttrain.ui.receipt import completion_view, group_view, step_view
-from posttrain.ui.runs import Row
 from posttrain.ui.search import SORTS, Found, Wanted, words_of
 from posttrain.ui.viewer import Viewer
 
@@ -38,7 +38,7 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
         return join([*head, completion_view(stored, row, step, prompt, rollout, query)])
 
 
-def _choice(viewer: Viewer, name: str, row: Row | None) -> Markup:
+def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
     having = [one for one in viewer.runs.rows() if one.has_rollouts]
     if row is not None:
         said = f"{name} has no rollouts: only methods that sample completions have, with rollout.save."
@@ -50,11 +50,11 @@ def _choice(viewer: Viewer, name: str, row: Row | None) -> Markup:
     return join([message(said), table(["run", "method", "model", "steps"], rows, numbers=(3,)) if rows else None])
 
 
-def _head(row: Row) -> Markup:
+def _head(row: RunSummary) -> Markup:
     return el("h1", el("a", row.name, href=address("/run", run=row.name)), " ", el("small", "rollouts"))
 
 
-def _path(row: Row, step: int, prompt: int | None, rollout: int | None) -> Markup:
+def _path(row: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
     """Where one is: run, step, group, completion, each a link back to it."""
     places = [
         link("all steps", address(PATH, run=row.name)),
@@ -82,7 +82,7 @@ def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
 # --- over the steps ---------------------------------------------------------------------------------------------------
 
 
-def _overview(row: Row, series: Series) -> Markup:
+def _overview(row: RunSummary, series: Series) -> Markup:
     go = address(PATH, run=row.name) + "&step="
 
     def of(title: str, metrics: Mapping[str, str], share: bool = False) -> Markup | None:
@@ -119,7 +119,7 @@ def falls(series: Series) -> list[tuple[int, float]]:
     return sorted(found, key=lambda one: one[1])[:FALLS]
 
 
-def _falls(row: Row, series: Series) -> Markup | None:
+def _falls(row: RunSummary, series: Series) -> Markup | None:
     found = falls(series)
     if not found:
         return None
@@ -131,7 +131,7 @@ def _falls(row: Row, series: Series) -> Markup | None:
 # --- search -----------------------------------------------------------------------------------------------------------
 
 
-def _search(viewer: Viewer, row: Row, query: Query) -> Markup:
+def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
     index = viewer.index(row.folder)
     choices = index.choices()
     sort = query.choice("sort", tuple(SORTS))
@@ -140,7 +140,7 @@ def _search(viewer: Viewer, row: Row, query: Query) -> Markup:
         search("find", "Search prompts and completions", query.one("find"), 'words, or "a phrase"', wide=True),
         entry("from", "From step", query.one("from")),
         entry("to", "to", query.one("to")),
-        entry("row", "Row of the data", query.one("row")),
+        entry("row", "RunSummary of the data", query.one("row")),
         choice("part", "Reward", ["", *choices["part"]], query.one("part"), "total"),
         entry("least", "at least", query.one("least")),
         entry("most", "at most", query.one("most")),
@@ -185,7 +185,7 @@ def _progress(index: Any) -> Markup | None:
     return None
 
 
-def _results(row: Row, found: Found, page: int, query: Query) -> Markup:
+def _results(row: RunSummary, found: Found, page: int, query: Query) -> Markup:
     texts = _texts(row, found.rows)
     words = words_of(query.one("find"))
     body = []
@@ -216,7 +216,7 @@ def _results(row: Row, found: Found, page: int, query: Query) -> Markup:
     return join([said, table(header, body, numbers=(1, 2, 3), class_="results") if body else None])
 
 
-def _texts(row: Row, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int], str]:
+def _texts(row: RunSummary, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int], str]:
     """The completions of some rows, from the run itself."""
     if not rows:
         return {}

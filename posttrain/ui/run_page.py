@@ -2,19 +2,16 @@
 
 import shlex
 
-from posttrain.base.errors import PosttrainError
-from posttrain.base.words import counted
+from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import chart
 from posttrain.reports.markup import Markup, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.report import data_said
 from posttrain.reports.series import AXES, Series
-from posttrain.runs.checks import MESSAGES, checks_of
-from posttrain.runs.finding import read_run
-from posttrain.runs.listing import in_units
+from posttrain.runs.checks import MESSAGES
 from posttrain.runs.progress import duration
+from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, slider
-from posttrain.ui.runs import Row, log_tail
 from posttrain.ui.runs_page import SMOOTH, badge
 from posttrain.ui.viewer import Viewer
 
@@ -34,12 +31,12 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     return join([*above, _checks(row), _data(row), _log(row)])
 
 
-def replay_command(row: Row) -> str:
+def replay_command(row: RunSummary) -> str:
     """The command that trains with the settings of this run again, into a new folder beside it."""
     return shlex.join(["posttrain", "train", str(row.folder / "config.yaml"), "--name", f"{row.folder.name}-again"])
 
 
-def _head(row: Row) -> Markup:
+def _head(row: RunSummary) -> Markup:
     links = []
     if (row.folder / "report.html").is_file():
         links.append(el("a", "Report", href=address("/report", run=row.name)))
@@ -51,9 +48,11 @@ def _head(row: Row) -> Markup:
     copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
     title = el("h1", row.name, " ", badge(row.state))
     about = el("p", f"{row.method} of {row.model} on {row.data}", class_="quiet")
-    why = message(row.problem, "error" if row.state in ("failed", "damaged") else "warning") if row.problem else None
+    note = el("p", el("b", row.hashtags), " ", row.note) if row.tags or row.note else None
+    kind = "error" if row.state in ("failed", "damaged") else "warning"
+    why = message(row.explanation, kind) if row.explanation else None
     killed = message(KILLED, "warning") if row.state == "killed" else None
-    return join([title, about, el("p", *(part for one in links for part in (one, " · ")), copy), why, killed])
+    return join([title, about, note, el("p", *(part for one in links for part in (one, " · ")), copy), why, killed])
 
 
 KILLED = (
@@ -62,23 +61,22 @@ KILLED = (
 )
 
 
-def _cards(row: Row, series: Series) -> Markup:
-    seconds = (row.ended - row.started).total_seconds() if row.ended and row.started else None
+def _cards(row: RunSummary, series: Series) -> Markup:
     cards = {
-        row.metric or "result": number(row.value),
+        row.metric or "result": number(row.result),
         "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
     }
     if row.eta:
         cards["time left"] = row.eta
-    if seconds is not None:
-        cards["time"] = duration(seconds)
+    if row.ended and row.seconds is not None:
+        cards["time"] = duration(row.seconds)
     cards["disk"] = in_units(row.size)
-    if row.started:
-        cards["started"] = f"{row.started:%m-%d %H:%M}"
+    if row.started_at:
+        cards["started"] = f"{row.started_at:%m-%d %H:%M}"
     return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in cards.items()), class_="cards")
 
 
-def _alarms(row: Row) -> Markup | None:
+def _alarms(row: RunSummary) -> Markup | None:
     if not row.alarms:
         return None
     lines = [
@@ -88,7 +86,7 @@ def _alarms(row: Row) -> Markup | None:
     return join([el("h2", "Alarms"), *lines])
 
 
-def _curves(row: Row, series: Series, query: Query) -> Markup:
+def _curves(row: RunSummary, series: Series, query: Query) -> Markup:
     axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
     go = address("/rollouts", run=row.name) + "&step=" if row.has_rollouts and axis == "step" else None
     charts = [
@@ -106,22 +104,19 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
 
 
-def _checks(row: Row) -> Markup | None:
-    try:
-        recorded = read_run(row.folder).checks
-    except PosttrainError:  # the page says what is damaged
-        return None
-    found = checks_of(recorded, row.method, row.step)
-    rows = [[el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in found]
-    return join([el("h2", "Checks"), table(["", "check", "found"], rows)])
+def _checks(row: RunSummary) -> Markup | None:
+    rows = [
+        [el("span", check.outcome, class_=f"badge {check.outcome}"), check.what, check.found] for check in row.checks
+    ]
+    return join([el("h2", "Checks"), table(["", "check", "found"], rows)]) if rows else None
 
 
-def _data(row: Row) -> Markup | None:
+def _data(row: RunSummary) -> Markup | None:
     said = data_said(row.folder)
     return join([el("h2", "Data"), el("pre", said)]) if said else None
 
 
-def _log(row: Row) -> Markup:
-    lines = log_tail(row.folder).splitlines()[-LOG_LINES:]
+def _log(row: RunSummary) -> Markup:
+    lines = row.log_tail(1 << 16).splitlines()[-LOG_LINES:]
     said = el("pre", "\n".join(lines), class_="log", tabindex="0")
     return join([el("h2", "Log"), said if lines else message("There is no training.log yet.")])

@@ -3,15 +3,16 @@
 import json
 from collections.abc import Sequence
 
-from posttrain.base.words import counted
+from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import COLOURS, Line, chart, spark
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
 from posttrain.reports.panels import PANELS
 from posttrain.reports.series import AXES
+from posttrain.reports.several import differing as differing_settings
 from posttrain.runs.checks import MESSAGES
-from posttrain.runs.listing import in_units
+from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
-from posttrain.ui.runs import STATES, Row, settings
+from posttrain.ui.runs import STATES
 from posttrain.ui.viewer import Viewer
 
 PATH = "/"
@@ -32,7 +33,7 @@ def runs_page(viewer: Viewer, query: Query) -> Markup:
     )
 
 
-def arranged(rows: Sequence[Row], query: Query) -> list[Row]:
+def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
     """The rows that fit the filters, in the chosen order."""
     words = query.one("find").casefold().split()
     state, method = query.one("state"), query.one("method")
@@ -41,14 +42,14 @@ def arranged(rows: Sequence[Row], query: Query) -> list[Row]:
         for row in rows
         if (not state or row.state == state)
         and (not method or row.method == method)
-        and all(word in f"{row.name} {row.method} {row.model} {row.data}".casefold() for word in words)
+        and all(word in _words(row) for word in words)
     ]
     keys = {
         "name": lambda row: row.name.casefold(),
         "state": lambda row: STATES.index(row.state) if row.state in STATES else len(STATES),
         "method": lambda row: row.method,
         "model": lambda row: row.model.casefold(),
-        "result": lambda row: (row.value is None, row.metric, -(row.value or 0.0)),
+        "result": lambda row: (row.result is None, row.metric, -(row.result or 0.0)),
         "steps": lambda row: -row.step,
         "disk": lambda row: -row.size,
     }
@@ -58,18 +59,25 @@ def arranged(rows: Sequence[Row], query: Query) -> list[Row]:
     return kept[::-1] if query.one("reverse") else kept
 
 
-def _controls(rows: Sequence[Row], query: Query) -> Markup:
+def _words(run: RunSummary) -> str:
+    """What is searched for words."""
+    return " ".join([run.name, run.method, run.model, run.data, *run.tags, run.note]).casefold()
+
+
+def _controls(rows: Sequence[RunSummary], query: Query) -> Markup:
     there = [state for state in STATES if any(row.state == state for row in rows)]
     return form(
         PATH,
-        search("find", "Find", query.one("find"), "name, method, model, data"),
+        search("find", "Find", query.one("find"), "name, method, model, data, tag, note"),
         choice("state", "State", ["", *there], query.one("state"), "all"),
         choice("method", "Method", ["", *sorted({row.method for row in rows})], query.one("method"), "all"),
         hidden(query, "chosen", "sort", "reverse", "x", "smooth"),
     )
 
 
-def _table(viewer: Viewer, found: Sequence[Row], total: int, chosen: Sequence[Row], query: Query) -> Markup:
+def _table(
+    viewer: Viewer, found: Sequence[RunSummary], total: int, chosen: Sequence[RunSummary], query: Query
+) -> Markup:
     shown = found if query.one("all") else found[:SHOWN]
     names = [row.name for row in chosen]
     columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
@@ -89,7 +97,7 @@ def _sorter(name: str, query: Query) -> Markup:
     return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
 
 
-def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
+def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
     at = chosen.index(row.name) if row.name in chosen else None
     others = [name for name in chosen if name != row.name]
     full = at is None and len(chosen) >= CHOSEN
@@ -100,10 +108,10 @@ def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query
         aria_label=f"{'remove' if at is not None else 'choose'} {row.name}",
     )
     steps = f"{row.step:,}" + (f" / {row.total:,}" if row.total else "")
-    result = el("span", number(row.value, 3), " ", el("small", row.metric)) if row.metric else "–"
-    name = el("a", row.name, href=address("/run", run=row.name), class_="name")
-    started = el("span", f"{row.started:%Y-%m-%d %H:%M}" if row.started else "", class_="nowrap")
-    state = [badge(row.state, row.problem), alarm_list(row.alarms)]
+    result = el("span", number(row.result, 3), " ", el("small", row.metric)) if row.metric else "–"
+    name = [el("a", row.name, href=address("/run", run=row.name), class_="name"), tag_list(row)]
+    started = el("span", f"{row.started_at:%Y-%m-%d %H:%M}" if row.started_at else "", class_="nowrap")
+    state = [badge(row.state, row.explanation), alarm_list(row.alarms)]
     model = el("span", row.model, class_="clip", title=row.model)
     size = in_units(row.size)
     return [toggle, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
@@ -112,6 +120,12 @@ def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query
 def badge(state: str, problem: str = "") -> Markup:
     made = el("span", state, class_=f"badge {state if state in STATES else ''}")
     return el("details", el("summary", made), el("p", problem)) if problem else made
+
+
+def tag_list(run: RunSummary) -> Markup:
+    """The tags of a run, and its note in full when pointed at."""
+    marks = f"{run.hashtags}{' note' if run.note else ''}".strip()
+    return join([" ", el("small", marks, title=run.note or None)] if marks else [])
 
 
 def alarm_list(alarms: dict[str, int]) -> Markup:
@@ -126,7 +140,7 @@ def alarm_list(alarms: dict[str, int]) -> Markup:
     )
 
 
-def _overlay(viewer: Viewer, chosen: Sequence[Row], query: Query) -> Markup | None:
+def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Markup | None:
     if not chosen:
         return None
     axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
@@ -158,30 +172,23 @@ def _overlay(viewer: Viewer, chosen: Sequence[Row], query: Query) -> Markup | No
     )
 
 
-def _key(row: Row, at: int, chosen: Sequence[Row], query: Query) -> Markup:
+def _key(row: RunSummary, at: int, chosen: Sequence[RunSummary], query: Query) -> Markup:
     others = [one.name for one in chosen if one is not row]
     remove = link("×", query.but(PATH, chosen=others), aria_label=f"remove {row.name}")
     return el("span", el("a", row.name, href=address("/run", run=row.name)), " ", remove, class_=f"key c{at}")
 
 
-def differing(chosen: Sequence[Row]) -> Markup | None:
+def differing(chosen: Sequence[RunSummary]) -> Markup | None:
     """The settings in which the chosen runs differ."""
     if len(chosen) < 2:
         return None
-    each = [settings(row.folder) for row in chosen]
-    unread = [row.name for row, found in zip(chosen, each, strict=True) if not found]
-    names = [
-        name for name in dict.fromkeys(key for found in each for key in found) if name not in ("name", "output_dir")
-    ]
-    rows = []
-    for name in names:
-        values = ["–" if name not in found else _value(found[name]) for found in each]
-        if len(set(values)) > 1:
-            rows.append([el("code", name), *values])
+    unread = [run.name for run in chosen if not run.config]
+    differing = differing_settings([run.config for run in chosen])
+    rows = [[el("code", name), *map(_value, values)] for name, *values in differing]
     said = f"The settings of {', '.join(unread)} cannot be read." if unread else None
     body = table(["setting", *(row.name for row in chosen)], rows) if rows else message("Their settings are the same.")
     return join([el("h3", "Settings that differ"), message(said, "warning") if said else None, body])
 
 
 def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return (value or "–") if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.data.pieces import pieces
 from posttrain.runs.checkpoint import list_checkpoints
-from posttrain.ui.runs import settings
+from posttrain.runs.summary import RunSummary
 
 LONGEST = 64 << 20  # bytes of a tokenizer.json
 _loading = threading.Lock()
@@ -46,7 +46,7 @@ def texts_of(run: Path, tokens: Sequence[int], prompt: Sequence[int] = ()) -> li
 
 def decoder_of(run: Path) -> Decoder | None:
     """The run's tokenizer: of its final model, its newest checkpoint, or the model it started from."""
-    started = settings(run).get("models.0.path")
+    started = next((model.get("path") for model in RunSummary(run).model_settings), None)
     places = [run / "final", run / "best", *reversed(list_checkpoints(run))]
     if isinstance(started, str):
         places += [Path(started).expanduser(), run / started]

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DataError, RunError
-from posttrain.base.plain_yaml import read_yaml
 from posttrain.base.words import counted, model_name
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
-from posttrain.runs.files import read_regular
-from posttrain.runs.listing import runs_below
+from posttrain.runs.finding import runs_below
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary
 
 AT_STEP = re.compile(r"(?P<folder>.+)@(?P<step>\d+)")
 OWN = ("name", "output_dir", "seed")  # settings that may differ between runs of one method
@@ -116,19 +115,10 @@ def _name(folder: Path) -> str:
     return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
 
 
-def config_of(run: Path) -> dict[str, Any] | None:
-    """A run's settings; None if they cannot be read."""
-    try:
-        config = read_yaml(read_regular(run / "config.yaml").decode())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
 def _settings(run: Path) -> tuple[str | None, int | None]:
     """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
-    config = config_of(run)
-    if config is None:
+    config = RunSummary(run).config
+    if not config:
         return None, None
     rest = {name: value for name, value in config.items() if name not in OWN}
     return json.dumps(rest, sort_keys=True, default=str), config.get("seed", 0)
@@ -137,7 +127,7 @@ def _settings(run: Path) -> tuple[str | None, int | None]:
 def _rewards(run: Path) -> str:
     """The rewards of a run, each with its settings."""
     said = []
-    for term in (config_of(run) or {}).get("rewards") or []:
+    for term in RunSummary(run).config.get("rewards") or []:
         if isinstance(term, dict):
             given = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
             said.append(f"{term.get('type')} ({', '.join(given)})")

@@ -3,18 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.base.errors import RunError
-from posttrain.runs.checks import checks_of
+from posttrain.base.words import in_units
 from posttrain.runs.files import flat
-from posttrain.runs.finding import read_run
-from posttrain.runs.listing import Summary, in_units, settings_of
 from posttrain.runs.metrics import latest_metrics
-from posttrain.runs.notes import Notes, read_notes
 from posttrain.runs.progress import duration
+from posttrain.runs.summary import RunSummary, read_run
 
 MISSING = "-"
 # What run.json has that differs between any two runs.
@@ -22,41 +18,31 @@ NO_VERSIONS = ("command", "folder", "models")
 CLOCKS = ("time",)
 
 
-def facts_of(run: Summary) -> list[tuple[str, str]]:
+def facts_of(run: RunSummary) -> list[tuple[str, str]]:
     """Names and values of one run, most important first."""
+    metrics = [(name, _number(value)) for name, value in run.metrics.items() if name not in ("step", "epoch", "time")]
     facts = [("run", str(run.folder)), ("state", run.state)]
-    try:
-        notes = read_notes(run.folder)
-    except RunError as error:
-        notes = Notes(note=str(error))
     facts += [("problem", run.problem)] if run.problem else []
-    facts += [("tags", " ".join(f"#{tag}" for tag in notes.tags))] if notes.tags else []
-    facts += [("note", notes.note)] if notes.note else []
-    facts += [("reason", run.info.reason)] if run.info and run.info.reason else []
+    facts += [("tags", run.hashtags)] if run.tags else []
+    facts += [("note", run.note)] if run.note else []
+    facts += [("reason", run.reason)] if run.reason else []
     facts += [("method", run.method), ("model", run.model), ("data", run.data)]
-    if run.info:
-        facts.append(("started", f"{_local(run.info.started):%Y-%m-%d %H:%M:%S}"))
-        if run.info.ended:
-            ended = _local(run.info.ended)
-            seconds = (ended - _local(run.info.started)).total_seconds()
-            facts.append(("ended", f"{ended:%Y-%m-%d %H:%M:%S}, {duration(seconds)} later"))
+    if run.started_at:
+        facts.append(("started", f"{run.started_at:%Y-%m-%d %H:%M:%S}"))
+        if run.ended_at:
+            seconds = (run.ended_at - run.started_at).total_seconds()
+            facts.append(("ended", f"{run.ended_at:%Y-%m-%d %H:%M:%S}, {duration(seconds)} later"))
     epoch = f", epoch {run.metrics['epoch']:.2f}" if isinstance(run.metrics.get("epoch"), int | float) else ""
     facts.append(("step", f"{run.step:,}{epoch}"))
-    metrics = [(name, _number(value)) for name, value in run.metrics.items() if name not in ("step", "epoch", "time")]
-    facts += [*metrics, ("size", in_units(run.size)), *((name, in_units(size)) for name, size in run.models.items())]
-    if run.info:
-        facts += [(name.replace("_", " "), _number(value)) for name, value in run.info.counters.items()]
-        found = checks_of(run.info.checks, run.method, run.step)
-        facts += [("check", f"{one.outcome}: {one.what} ({one.found})") for one in found]
-        came_from = run.info.provenance
-        facts += [(name, str(came_from[name])) for name in ("command", "folder", "host") if came_from.get(name)]
-        versions = came_from.get("versions") or {}
+    saved = [(name, in_units(size)) for name, size in run.saved_models.items()]
+    facts += [*metrics, ("size", in_units(run.size)), *saved]
+    facts += [(name.replace("_", " "), _number(value)) for name, value in run.counters.items()]
+    facts += [("check", f"{check.outcome}: {check.what} ({check.found})") for check in run.checks]
+    facts += [(name, str(run.provenance[name])) for name in ("command", "folder", "host") if run.provenance.get(name)]
+    if run.facts:
+        versions = run.provenance.get("versions") or {}
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
     return facts
-
-
-def _local(time: str) -> datetime:
-    return datetime.fromisoformat(time).astimezone()
 
 
 def _number(value: Any) -> str:
@@ -85,7 +71,7 @@ class Differences:
 
 def differences(one: Path, other: Path) -> Differences:
     """Compare two run folders. Metrics are the latest values of each. Raises RunError if a run.json is damaged."""
-    settings = [flat(settings_of(run), lists=True) for run in (one, other)]
+    settings = [flat(RunSummary(run).config, lists=True) for run in (one, other)]
     versions = [_versions(run) for run in (one, other)]
     metrics = [latest_metrics(run) for run in (one, other)]
     for values in settings:

@@ -12,9 +12,9 @@ from posttrain.base.words import counted
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import flat, load_json, read_regular
 from posttrain.runs.finding import find_runs, root_of
-from posttrain.runs.listing import settings_of
 from posttrain.runs.managing.places import short
 from posttrain.runs.managing.snapshots import original_of, snapshots_of
+from posttrain.runs.summary import RunSummary
 
 BASE = "base"  # in a run folder, the base of its adapters
 OWN = ("name", "output_dir", "logging_dir")  # last parts of settings that name no input
@@ -93,7 +93,7 @@ def _needs(folder: Path, names: set[str]) -> Iterator[Need]:
             for place in _places(named, started_in, home):
                 yield Need(folder, setting, place)
     if _mentions(folder / "config.yaml", names):
-        for setting, value in flat(settings_of(folder), lists=True).items():
+        for setting, value in flat(RunSummary(folder).config, lists=True).items():
             if isinstance(value, str) and setting.rpartition(".")[2] not in OWN and "/" in value:
                 for place in _places({"path": value}, started_in, home):
                     yield Need(folder, setting, place)

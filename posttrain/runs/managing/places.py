@@ -10,8 +10,7 @@ from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import CONTROLS, escaped
 from posttrain.base.words import SAVED, counted
-from posttrain.runs.finding import RUN_FILE, find_runs, is_whole_run
-from posttrain.runs.listing import runs_below
+from posttrain.runs.finding import RUN_FILE, find_runs, is_whole_run, runs_below
 from posttrain.runs.lock import FolderLock
 
 NAME = re.compile(rf"(?![.-])[^/\\{CONTROLS}\ud800-\udfff]+")

@@ -11,8 +11,7 @@ from posttrain.base.atomic import leftovers, settle
 from posttrain.base.errors import RunError
 from posttrain.runs.atomic import remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.runs.finding import RUN_FILE, SNAPSHOTS, remove_run, root_of
-from posttrain.runs.listing import size_of
+from posttrain.runs.finding import RUN_FILE, SNAPSHOTS, remove_run, root_of, size_of
 from posttrain.runs.managing.needs import Need, needed, refuse_needed, within
 from posttrain.runs.managing.places import folders_of, held, is_garbage, is_group
 from posttrain.runs.managing.renaming import finish_renaming

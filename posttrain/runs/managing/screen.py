@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -16,15 +15,15 @@ from textual.widgets import DataTable, Footer, Input, Label, Static
 
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.terminal import visible
-from posttrain.base.words import counted
-from posttrain.runs.listing import in_units, summarise
+from posttrain.base.words import counted, in_units
 from posttrain.runs.managing.facts import facts_of
+from posttrain.runs.managing.listing import ORDERS, filtered, ordered
 from posttrain.runs.managing.needs import described, refuse_needed
 from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
 from posttrain.runs.managing.renaming import rename
-from posttrain.runs.managing.rows import DAMAGED, ORDERS, Row, filtered, ordered, rows_below
 from posttrain.runs.managing.snapshots import take
 from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 T = TypeVar("T")
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
@@ -129,8 +128,8 @@ class RunsApp(App[None]):
     def __init__(self, root: Path):
         super().__init__()
         self.root = root
-        self.rows: list[Row] = []  # all of them
-        self.shown: list[Row] = []  # in the table, in its order
+        self.runs: list[RunSummary] = []  # all of them
+        self.shown: list[RunSummary] = []  # in the table, in its order
         self.terms = ""
         self.order, self.reverse = "time", True  # the latest first, where the cursor starts
 
@@ -145,7 +144,7 @@ class RunsApp(App[None]):
         return self.query_one(DataTable)
 
     @property
-    def current(self) -> Row | None:
+    def current(self) -> RunSummary | None:
         """The run under the cursor."""
         index = self.table.cursor_row
         return self.shown[index] if 0 <= index < len(self.shown) else None
@@ -159,23 +158,23 @@ class RunsApp(App[None]):
 
     def read(self) -> None:
         """Read the folder, and keep the cursor on its run."""
-        self.rows = rows_below(self.root)
+        self.runs = summaries_below(self.root)
         self.fill()
 
     def fill(self) -> None:
         """Show the runs that fit the filter, in their order."""
         chosen, problem = self.current, ""
         try:
-            self.shown = ordered(filtered(self.rows, self.terms.split()), self.order, self.reverse)
+            self.shown = ordered(filtered(self.runs, self.terms.split()), self.order, self.reverse)
         except RunError as error:  # a filter that is half typed: what was shown stays
             problem = str(error)
         self.table.clear()
-        for row in self.shown:
-            self.table.add_row(*_cells(row))
-        index = next((i for i, row in enumerate(self.shown) if chosen and row.folder == chosen.folder), 0)
+        for run in self.shown:
+            self.table.add_row(*_cells(run))
+        index = next((i for i, run in enumerate(self.shown) if chosen and run.folder == chosen.folder), 0)
         self.table.move_cursor(row=index)
-        of = f" of {len(self.rows):,}" if len(self.shown) < len(self.rows) else ""
-        what = f"{counted(len(self.shown), 'run')}{of} in {self.root}, {in_units(sum(row.size for row in self.shown))}"
+        of = f" of {len(self.runs):,}" if len(self.shown) < len(self.runs) else ""
+        what = f"{counted(len(self.shown), 'run')}{of} in {self.root}, {in_units(sum(run.size for run in self.shown))}"
         order = f"sorted by {self.order}{', reversed' if self.reverse else ''}"
         parts = [what, order, *([f"filter: {self.terms}"] if self.terms else []), *([problem] if problem else [])]
         self.query_one("#status", Static).update(Text(visible(" · ".join(parts))))
@@ -195,8 +194,8 @@ class RunsApp(App[None]):
     # Keys
 
     def action_show(self) -> None:
-        if row := self.current:
-            self._tried(lambda: self.push_screen(Shown(_page(row.folder))))
+        if run := self.current:
+            self._tried(lambda: self.push_screen(Shown(_page(run.folder))))
 
     def action_help(self) -> None:
         self.push_screen(Shown(HELP))
@@ -228,51 +227,51 @@ class RunsApp(App[None]):
 
     @work
     async def action_tags(self) -> None:
-        if row := self.current:
-            asked = Asked(f"tags of {visible(row.name)}, separated by spaces", " ".join(row.tags))
+        if run := self.current:
+            asked = Asked(f"tags of {visible(run.name)}, separated by spaces", " ".join(run.tags))
             if (words := await self.push_screen_wait(asked)) is not None:
                 tags = tuple(word.lstrip("#") for word in words.split())
-                self._changed(lambda: write_notes(row.folder, Notes(tags, read_notes(row.folder).note)))
+                self._changed(lambda: write_notes(run.folder, Notes(tags, read_notes(run.folder).note)))
 
     @work
     async def action_note(self) -> None:
-        if row := self.current:
-            text = await self.push_screen_wait(Asked(f"note of {visible(row.name)}", " ".join(row.note.split())))
+        if run := self.current:
+            text = await self.push_screen_wait(Asked(f"note of {visible(run.name)}", " ".join(run.note.split())))
             if text is not None:
-                self._changed(lambda: write_notes(row.folder, Notes(read_notes(row.folder).tags, text.strip())))
+                self._changed(lambda: write_notes(run.folder, Notes(read_notes(run.folder).tags, text.strip())))
 
     @work
     async def action_rename(self) -> None:
-        if row := self.current:
-            name = await self.push_screen_wait(Asked(f"new name of {visible(row.name)}", row.folder.resolve().name))
-            if name is not None and name != row.folder.name:
-                self._changed(lambda: self._renamed(row, name))
+        if run := self.current:
+            name = await self.push_screen_wait(Asked(f"new name of {visible(run.name)}", run.folder.resolve().name))
+            if name is not None and name != run.folder.name:
+                self._changed(lambda: self._renamed(run, name))
 
-    def _renamed(self, row: Row, name: str) -> None:
-        done = rename(row.folder, name, [self.root])
+    def _renamed(self, run: RunSummary, name: str) -> None:
+        done = rename(run.folder, name, [self.root])
         also = f"; mended {counted(len(done.mended), 'file')}" if done.mended else ""
         left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
-        self._say(f"{row.name} is now {done.folder.name}{also}{left}", "warning" if left else "information")
+        self._say(f"{run.name} is now {done.folder.name}{also}{left}", "warning" if left else "information")
 
     @work
     async def action_delete(self) -> None:
-        if (row := self.current) and self._tried(lambda: refuse_needed([row.folder], [self.root], row.name)):
-            what = f"{row.name}: {row.method} of {row.model}, {row.state} at step {row.step}, {in_units(row.size)}"
+        if (run := self.current) and self._tried(lambda: refuse_needed([run.folder], [self.root], run.name)):
+            what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
             if await self.push_screen_wait(Confirmed(f"Delete {visible(what)}, for good?")):
-                self._changed(lambda: delete(row.folder, [self.root]), f"deleted {row.name}")
+                self._changed(lambda: delete(run.folder, [self.root]), f"deleted {run.name}")
 
     @work
     async def action_prune(self) -> None:
-        if not (row := self.current):
+        if not (run := self.current):
             return
-        plan = await self._later(lambda: self._prunable(row.folder))
+        plan = await self._later(lambda: self._prunable(run.folder))
         if plan is None:
             return
         if not plan.items:
-            self._say(f"{row.name} has nothing to prune")
+            self._say(f"{run.name} has nothing to prune")
             return
         lines = [f"{in_units(item.size):>7}  {item.path.name}  ({item.why})" for item in plan.items]
-        question = "\n".join([f"Delete from {row.name}, {in_units(plan.size)}?", *lines])
+        question = "\n".join([f"Delete from {run.name}, {in_units(plan.size)}?", *lines])
         if await self.push_screen_wait(Confirmed(visible(question))):
             self._changed(lambda: self._say(f"freed {in_units(prune(plan))}"))
 
@@ -285,9 +284,9 @@ class RunsApp(App[None]):
 
     @work
     async def action_snapshot(self) -> None:
-        if row := self.current:
-            self._say(f"copying {row.name}, {in_units(row.size)} …")
-            if (folder := await self._later(lambda: take(row.folder))) is not None:
+        if run := self.current:
+            self._say(f"copying {run.name}, {in_units(run.size)} …")
+            if (folder := await self._later(lambda: take(run.folder))) is not None:
                 self._say(f"snapshot: {folder.name}")
 
     # Outcomes
@@ -318,15 +317,15 @@ class RunsApp(App[None]):
         self.notify(visible(text), severity=severity, timeout=8, markup=False)  # pyright: ignore[reportArgumentType]
 
 
-def _cells(row: Row) -> list[Text]:
+def _cells(run: RunSummary) -> list[Text]:
     """A run's cells; markup in names and settings is shown as it is."""
-    started = f"{datetime.fromisoformat(row.started).astimezone():%m-%d %H:%M}" if row.started else ""
-    name = Text(_line(row.name), "bold")
-    name.append("".join(f" #{_line(tag)}" for tag in row.tags), "not bold magenta")
-    state = Text(row.state, STYLES.get(row.state, "yellow"))
-    texts = [row.method, row.model, row.headline]
+    started = f"{run.started_at:%m-%d %H:%M}" if run.started_at else ""
+    name = Text(_line(run.name), "bold")
+    name.append("".join(f" #{_line(tag)}" for tag in run.tags), "not bold magenta")
+    state = Text(run.state, STYLES.get(run.state, "yellow"))
+    texts = [run.method, run.model, run.headline]
     method, model, result = (Text(_line(text)) for text in texts)
-    step, size = (Text(text, justify="right") for text in (f"{row.step:,}", in_units(row.size)))
+    step, size = (Text(text, justify="right") for text in (f"{run.step:,}", in_units(run.size)))
     return [name, state, step, result, method, model, size, Text(started)]
 
 
@@ -336,6 +335,6 @@ def _line(text: str) -> str:
 
 def _page(folder: Path) -> str:
     """What `posttrain runs show` prints, with the names in a column."""
-    facts = facts_of(summarise(folder))
+    facts = facts_of(RunSummary(folder))
     width = max(len(name) for name, _ in facts)
     return visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))

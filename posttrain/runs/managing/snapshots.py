@@ -14,11 +14,11 @@ from typing import Any
 
 from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
+from posttrain.base.words import in_units
 from posttrain.runs.atomic import remove_folder, write_folder
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
 from posttrain.runs.files import load_json, save_json
-from posttrain.runs.finding import SNAPSHOTS, root_of
-from posttrain.runs.listing import in_units, size_of
+from posttrain.runs.finding import SNAPSHOTS, root_of, size_of
 from posttrain.runs.lock import LOCK
 from posttrain.runs.managing.places import checked_name, folders_of, held, is_garbage
 from posttrain.runs.provenance import now

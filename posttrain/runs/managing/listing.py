@@ -1,0 +1,181 @@
+"""A list of runs: its order, its filters, and its table.
+
+The table is lines of text, made in milliseconds: rich measures and styles each cell, which takes longer than reading.
+"""
+
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from posttrain.base.errors import RunError
+from posttrain.base.terminal import visible
+from posttrain.runs.summary import RunSummary
+
+LEAST = 8  # characters of a column that gives way
+
+
+# Order
+
+ORDERS: dict[str, Callable[[RunSummary], Any]] = {
+    "time": lambda run: run.changed,
+    "name": lambda run: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", run.name.lower())],
+    "state": lambda run: run.state,
+    "method": lambda run: run.method,
+    "model": lambda run: run.model.lower(),
+    "step": lambda run: run.step,
+    "result": lambda run: run.result,
+    "size": lambda run: run.size,
+}
+
+
+def ordered(runs: Iterable[RunSummary], order: str, reverse: bool = False) -> list[RunSummary]:
+    """The runs by one of ORDERS; those without a value are last either way. Raises RunError for another order."""
+    if order not in ORDERS:
+        raise RunError(f"cannot sort by {order}: give one of {', '.join(ORDERS)}")
+    key = ORDERS[order]
+    runs = sorted(runs, key=lambda run: run.name)
+    known = sorted((run for run in runs if key(run) is not None), key=key, reverse=reverse)
+    return known + [run for run in runs if key(run) is None]
+
+
+# Filters
+
+TERM = re.compile(r"(?P<field>[a-z]+)(?P<sign>!=|<=|>=|=|<|>)(?P<value>.*)", re.DOTALL)
+TEXTS: dict[str, Callable[[RunSummary], Sequence[str]]] = {
+    "name": lambda run: (run.name,),
+    "state": lambda run: (run.state,),
+    "method": lambda run: (run.method,),
+    "model": lambda run: (run.model,),
+    "data": lambda run: (run.data,),
+    "metric": lambda run: (run.metric,),
+    "tag": lambda run: run.tags,
+    "note": lambda run: (run.note,),
+}
+NUMBERS: dict[str, Callable[[RunSummary], float | None]] = {
+    "step": lambda run: run.step,
+    "result": lambda run: run.result,
+    "size": lambda run: run.size,
+    "age": lambda run: run.age,
+}
+COMPARED: dict[str, Callable[[float, float], bool]] = {
+    "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+def filtered(runs: Iterable[RunSummary], terms: Iterable[str]) -> list[RunSummary]:
+    """The runs that every term fits: a word in any text of the run, or FIELD=VALUE.
+
+    Texts are compared with = and != (and * and ?), the numbers step, result, size (1.5GB) and age (30d) also with <,
+    <=, > and >=. Raises RunError for a term that cannot be read.
+    """
+    tests = [_test(term) for term in terms]
+    return [run for run in runs if all(test(run) for test in tests)]
+
+
+def _test(term: str) -> Callable[[RunSummary], bool]:
+    found = TERM.fullmatch(term.strip())
+    if found is None or found["field"] not in TEXTS | NUMBERS:
+        if found is not None:
+            raise RunError(f"cannot filter by {found['field']}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
+        word = term.strip().lower()
+        return lambda run: any(word in text.lower() for texts in TEXTS.values() for text in texts(run))
+    field, sign, value = found["field"], found["sign"], found["value"]
+    if field in NUMBERS:
+        return _number_test(field, sign, value)
+    if sign not in ("=", "!="):
+        raise RunError(f"{term}: {field} is a text, compared with = or !=")
+    pattern = re.compile(fnmatch.translate(value.lower()))
+    return lambda run: any(pattern.match(text.lower()) for text in TEXTS[field](run)) == (sign == "=")
+
+
+def _number_test(field: str, sign: str, value: str) -> Callable[[RunSummary], bool]:
+    bound = bytes_of(value) if field == "size" else seconds_of(value) if field == "age" else _float(value)
+    compare = COMPARED[sign]
+    return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, bound)
+
+
+def seconds_of(text: str) -> float:
+    """30d, 12h, 2w as seconds. Raises RunError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
+    if found is None:
+        raise RunError(f"'{text}' is no time: give a number with s, m, h, d or w, such as 30d")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def bytes_of(text: str) -> float:
+    """1.5GB, 300 MB, 1000 as bytes. Raises RunError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?b?)", text.strip().lower())
+    if found is None or (found[2] and found[2] not in BYTES):
+        raise RunError(f"'{text}' is no size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
+    return float(found[1]) * BYTES[found[2]]
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RunError(f"'{text}' is no number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`folds`: its cells may take several lines. `right`: numbers."""
+
+    title: str
+    folds: bool = False
+    right: bool = False
+
+
+def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The lines of a table in `width` characters. The widest columns that fold give way, the first, of names, late."""
+    cells = [[visible(cell).replace("\n", " ").replace("\t", " ") for cell in row] for row in rows]
+    table = [[column.title for column in columns], *cells]
+    widths = [max(cell_width(row[index]) for row in table) for index in range(len(columns))]
+    folding = [index for index, column in enumerate(columns) if column.folds]
+    while folding and sum(widths) + len(widths) - 1 > width:
+        widest = max(folding, key=lambda index: widths[index] if index else widths[index] / 2)
+        if widths[widest] <= LEAST:
+            break
+        widths[widest] -= 1
+    return [line for row in table for line in _lines(row, columns, widths)]
+
+
+def _lines(row: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> Iterator[str]:
+    folded = [list(_folded(cell, width)) for cell, width in zip(row, widths, strict=True)]
+    for parts in zip_longest(*folded, fillvalue=""):
+        padded = [
+            " " * (width - cell_width(part)) + part if column.right else part + " " * (width - cell_width(part))
+            for part, column, width in zip(parts, columns, widths, strict=True)
+        ]
+        yield " ".join(padded).rstrip()
+
+
+def _folded(cell: str, width: int) -> Iterator[str]:
+    """A cell in lines of at most `width` characters, broken at spaces where that is possible."""
+    while cell_width(cell) > width:
+        end = width
+        while end > 1 and cell_width(cell[:end]) > width:
+            end -= 1
+        space = cell.rfind(" ", 0, end + 1)
+        if space > 0:
+            yield cell[:space]
+            cell = cell[space + 1 :]
+        else:
+            yield cell[:end]
+            cell = cell[end:]
+    yield cell
+
+
+def cell_width(text: str) -> int:
+    """The columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
