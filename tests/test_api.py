@@ -14,6 +14,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.evaluation.items import load_items
 from posttrain.evaluation.suite import find_suite, with_settings
+from posttrain.runs.notes import Notes, write_notes
 
 ROWS = [{"prompt": f"Once there were {n} cats.", "completion": " They slept."} for n in range(6)]
 
@@ -42,6 +43,10 @@ def test_a_mapping_a_file_and_checked_settings_are_the_same(settings, tmp_path):
     model, tokenizer = first.load()
     assert not any("lora" in name for name, _ in model.named_parameters()) and tokenizer.eos_token
     again = posttrain.load_run(str(first.folder))
+    write_notes(first.folder, Notes(("keep",), "of the docs"))
+    summary = again.summary
+    assert (summary.state, summary.tags, summary.note) == ("finished", ("keep",), "of the docs")
+    assert summary.headline and {check.outcome for check in summary.checks} <= {"passed", "does not apply"}
     assert again == first and again.config.training.max_steps == 2 and again.metric("no such") == ([], [])
     longer = posttrain.train(settings, overrides=["name=first", "training.max_steps=3"], resume=True)
     assert longer.results["steps"] == 3 and [path.name for path in longer.checkpoints][-1] == "checkpoint-3"

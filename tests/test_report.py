@@ -19,6 +19,7 @@ from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Facts, Html, Tabl
 from posttrain.reports.report import write_report
 from posttrain.reports.several import differing, write_pipeline_report
 from posttrain.runs.metrics import NAME
+from posttrain.runs.notes import Notes, write_notes
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
 from posttrain.runs.run import Run
 
@@ -116,6 +117,15 @@ def test_a_report_of_a_run(tmp_path):
     assert "reward 6.5" in best and "reward -2" in worst.partition("Completions, validation")[0]
     marks = re.findall(r'<mark class="(\w+)">(.*?)</mark>', page.html)
     assert ("answer", "2") in marks and ("tag", "&lt;SOLUTION&gt;") in marks
+
+
+def test_tags_and_notes_are_in_reports(tmp_path):
+    write_notes(make(tmp_path / "all/a"), Notes(("keep", "paper"), "the good one"))
+    make(tmp_path / "all/b")
+    for path in (write_report(tmp_path / "all/a"), write_pipeline_report(tmp_path / "all")):
+        text = Page(path).text
+        assert "#keep #paper" in text and "the good one" in text
+    assert "#keep" not in Page(write_report(tmp_path / "all/b")).text
 
 
 def test_everything_in_a_report_is_inert(tmp_path):

@@ -20,13 +20,14 @@ from benchmarks.sums import EXACT_SETTINGS, exact
 from posttrain import runner
 from posttrain.base.errors import RunError
 from posttrain.cli import main
+from posttrain.cli.rollouts import token_shown
 from posttrain.config import PPOMethod, load
-from posttrain.inspection.receipt import _change, _completion, _texts
+from posttrain.inspection.regrade import _change, _completion
 from posttrain.losses import gae, normalized
 from posttrain.recipes import REGRADED, ppo
-from posttrain.reports.gradient import Numbers, groups_of
 from posttrain.runs import rollouts
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.receipt import step_receipt, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
 from posttrain.runs.stored_rollouts import StoredRun
 
@@ -289,8 +290,8 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
         assert main(arguments) == 0, capsys.readouterr().err
         seen[" ".join(arguments[2:])] = capsys.readouterr().out
     with StoredRun(tmp_path / "run") as stored:
-        groups = groups_of(stored.rollouts(2))
-    pushes = [sum(abs(Numbers.of(one).push).sum() for one, _ in group.members) for group in groups]
+        groups = step_receipt(stored, 2)
+    pushes = [sum(abs(completion.numbers.push).sum() for completion in group.completions) for group in groups]
     assert pushes == sorted(pushes, reverse=True) and len(groups) == 4
     table = seen["--step 2"].partition("share of the")[2]
     order = [int(line.split()[0]) for line in table.splitlines() if re.match(r" *\d+ +\d+ .*%", line)]
@@ -312,11 +313,11 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
 def test_tokens_of_one_character_are_shown_as_that_character(shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")  # other letters are bytes to it
     tokens = tokenizer.encode(" a\u0628\n\u6f22", add_special_tokens=False)
-    shown = list(_texts(tokens, tokenizer))
+    shown = [token_shown(text) for text in token_texts(tokens, tokenizer)]
     assert len(shown) == len(tokens)
     assert "".join(shown).replace("…", "").strip() == "a\u0628\\n\u6f22"
     assert shown.count("…") == (2 - 1) + (3 - 1)  # UTF-8 has two bytes and three
-    assert list(_texts(tokens, None)) == [str(token) for token in tokens]
+    assert token_texts(tokens, None) == [str(token) for token in tokens]
 
 
 # --- advantages: in training, by hand, and under other rewards --------------------------------------------------------

@@ -16,11 +16,12 @@ import torch
 from test_compare import answered, evaluation
 
 from posttrain.reports.chart import Line, chart, labels, ticks
-from posttrain.reports.gradient import Numbers
 from posttrain.reports.markup import Markup, el, text
 from posttrain.reports.series import Series, smoothed, sparkline, thinned
 from posttrain.runs import stored_rollouts
 from posttrain.runs.metrics import NAME as METRICS
+from posttrain.runs.notes import Notes, write_notes
+from posttrain.runs.receipt import TokenNumbers, decoder_of, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.ui.address import Query, parse
 from posttrain.ui.evaluations_page import evaluations_page
@@ -29,7 +30,6 @@ from posttrain.ui.run_page import replay_command, run_page
 from posttrain.ui.runs import Runs
 from posttrain.ui.runs_page import arranged, runs_page
 from posttrain.ui.search import Index, Wanted
-from posttrain.ui.tokens import texts_of
 from posttrain.ui.viewer import Viewer, rendered
 
 SAVED = Path(__file__).parent / "saved_run/run"
@@ -156,6 +156,20 @@ def test_filters_order_and_settings_that_differ(viewer):
     assert "method.beta" in page and "0.05" in page and "0.7" in page and "method.epsilon<" not in page
 
 
+def test_tags_and_notes_are_shown_and_found(viewer):
+    shutil.copytree(viewer.root / "saved", viewer.root / "other")
+    assert len(viewer.runs.rows()) == 2
+    write_notes(viewer.root / "saved", Notes(("keep", "paper"), HOSTILE))
+    again = Viewer(viewer.root, viewer.cache)
+    for page, address in ((runs_page, "?"), (run_page, "?run=saved")):
+        made = rendered(page, again, address)
+        assert "#keep #paper" in made and "<script" not in made and "alert(1)" in made
+    assert [run.name for run in arranged(again.runs.rows(), parse("?find=paper"))] == ["saved"]
+    write_notes(viewer.root / "saved", Notes(("draft",)))
+    again.runs._listed = (-1.0, [])  # as a second later
+    assert "#draft" in rendered(run_page, again, "?run=saved")
+
+
 def test_alarms_come_with_advice(viewer):
     with (viewer.root / "saved" / METRICS).open("a") as more:
         more.write(line(3, reward=0.0, **{"alarms/no_spread": 12.0}))
@@ -275,13 +289,13 @@ def test_the_push_is_the_derivative_of_the_loss():
     old = new.detach() - 0.05
     (-advantage * (new - old).exp()).sum().backward()
     one = {"tokens": tokens.numpy(), "new_logprobs": new.detach().numpy(), "old_logprobs": old.numpy()}
-    numbers = Numbers.of(one | {"advantages": advantage.numpy(), "clipped": np.array([0, 0, 0, 1])})
+    numbers = TokenNumbers.of(one | {"advantages": advantage.numpy(), "clipped": np.array([0, 0, 0, 1])})
     assert logits.grad is not None
     wanted = -logits.grad.gather(1, tokens[:, None])[:, 0].numpy()
     assert numbers.push[:3] == pytest.approx(wanted[:3]) and numbers.push[3] == 0
     assert numbers.furthest_ratio == pytest.approx(math.exp(0.05))
     one |= {"old_logprobs": new.detach().numpy() - np.array([0.1, -0.7, 0.2, 0.0])}
-    assert Numbers.of(one).furthest_ratio == pytest.approx(math.exp(-0.7)), "the ratio itself, not its inverse"
+    assert TokenNumbers.of(one).furthest_ratio == pytest.approx(math.exp(-0.7)), "the ratio itself, not its inverse"
 
 
 def test_from_a_falling_reward_to_the_tokens_in_three_clicks(viewer):
@@ -318,10 +332,12 @@ def test_tokens_have_the_text_of_the_completion(viewer):
     completion, tokens = database.execute(
         "SELECT completion, tokens FROM rollouts WHERE LENGTH(completion) > 2"
     ).fetchone()
-    found = texts_of(viewer.root / "saved", np.frombuffer(tokens, "<i4").tolist())
-    assert "".join(found).startswith(completion) and len(found) == len(tokens) // 4
+    texts = token_texts(np.frombuffer(tokens, "<i4").tolist(), decoder_of(viewer.root / "saved"))
+    assert "".join(text or "" for text in texts).startswith(completion) and len(texts) == len(tokens) // 4
     shutil.rmtree(viewer.root / "saved/checkpoint-2")
-    assert texts_of(viewer.root / "saved", [5, 6]) == ["5 ", "6 "]
+    assert (decoder := decoder_of(viewer.root / "saved")) is None and token_texts([5, 6], decoder) == ["5", "6"]
+    numbers = rendered(rollouts_page, viewer, "?run=saved&step=1&prompt=0&rollout=0")
+    assert re.search(r">\d+ </a>", numbers), "numbers of tokens are apart"
 
 
 def test_found_words_are_marked_and_inert():

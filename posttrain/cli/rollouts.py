@@ -1,11 +1,21 @@
 """`posttrain rollouts`, `posttrain why` and `posttrain regrade`: a run's stored completions, down to the tokens."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
+from posttrain.base.terminal import visible
 from posttrain.cli.errors import UsageError
+
+if TYPE_CHECKING:  # imports numpy, which the help does not need
+    from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
 OneStep = Annotated[int | None, typer.Option("--step", min=1, help="The completions of one step; default: all steps.")]
@@ -19,28 +29,48 @@ Rewards = Annotated[
         "--reward", help='A reward: its type, module:function, or settings such as "{type: length, target: 50}".'
     ),
 ]
+SHOWN = 60  # characters of a string in a table
 
 
 def rollouts(run: Run, step: OneStep = None) -> None:
     """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
     from posttrain.base.console import PlainConsole
-    from posttrain.inspection.receipt import show_rollouts  # imports torch, which takes seconds
+    from posttrain.runs.receipt import step_receipt
+    from posttrain.runs.stored_rollouts import StoredRun
 
-    show_rollouts(_folder(run), step, PlainConsole())
+    with StoredRun(_folder(run)) as stored:
+        if step is None:
+            table = _steps_table(list(stored.summary()))
+        else:
+            table = _completions_table(sorted(step_receipt(stored, step), key=lambda group: group.prompt))
+    PlainConsole().print(table)
 
 
 def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) -> None:
     """Explain a step: its metrics, its groups, a group's rewards by part, a completion's tokens.
 
-    For each token: its log-probability under the engine, the old, the new and the reference policy, the advantage, the
-    ratio, and whether it was clipped.
+    For each token: the advantage, the ratio, its log-probability under the engine, the old, the new and the reference
+    policy, its push on the gradient, and whether it was clipped.
     """
     if rollout is not None and prompt is None:
         raise UsageError("--rollout needs --prompt: which prompt's?")
     from posttrain.base.console import PlainConsole
-    from posttrain.inspection.receipt import why as explain_step
+    from posttrain.runs.receipt import group_receipt, step_receipt
+    from posttrain.runs.stored_rollouts import StoredRun
 
-    explain_step(_folder(run), step, prompt, rollout, PlainConsole())
+    folder, console = _folder(run), PlainConsole()
+    with StoredRun(folder) as stored:
+        if prompt is None:
+            groups = step_receipt(stored, step)
+            for table in (*_metrics_tables(folder, step), _groups_table(groups)):
+                console.print(table)
+            return
+        group = group_receipt(stored, step, prompt)
+    if rollout is not None:
+        console.print(_tokens_table(folder, group, group.completion(rollout)))
+        return
+    console.print(Text(visible(f"row {group.row}: {group.text}"), style="dim"))
+    console.print(_parts_table(group))
 
 
 def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) -> None:
@@ -50,13 +80,134 @@ def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) 
     """
     from posttrain.base.console import PlainConsole
     from posttrain.cli.settings import rewards_from_flags
-    from posttrain.inspection.receipt import regrade as regrade_run
+    from posttrain.inspection import regrade as regrading  # imports torch, which takes seconds
 
-    settings = rewards_from_flags(reward)
-    regrade_run(_folder(run), settings, PlainConsole(), step, limit)
+    settings, console = rewards_from_flags(reward), PlainConsole()
+    regraded = regrading.regrade(_folder(run), settings, step)
+    if not regraded.has_tokenizer:
+        console.print("The run's tokenizer is missing: rewards do not know which prompts open <think>.")
+    if shown := regraded.changed[:limit]:
+        table = _table("step", "prompt", "rollout", "change", "reward", "new", "A", "new A", "completion")
+        for one in shown:
+            where = map(str, (one.step, one.prompt, one.rollout, one.change))
+            table.add_row(*where, *map(_number, (*one.rewards, *one.advantages)), Text(_short(one.text)))
+        console.print(table)
+    if len(regraded.changed) > len(shown):
+        console.print(f"and {len(regraded.changed) - len(shown):,} more: --limit shows them")
+    counts = regraded.counts
+    console.print(
+        f"{counts[regrading.SIGN]:,} of {counts.total():,} advantages change their sign; besides, "
+        f"{counts[regrading.TO_ZERO]:,} become 0 and {counts[regrading.FROM_ZERO] + counts[regrading.STAYS_ZERO]:,} "
+        f"were 0, of which {counts[regrading.STAYS_ZERO]:,} stay 0"
+    )
+    if regraded.approximate:
+        console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
 
 
 def _folder(run: Path) -> Path:
     if not run.is_dir():
         raise UsageError(f"{run}: no such folder")
     return run
+
+
+def _steps_table(steps: Sequence[dict]) -> Table:
+    table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "no reward", "truncated")
+    for step in steps:
+        counts = [str(step[name]) for name in ("step", "prompts", "completions")]
+        rewards = [_number(step[name]) for name in ("reward", "lowest", "highest")]
+        table.add_row(*counts, *rewards, str(step["left_out"]), f"{step['truncated']:.0%}")
+    return table
+
+
+def _completions_table(groups: Sequence[GroupReceipt]) -> Table:
+    table = _table("prompt", "rollout", "reward", "advantage", "tokens", "ended by", "completion")
+    for group in groups:
+        table.add_section()
+        table.add_row(str(group.prompt), "", "", "", "", "", Text(_short(group.text), style="dim"))
+        for completion in group.completions:
+            numbers = (_number(completion.reward), _number(completion.advantage), str(len(completion.tokens)))
+            text = Text(_short(completion.text))
+            table.add_row("", str(completion.rollout), *numbers, completion.finish_reason, text)
+    return table
+
+
+def _metrics_tables(folder: Path, step: int) -> list[Table]:
+    """The logged metrics of the step: alone if every step is logged, else with the steps since the previous line."""
+    from posttrain.runs.metrics import read_metrics
+
+    lines = [line for line in read_metrics(folder) if line["step"] >= step and "loss" in line]
+    if not lines:
+        return []
+    table = _table("metric", "value")
+    for name, value in lines[0].items():
+        if name not in ("step", "time"):
+            table.add_row(name, _number(value))
+    after = "" if lines[0]["step"] == step else f" (logged at step {lines[0]['step']}, with the steps before it)"
+    table.title = f"step {step}{after}"
+    return [table]
+
+
+def _groups_table(groups: Sequence[GroupReceipt]) -> Table:
+    names = ("prompt", "row", "rewards", "largest advantage", "clipped", "ratio furthest from 1", "share of the push")
+    table, whole = _table(*names), sum(group.push for group in groups)
+    for group in groups:
+        rewards = ", ".join(_number(completion.reward) for completion in group.completions)
+        numbers = (_number(group.largest_advantage), str(group.clipped), f"{group.furthest_ratio:.4f}")
+        share = f"{group.push / whole:.0%}" if whole > 0 else "0%"
+        table.add_row(str(group.prompt), str(group.row), rewards, *numbers, share)
+    return table
+
+
+def _parts_table(group: GroupReceipt) -> Table:
+    table = _table("rollout", "reward", "advantage", *group.part_names, "completion")
+    for completion in group.completions:
+        parts = [_part(completion.parts.get(name)) for name in group.part_names]
+        numbers = (_number(completion.reward), _number(completion.advantage))
+        table.add_row(str(completion.rollout), *numbers, *parts, Text(_short(completion.text)))
+    return table
+
+
+def _part(part: StoredPart | None) -> str:
+    if part is None:
+        return "-"
+    verdict, extracted = f" {part.verdict}" if part.verdict else "", f" ({part.extracted})" if part.extracted else ""
+    return f"{part.weight:g} x {_number(part.value)}{verdict}{extracted}"
+
+
+def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionReceipt) -> Table:
+    from posttrain.runs.receipt import decoder_of, token_texts
+
+    decoder = decoder_of(folder)
+    if decoder is None:  # a tokenizer on the hub, or one without a tokenizer.json
+        from posttrain.inspection.regrade import tokenizer_of  # imports torch, which takes seconds
+
+        decoder = tokenizer_of(folder)
+    numbers, columns = completion.numbers, completion.numbers.columns
+    table = _table("", "token", *columns, "push", "clipped")
+    for at, text in enumerate(token_texts(completion.tokens.tolist(), decoder, group.tokens.tolist())):
+        values = [f"{values[at]:.4f}" if name == "ratio" else f"{values[at]:+.4f}" for name, values in columns.items()]
+        clipped = "clipped" if numbers.clipped[at] else ""
+        table.add_row(str(at), Text(token_shown(text)), *values, f"{numbers.push[at]:+.4f}", clipped)
+    return table
+
+
+def token_shown(text: str | None) -> str:
+    """A token's text in one line; of a token that ends within a character, an ellipsis."""
+    return "…" if text is None else repr(text)[1:-1]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    for name in columns:
+        left = name in ("completion", "token", "metric", "rewards")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")  # no number is cut short
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _short(text: str) -> str:
+    flat = visible(" ".join(text.split()))
+    return flat if len(flat) <= SHOWN else flat[: SHOWN - 1] + "…"

@@ -160,10 +160,10 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
     saved = saved_settings(folder)
     if saved is None:
         return None
-    from posttrain.runs.inputs import dated, located  # imports torch, which takes seconds
+    from posttrain.runs.inputs import run_settings  # imports torch, which takes seconds
 
     run = saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1]
-    return located(dated(load(saved).config, run), run)
+    return run_settings(run, saved)
 
 
 def _data(

@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError, PosttrainError, RunError
 from posttrain.base.words import SAVED, model_name
-from posttrain.config import ModelConfig, RunConfig, load
+from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.adapters import BASE, base_settings, is_adapter
 from posttrain.models.load import Head, is_reward_model, load_config
 from posttrain.runs.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.runs.files import load_json
 from posttrain.runs.finding import newest_model
-from posttrain.runs.inputs import START, content_of, dated, located, recorded
+from posttrain.runs.inputs import START, content_of, recorded, run_settings
 from posttrain.runs.summary import RunSummary, read_run
 
 log = logging.getLogger("posttrain")
@@ -145,7 +145,7 @@ def _is_reward_model(model: ModelConfig) -> bool:
 
 def _settings(run: Path) -> RunConfig | None:
     try:
-        return located(dated(load(run / "config.yaml").config, run), run)
+        return run_settings(run)
     except PosttrainError as error:
         log.warning("the settings of %s cannot be read (%s): they are not used", run, error)
         return None

@@ -13,8 +13,8 @@ from posttrain.base.errors import ConfigError, DataError
 from posttrain.config import RunConfig, Stage, load
 from posttrain.models.load import load_tokenizer
 from posttrain.runner.methods import write_comparison
-from posttrain.runs.files import load_json
 from posttrain.runs.folder import run_folder
+from posttrain.runs.summary import RunSummary
 from posttrain.training.job import data_of
 
 log = logging.getLogger("posttrain")
@@ -65,13 +65,9 @@ def compare(root: Path, stages: Sequence[Stage]) -> None:
     models = stages[0].config.models
     for index, model in enumerate(models):
         folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}
-        finished = {name: folder for name, folder in folders.items() if _is_finished(folder)}
+        finished = {name: folder for name, folder in folders.items() if RunSummary(folder).state == "finished"}
         if not finished:
             continue
         folder = root / "comparison" / (model.folder_name if len(models) > 1 else "")
         write_comparison(folder, finished, PlainConsole())
         log.info("compared: %s", folder / "comparison.html")
-
-
-def _is_finished(folder: Path) -> bool:
-    return (folder / "run.json").is_file() and load_json(folder / "run.json").get("state") == "finished"

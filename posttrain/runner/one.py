@@ -29,10 +29,9 @@ from posttrain.recipes import RECIPES
 from posttrain.reports.curves import write_curves
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import has_saved, newest_complete, saved_step, unusable
-from posttrain.runs.follower import Follower, own_log
 from posttrain.runs.inputs import dated, models_read, refuse_other_models
 from posttrain.runs.progress import duration
-from posttrain.runs.run import Run
+from posttrain.runs.run import Follower, Run, own_log
 from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
 from posttrain.training.job import Job

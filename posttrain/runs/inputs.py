@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from posttrain.base.errors import ModelError, RunError
-from posttrain.config import DataConfig, ModelConfig, RunConfig
+from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.models.adapters import base_settings
 from posttrain.models.load import load_config
 from posttrain.runs.checkpoint import MANIFEST, file_hashes
@@ -119,6 +119,12 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         if moved and place.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
             places[setting] = str(place)
     return _with_paths(config, places) if places else config
+
+
+def run_settings(folder: Path, file: Path | None = None) -> RunConfig:
+    """The settings of the run in `folder`, from its config.yaml or that of a checkpoint: with the day that it started,
+    and the current paths of its models."""
+    return located(dated(load(file or folder / "config.yaml").config, folder), folder)
 
 
 def _with_paths(config: RunConfig, places: Mapping[str, str]) -> RunConfig:

@@ -10,7 +10,8 @@ Importing this module, creating or reading a run folder needs no torch.
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -29,6 +30,7 @@ from posttrain.runs.metrics import MetricsFile, read_metrics
 from posttrain.runs.notes import NAME as NOTES
 from posttrain.runs.provenance import environment, now, redact, redact_yaml
 
+LOGS = "logs"  # of the ranks after the first
 State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
 
@@ -313,6 +315,54 @@ class Run:
         if signals and not asked:  # the signal now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
+
+
+class Follower(Run):
+    """The run as the ranks after the first one see it: they read the folder, and write nothing but their own log."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._save: Callable[[BaseException], None] = lambda error: None
+
+    @property
+    def state(self) -> State:
+        return "running"
+
+    @property
+    def resumed(self) -> bool:
+        return False
+
+    def _nothing(self, *given: Any, **named: Any) -> None: ...
+
+    write_config = set_state = set_counters = record_check = add_provenance = write_results = _nothing
+    write_final_results = log = follow = save_model = rewind = start_over = close = _nothing
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
+    def on_failure(self, save: Callable[[BaseException], None]) -> None:
+        self._save = save
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            log.error("%s", reason_of(error), exc_info=error)
+            self._save(error)
+
+
+@contextmanager
+def own_log(folder: Path, rank: int) -> Iterator[None]:
+    """Send what this process prints to `logs/rank-N.log` of the run folder."""
+    with ExitStack() as resources:
+        (folder / LOGS).mkdir(exist_ok=True)
+        file = resources.enter_context((folder / LOGS / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1))
+        resources.enter_context(redirect_stdout(file))
+        resources.enter_context(redirect_stderr(file))
+        yield
 
 
 def _is_larger(one: float | None, other: float | None) -> bool:

@@ -1,20 +1,24 @@
 """The receipt of a gradient: the groups of a step, the completions of a group, the tokens of a completion."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.base.errors import RunError
-from posttrain.base.words import counted
-from posttrain.reports.gradient import Numbers, groups_of
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
+from posttrain.runs.receipt import (
+    CompletionReceipt,
+    GroupReceipt,
+    StoredPart,
+    TokenNumbers,
+    decoder_of,
+    group_receipt,
+    step_receipt,
+    token_texts,
+)
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address
-from posttrain.ui.search import verdict_of
-from posttrain.ui.tokens import texts_of
 
 PATH = "/rollouts"
 MOST = 5  # tokens that are named as the most responsible
@@ -24,6 +28,10 @@ PUSH = (
     "Push: how strongly the step raised (above 0) or lowered the logit of the sampled token, A r (1 − p): advantage × "
     "ratio × what the token's probability leaves. 0 where the ratio was clipped."
 )
+LOGPROBS = (
+    " Log-probabilities (nats) are those of the engine (sampler), of the policy before and after (old, new), and of "
+    "the reference (ref)."
+)
 # Colouring -> what a token's number is, and whether it has a sign.
 COLOURINGS = {
     "push": True, "advantage": True, "ratio": True, "sampler − trainer": True, "entropy": False,
@@ -31,87 +39,81 @@ COLOURINGS = {
 }  # fmt: skip
 
 
-def step_view(stored: StoredRun, series: Series, row: RunSummary, step: int) -> Markup:
+def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> Markup:
     """The step's metrics, and its groups with the largest push on the gradient first."""
-    groups = groups_of(stored.rollouts(step))
-    prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
+    groups = step_receipt(stored, step)
     whole = sum(group.push for group in groups)
-    rows = []
-    for group in groups:
-        asked = prompts.get(group.prompt)
-        rows.append(
-            [
-                link(f"prompt {group.prompt}", address(PATH, run=row.name, step=step, prompt=group.prompt)),
-                share_bar(group.push, whole),
-                *_mean_and_spread([one["reward"] for one, _ in group.members]),
-                str(group.clipped),
-                f"{group.furthest_ratio:.3f}",
-                f"{np.mean([len(one['tokens']) for one, _ in group.members]):.0f}",
-                el("span", short(asked["prompt"] if asked else "", 110)),
-            ]
-        )
+    rows = [
+        [
+            link(f"prompt {group.prompt}", address(PATH, run=run.name, step=step, prompt=group.prompt)),
+            share_bar(group.push, whole),
+            *_mean_and_spread(group.rewards),
+            str(group.clipped),
+            f"{group.furthest_ratio:.3f}",
+            f"{np.mean([len(completion.tokens) for completion in group.completions]):.0f}",
+            el("span", short(group.text, 110)),
+        ]
+        for group in groups
+    ]
     names = ["group", "share of the push", "reward", "lowest to highest", "clipped", "ratio furthest from 1", "tokens"]
     shown = table([*names, "prompt"], rows, numbers=(2, 4, 5, 6))
     return join([_metrics(series, step), shown, el("p", PUSH, class_="quiet")])
 
 
-def group_view(stored: StoredRun, row: RunSummary, step: int, prompt: int) -> Markup:
-    """The completions of a group with the parts of their rewards."""
-    group, asked = _group(stored, step, prompt)
-    numbers = [Numbers.of(one) for one in group]
-    weights = [float(np.abs(one.push).sum()) for one in numbers]
-    names = list(dict.fromkeys(name for one in group for name in (one.get("parts") or {})))
-    rows = []
-    for at in sorted(range(len(group)), key=lambda at: -weights[at]):
-        one = group[at]
-        where = address(PATH, run=row.name, step=step, prompt=prompt, rollout=one["rollout_index"])
-        parts = [_part((one.get("parts") or {}).get(name)) for name in names]
-        rows.append(
-            [
-                link(f"completion {one['rollout_index']}", where),
-                share_bar(weights[at], sum(weights)),
-                number(one["reward"]),
-                signed(one["advantage"]),
-                *parts,
-                f"{len(one['tokens']):,}",
-                one["finish_reason"],
-                short(one["completion"], 120),
-            ]
-        )
-    header = ["", "share of the push", "reward", "advantage", *names, "tokens", "ended by", "completion"]
-    shown = el(
-        "details", el("summary", f"Prompt (row {asked['row']} of the data)"), el("pre", asked["prompt"]), open=True
-    )
-    return join([shown, table(header, rows, numbers=(2, 3, 4 + len(names)))])
+def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Markup:
+    """The completions of a group with the parts of their rewards, the one with the largest push first."""
+    group = group_receipt(stored, step, prompt)
+    rows = [
+        [
+            link(
+                f"completion {completion.rollout}",
+                address(PATH, run=run.name, step=step, prompt=prompt, rollout=completion.rollout),
+            ),
+            share_bar(completion.push, group.push),
+            number(completion.reward),
+            signed(completion.advantage),
+            *(_part(completion.parts.get(name)) for name in group.part_names),
+            f"{len(completion.tokens):,}",
+            completion.finish_reason,
+            short(completion.text, 120),
+        ]
+        for completion in sorted(group.completions, key=lambda completion: -completion.push)
+    ]
+    header = ["", "share of the push", "reward", "advantage", *group.part_names, "tokens", "ended by", "completion"]
+    shown = el("details", _prompt_title(group), el("pre", group.text), open=True)
+    return join([shown, table(header, rows, numbers=(2, 3, 4 + len(group.part_names)))])
 
 
-def completion_view(stored: StoredRun, row: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
+def _prompt_title(group: GroupReceipt) -> Markup:
+    return el("summary", "Prompt" if group.row is None else f"Prompt (row {group.row} of the data)")
+
+
+def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
     """The completion's tokens in colour, those that pushed most, and the numbers of the chosen one."""
-    group, asked = _group(stored, step, prompt)
-    one = next((one for one in group if one["rollout_index"] == rollout), None)
-    if one is None:
-        raise RunError(f"prompt {prompt} of step {step} has {counted(len(group), 'completion')}, no {rollout}")
-    numbers, tokens = Numbers.of(one), one["tokens"].tolist()
-    there = {name: value for name in COLOURINGS if (value := _values(numbers, name)) is not None}
-    colouring = query.choice("colour", tuple(there))
-    texts = texts_of(row.folder, tokens, asked["tokens"].tolist())
+    group = group_receipt(stored, step, prompt)
+    completion = group.completion(rollout)
+    numbers, tokens = completion.numbers, completion.tokens.tolist()
+    colours = {name: values for name, values in _colours(numbers).items() if values is not None}
+    colouring = query.choice("colour", tuple(colours))
+    decoder = decoder_of(run.folder)
+    texts = [(text or "") if decoder else f"{text} " for text in token_texts(tokens, decoder, group.tokens.tolist())]
     pushed = [int(at) for at in np.argsort(-np.abs(numbers.push), kind="stable")[:MOST] if numbers.push[at]]
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):
         chosen = pushed[0] if pushed else 0 if tokens else None
-    cards = (el("div", el("dt", name), el("dd", value)) for name, value in _facts(one, tokens).items())
+    cards = (el("div", el("dt", name), el("dd", value)) for name, value in _facts(completion).items())
     choices = []
-    for name in there:
+    for name in colours:
         current = "true" if name == colouring else None
         choices.append(el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current)))
     return join(
         [
             el("dl", *cards, class_="cards"),
-            el("details", el("summary", f"Prompt (row {asked['row']} of the data)"), el("pre", asked["prompt"])),
+            el("details", _prompt_title(group), el("pre", group.text)),
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
-            heat(texts, there[colouring], COLOURINGS[colouring], numbers.clipped, pushed, chosen, query),
-            _legend(colouring, there[colouring], COLOURINGS[colouring]),
-            _responsible(one, numbers, texts, pushed, chosen, query),
+            heat(texts, colours[colouring], COLOURINGS[colouring], numbers.clipped, pushed, chosen, query),
+            _legend(colouring, colours[colouring], COLOURINGS[colouring]),
+            _responsible(completion, texts, pushed, chosen, query),
         ]
     )
 
@@ -170,56 +172,36 @@ def _legend(name: str, values: np.ndarray, signed_: bool) -> Markup:
 
 
 def _responsible(
-    one: Mapping[str, Any],
-    numbers: Numbers,
-    texts: Sequence[str],
-    pushed: Sequence[int],
-    chosen: int | None,
-    query: Query,
+    completion: CompletionReceipt, texts: Sequence[str], pushed: Sequence[int], chosen: int | None, query: Query
 ) -> Markup:
-    columns = {
-        "advantage": numbers.advantage, "ratio": numbers.ratio, "sampler": one.get("sampler_logprobs"),
-        "old": one.get("old_logprobs"), "new": one.get("new_logprobs"), "reference": one.get("ref_logprobs"),
-        "entropy": numbers.entropy, "value": one.get("old_values"), "return": one.get("returns"),
-    }  # fmt: skip
-    there = {name: values for name, values in columns.items() if values is not None}
-    rows, whole = [], float(np.abs(numbers.push).sum())
+    numbers, columns = completion.numbers, completion.numbers.columns
+    rows = []
     for at in [*([] if chosen is None or chosen in pushed else [chosen]), *pushed]:
-        cells = [
-            signed(values[at]) if name == "advantage" else number(float(values[at])) for name, values in there.items()
-        ]
+        values = {name: float(each[at]) for name, each in columns.items()}
+        cells = [signed(value) if name == "advantage" else number(value) for name, value in values.items()]
         label = link(_written(texts[at]), query.but(PATH, token=at), class_="token")
         clipped = "clipped" if numbers.clipped[at] else ""
-        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), whole), *cells, clipped])
+        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), completion.push), *cells, clipped])
     if not rows:
         return message("This completion has no tokens.")
-    header = ["", "token", "share of the push", *there, ""]
+    header = ["", "token", "share of the push", *columns, ""]
     nothing = "This completion pushed nothing: its advantage is 0, or it is not in the loss"
-    said = "The tokens that pushed most" if pushed else nothing
-    means = " Log-probabilities (nats) are those of the engine, and of the policy before and after."
-    about = el("p", PUSH, means, class_="quiet")
-    return join([el("h3", said), table(header, rows, numbers=(0, *range(3, 3 + len(there)))), about])
+    title = "The tokens that pushed most" if pushed else nothing
+    about = el("p", PUSH, LOGPROBS, class_="quiet")
+    return join([el("h3", title), table(header, rows, numbers=(0, *range(3, 3 + len(columns)))), about])
 
 
-def _values(numbers: Numbers, colouring: str) -> np.ndarray | None:
-    if colouring == "ratio":
-        return np.log(np.maximum(numbers.ratio, 1e-30))
+def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
+    """The numbers of each of COLOURINGS."""
     return {
         "push": numbers.push,
         "advantage": numbers.advantage,
+        "ratio": None if numbers.ratio is None else np.log(np.maximum(numbers.ratio, 1e-30)),
         "sampler − trainer": numbers.mismatch,
-        "entropy": numbers.entropy,
+        "entropy": numbers.stored.get("entropy"),
         "policy − reference": numbers.reference,
         "clipped": numbers.clipped.astype(float),
-    }[colouring]
-
-
-def _group(stored: StoredRun, step: int, prompt: int) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
-    group = stored.rollouts(step, prompt)
-    asked = next((one for one in stored.prompts(step) if one["prompt_index"] == prompt), None)
-    if not group or asked is None:
-        raise RunError(f"step {step} has no prompt {prompt}")
-    return group, asked
+    }
 
 
 def _metrics(series: Series, step: int) -> Markup | None:
@@ -237,24 +219,20 @@ def _metrics(series: Series, step: int) -> Markup | None:
     return join([el("dl", *cards, class_="cards"), every])
 
 
-def _facts(one: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, object]:
-    facts: dict[str, object] = {"reward": number(one["reward"]), "advantage": signed(one["advantage"])}
-    for name, part in (one.get("parts") or {}).items():
-        facts[name] = _part(part)
-    facts |= {"tokens": f"{len(tokens):,}", "ended by": one["finish_reason"]}
-    verdict = verdict_of(one.get("parts") or {})
-    return facts | ({"verdict": verdict} if verdict else {})
+def _facts(completion: CompletionReceipt) -> dict[str, object]:
+    facts: dict[str, object] = {"reward": number(completion.reward), "advantage": signed(completion.advantage)}
+    facts |= {name: _part(part) for name, part in completion.parts.items()}
+    facts |= {"tokens": f"{len(completion.tokens):,}", "ended by": completion.finish_reason}
+    return facts | ({"verdict": completion.verdict} if completion.verdict else {})
 
 
-def _part(part: object) -> str:
+def _part(part: StoredPart | None) -> str:
     """A reward's part: weight × value, what a rule found."""
-    if not isinstance(part, dict):
+    if part is None:
         return "–"
-    weight, value = part.get("weight", 1.0), part.get("value")
-    said = f"{number(value)}" if weight == 1 else f"{number(weight)} × {number(value)}"
-    extracted = part.get("extracted")
-    said += f" {part['verdict']}" if part.get("verdict") else ""
-    return said + (f" ({short(str(extracted), 40)})" if extracted else "")
+    value = number(part.value) if part.weight == 1 else f"{number(part.weight)} × {number(part.value)}"
+    verdict = f" {part.verdict}" if part.verdict else ""
+    return value + verdict + (f" ({short(part.extracted, 40)})" if part.extracted else "")
 
 
 def share_bar(value: float, whole: float) -> Markup:
@@ -269,10 +247,9 @@ def signed(value: object) -> str:
     return f"{float(value):+.3g}" if isinstance(value, int | float | np.floating) else "–"
 
 
-def _mean_and_spread(values: Sequence[float | None]) -> tuple[str, str]:
-    there = [value for value in values if value is not None]
-    if not there:
+def _mean_and_spread(rewards: Sequence[float]) -> tuple[str, str]:
+    if not rewards:
         return "–", "no reward"
-    same = min(there) == max(there)
-    spread = "no spread" if same else f"{number(min(there), 3)} to {number(max(there), 3)}"
-    return number(sum(there) / len(there)), spread
+    lowest, highest = min(rewards), max(rewards)
+    spread = "no spread" if lowest == highest else f"{number(lowest, 3)} to {number(highest, 3)}"
+    return number(sum(rewards) / len(rewards)), spread

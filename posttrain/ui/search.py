@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from posttrain.base.errors import PosttrainError
-from posttrain.reports.gradient import Numbers, factor
+from posttrain.runs.receipt import CompletionReceipt, factor
 from posttrain.runs.stored_rollouts import StoredRun
 
 log = logging.getLogger("posttrain")
@@ -213,31 +211,25 @@ def _add(
     marks = ", ".join("?" * len(COLUMNS))
     choices = {"verdict": set(), "ended": set(), "part": set()}
     for one in rollouts:
-        index, parts = one["prompt_index"], one.get("parts") or {}
-        numbers, verdict = Numbers.of(one), verdict_of(parts)
+        index, completion = one["prompt_index"], CompletionReceipt.of(one)
+        numbers, verdict = completion.numbers, completion.verdict
         values = (
-            step, index, one["rollout_index"], ids.get(index), prompts[index]["row"] if index in prompts else None,
-            one["reward"], one["advantage"], len(one["tokens"]), one["finish_reason"], verdict,
-            float(np.abs(numbers.push).sum()), int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
+            step, index, completion.rollout, ids.get(index), prompts[index]["row"] if index in prompts else None,
+            completion.reward, completion.advantage, len(completion.tokens), completion.finish_reason, verdict,
+            completion.push, int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
         )  # fmt: skip
         made = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
-        connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (made, one["completion"]))
-        graded = [(made, name, part.get("value")) for name, part in parts.items() if isinstance(part, dict)]
+        connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (made, completion.text))
+        graded = [(made, name, part.value) for name, part in completion.parts.items()]
         connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
         choices["verdict"].add(verdict)
-        choices["ended"].add(one["finish_reason"])
+        choices["ended"].add(completion.finish_reason)
         choices["part"].update(name for _, name, _ in graded)
     connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
     row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
     before = json.loads(row[0]) if row else {}
     merged = {name: sorted({*filter(None, found), *before.get(name, [])}) for name, found in choices.items()}
     connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
-
-
-def verdict_of(parts: Mapping[str, Any]) -> str:
-    """The first verdict among the parts of a reward."""
-    found = (part.get("verdict") for part in parts.values() if isinstance(part, dict))
-    return next((str(one) for one in found if one), "")
 
 
 def words_of(search: str) -> list[str]:

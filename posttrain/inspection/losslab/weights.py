@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from posttrain.base.errors import RunError
-from posttrain.config import RunConfig, load
+from posttrain.config import RunConfig
 from posttrain.runs.checkpoint import list_checkpoints, verify
 from posttrain.runs.files import load_tensors, restore_rng
 from posttrain.runs.folder import check_run_folder
-from posttrain.runs.inputs import REFERENCES, START, content_of, dated, located, models_of, recorded
+from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
 from posttrain.runs.lock import is_locked
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.state import Saved, State, problems_of
@@ -73,7 +73,7 @@ def settings_of(folder: Path) -> RunConfig:
             f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait for its "
             "end, or stop it (Ctrl-C) and resume it later"
         )
-    config = located(dated(load(folder / "config.yaml").config, folder), folder)
+    config = run_settings(folder)
     read, now = recorded(folder), models_of(config)
     for setting in (START, *REFERENCES):
         if setting in read and setting in now and read[setting]["content"] != (found := content_of(now[setting])):

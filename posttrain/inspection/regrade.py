@@ -1,0 +1,122 @@
+"""`posttrain regrade`: other rewards for the stored completions of a run, and the advantages that they change."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain import engines
+from posttrain.base.errors import PosttrainError, RunError
+from posttrain.config.schema.rewards import Reward
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes import REGRADED
+from posttrain.rewards.compose import RewardInput, Rewards
+from posttrain.rollout import end_of, to_reward
+from posttrain.runs.inputs import run_settings
+from posttrain.runs.stored_rollouts import StoredRun
+
+SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0", "same sign"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedAdvantage:
+    """A completion whose advantage changes its sign, becomes 0 or was 0 under other rewards."""
+
+    step: int
+    prompt: int
+    rollout: int
+    change: str
+    rewards: tuple[float, float]  # the run's, and the new one
+    advantages: tuple[float, float]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Regraded:
+    """What other rewards change. `counts`: advantages by kind of change.
+
+    `approximate`: the run's own rewards were whitened, and the new advantages are not exactly those of a training.
+    """
+
+    changed: list[ChangedAdvantage]
+    counts: Counter[str]
+    approximate: bool
+    has_tokenizer: bool  # without it, rewards do not know which prompts open <think>
+
+
+def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -> Regraded:
+    """Compute other rewards for the stored completions of a step, or of all.
+
+    The run's advantages are those that it stored; the new ones are computed as in training, over the completions that
+    have a reward in both. Raises RunError for a run that does not learn from rewards.
+    """
+    config = run_settings(folder)
+    method, regraded = config.method, REGRADED.get(config.method.type)
+    if regraded is None:
+        raise RunError(f"{folder} is a run of {method.type}, which does not learn from rewards")
+    tokenizer, changed, counts, approximate = tokenizer_of(folder), [], Counter[str](), False
+    with (
+        StoredRun(folder) as stored,
+        Rewards(
+            settings,
+            tags=config.data.tags,
+            devices=config.devices,
+            max_completion_length=config.rollout.max_completion_length,
+            date=config.data.date,
+        ) as rewards,
+    ):
+        if step is not None:
+            stored.require(step)
+        for number in stored.steps() if step is None else [step]:
+            prompts, rows = stored.prompts(number), stored.rollouts(number)
+            graded = rewards([_completion(prompts[row["prompt_index"]], row, tokenizer) for row in rows]).totals
+            usable = [
+                (row, new)
+                for row, new in zip(rows, graded, strict=True)
+                if row["reward"] is not None and new is not None
+            ]
+            approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
+            advantages = regraded(method, [row for row, _ in usable], [reward for _, reward in usable])
+            for (row, reward), after in zip(usable, advantages, strict=True):
+                before = row["advantage"]
+                if before is None or after is None:  # outside the loss
+                    continue
+                change = _change(before, after)
+                counts[change] += 1
+                if change not in (SAME, STAYS_ZERO):
+                    index = number, row["prompt_index"], row["rollout_index"]
+                    both = (row["reward"], reward), (before, after)
+                    changed.append(ChangedAdvantage(*index, change, *both, row["completion"]))
+    changed.sort(key=lambda advantage: advantage.change != SIGN)  # sign changes first, else in their order
+    return Regraded(changed, counts, approximate, tokenizer is not None)
+
+
+def _change(before: float, after: float) -> str:
+    if before * after < 0:
+        return SIGN
+    if before == 0:
+        return STAYS_ZERO if after == 0 else FROM_ZERO
+    return TO_ZERO if after == 0 else SAME
+
+
+def _completion(
+    prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> RewardInput:
+    """A stored completion as the input of rewards; without a tokenizer no prompt is known to open `<think>`."""
+    sampled = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
+    end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
+    return to_reward(sampled, one["completion"], end, prompt["facts"])
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    """A run's tokenizer, by transformers; None if it is missing."""
+    model = run_settings(folder).models[0]
+    for path in (folder / "final", None):
+        try:
+            return load_tokenizer(model if path is None else model.model_copy(update={"path": str(path)}))
+        except PosttrainError:
+            continue
+    return None

@@ -1,0 +1,288 @@
+"""The receipt of a step's gradient, from stored numbers: its groups, their completions, the numbers of each token.
+
+The policy loss of a token is -A r, with the ratio r = π_new / π_old. Its derivative with respect to the logit of the
+sampled token is -A r (1 - p), where p = π_new is the token's probability: the *push*. It is 0 where the ratio was
+clipped, and near 0 where the token was certain anyway.
+
+`posttrain why` and the pages show the same receipt.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.base.errors import RunError
+from posttrain.data.pieces import Decoder, pieces
+from posttrain.runs.checkpoint import list_checkpoints
+from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import RunSummary
+
+# Label -> array of the file. Log-probabilities are in nats: of the engine, of the policy before and after the step.
+STORED = {
+    "sampler": "sampler_logprobs", "old": "old_logprobs", "new": "new_logprobs", "ref": "ref_logprobs",
+    "entropy": "entropies", "value": "old_values", "return": "returns",
+}  # fmt: skip
+LONGEST = 64 << 20  # bytes of a tokenizer.json
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """Numbers of the tokens of a completion. None: the method, or the version that wrote the file, has no such number.
+
+    `push` is 0 and `clipped` False where there is none.
+    """
+
+    push: np.ndarray
+    clipped: np.ndarray  # bool
+    advantage: np.ndarray | None
+    ratio: np.ndarray | None
+    mismatch: np.ndarray | None  # log-probability of the sampler minus the trainer's
+    reference: np.ndarray | None  # log-probability of the policy minus the reference's
+    stored: dict[str, np.ndarray]  # by the labels of STORED, those that there are
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TokenNumbers:
+        """From a row of `StoredRun.rollouts`."""
+        count = len(row["tokens"])
+
+        def array(name: str) -> np.ndarray | None:
+            values = row.get(name)
+            return None if values is None or len(values) != count else np.asarray(values, dtype=np.float64)
+
+        stored = {label: values for label, name in STORED.items() if (values := array(name)) is not None}
+        new, old, sampler, reference = (stored.get(label) for label in ("new", "old", "sampler", "ref"))
+        advantage, flags, zeros = array("advantages"), array("clipped"), np.zeros(count)
+        clipped = zeros.astype(bool) if flags is None else flags != 0
+        ratio = None if new is None or old is None else np.exp(np.clip(new - old, -50, 50))
+        uncertain = 1.0 if new is None else 1 - np.exp(np.minimum(new, 0))
+        pushed = zeros if advantage is None else advantage * (1.0 if ratio is None else ratio) * uncertain
+        return cls(
+            push=np.where(clipped, 0.0, np.nan_to_num(pushed)),
+            clipped=clipped,
+            advantage=advantage,
+            ratio=ratio,
+            mismatch=None if sampler is None or old is None else np.nan_to_num(sampler - old),
+            reference=None if reference is None or new is None else new - reference,
+            stored=stored,
+        )
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The numbers of a table of tokens, by label."""
+        numbers = {"advantage": self.advantage, "ratio": self.ratio, **self.stored}
+        return {label: values for label, values in numbers.items() if values is not None}
+
+    @property
+    def furthest_ratio(self) -> float:
+        """The ratio furthest from 1, as a factor: 0.5 is as far as 2."""
+        return 1.0 if self.ratio is None else float(max(self.ratio, key=factor, default=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a completion's reward; of a rule also its verdict and the answer that it extracted."""
+
+    value: float | None
+    weight: float
+    verdict: str | None
+    extracted: str | None
+
+    @classmethod
+    def of(cls, part: Any) -> StoredPart:
+        facts = part if isinstance(part, Mapping) else {}
+        weight = facts.get("weight")
+        return cls(facts.get("value"), 1.0 if weight is None else weight, facts.get("verdict"), facts.get("extracted"))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReceipt:
+    """A completion of a step. `reward` is None without a verdict, `advantage` outside the loss."""
+
+    rollout: int
+    text: str
+    tokens: np.ndarray
+    reward: float | None
+    advantage: float | None
+    finish_reason: str
+    parts: dict[str, StoredPart]
+    numbers: TokenNumbers
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
+        """From a row of `StoredRun.rollouts`."""
+        return cls(
+            rollout=row["rollout_index"],
+            text=row["completion"],
+            tokens=row["tokens"],
+            reward=row["reward"],
+            advantage=row["advantage"],
+            finish_reason=row["finish_reason"],
+            parts={name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()},
+            numbers=TokenNumbers.of(row),
+        )
+
+    @property
+    def push(self) -> float:
+        """The sum of the absolute pushes of its tokens."""
+        return float(np.abs(self.numbers.push).sum())
+
+    @property
+    def verdict(self) -> str:
+        """The first verdict among the parts of the reward."""
+        return next((part.verdict for part in self.parts.values() if part.verdict), "")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReceipt:
+    """A prompt of a step with its completions. `row` is that of the data; None if the prompt itself is not stored."""
+
+    step: int
+    prompt: int
+    row: int | None
+    text: str
+    tokens: np.ndarray
+    completions: Sequence[CompletionReceipt]
+
+    @property
+    def push(self) -> float:
+        return sum(completion.push for completion in self.completions)
+
+    @property
+    def clipped(self) -> int:
+        """The number of tokens with a clipped ratio."""
+        return sum(int(completion.numbers.clipped.sum()) for completion in self.completions)
+
+    @property
+    def furthest_ratio(self) -> float:
+        return max((completion.numbers.furthest_ratio for completion in self.completions), key=factor)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the completions that have one."""
+        return [completion.reward for completion in self.completions if completion.reward is not None]
+
+    @property
+    def largest_advantage(self) -> float | None:
+        """The advantage furthest from 0; None if no completion is in the loss."""
+        advantages = [completion.advantage for completion in self.completions if completion.advantage is not None]
+        return max(advantages, key=abs, default=None)
+
+    @property
+    def part_names(self) -> list[str]:
+        return list(dict.fromkeys(name for completion in self.completions for name in completion.parts))
+
+    def completion(self, rollout: int) -> CompletionReceipt:
+        """Raises RunError if there is no completion of this number."""
+        for completion in self.completions:
+            if completion.rollout == rollout:
+                return completion
+        last = max(completion.rollout for completion in self.completions)
+        raise RunError(f"prompt {self.prompt} of step {self.step} has the rollouts 0 to {last}, no {rollout}")
+
+
+def step_receipt(stored: StoredRun, step: int) -> list[GroupReceipt]:
+    """The groups of a step, the one with the largest push first. Raises RunError if the step is not stored."""
+    stored.require(step)
+    return sorted(_groups(stored, step, None), key=lambda group: -group.push)
+
+
+def group_receipt(stored: StoredRun, step: int, prompt: int) -> GroupReceipt:
+    """The group of a prompt. Raises RunError if there is none."""
+    stored.require(step)
+    for group in _groups(stored, step, prompt):
+        return group
+    raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
+
+
+def _groups(stored: StoredRun, step: int, prompt: int | None) -> list[GroupReceipt]:
+    members: dict[int, list[CompletionReceipt]] = {}
+    for row in stored.rollouts(step, prompt):
+        members.setdefault(row["prompt_index"], []).append(CompletionReceipt.of(row))
+    prompts = {row["prompt_index"]: row for row in stored.prompts(step)}
+    groups = []
+    for index, completions in members.items():
+        facts = prompts.get(index, {"row": None, "prompt": "", "tokens": np.zeros(0, np.int32)})
+        groups.append(GroupReceipt(step, index, facts["row"], facts["prompt"], facts["tokens"], completions))
+    return groups
+
+
+def factor(ratio: float) -> float:
+    """The distance of a ratio from 1 as a factor of at least 1."""
+    return float(max(ratio, 1 / max(ratio, 1e-30)))
+
+
+# The text of tokens, by the library tokenizers alone, which needs no torch
+
+
+class RunTokenizer:
+    """What `pieces` asks of a tokenizer, by one of the library tokenizers."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        /,
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence[int] = ()) -> list[str | None]:
+    """The text of each token after a prompt; of several that hold one character, the last has it, the others None.
+
+    Without a decoder, the numbers of the tokens.
+    """
+    if decoder is None:
+        return list(map(str, tokens))
+    texts: list[str | None] = []
+    for count, text in pieces(tokens, decoder, prompt):
+        texts += [*[None] * (count - 1), text]
+    return texts
+
+
+def decoder_of(run: Path) -> RunTokenizer | None:
+    """The run's tokenizer: of its final model, its newest checkpoint, or the model it started from."""
+    model = next(iter(RunSummary(run).model_settings), {})
+    started, added = model.get("path"), model.get("new_tokens")
+    new_tokens = tuple(token for token in added if isinstance(token, str)) if isinstance(added, list) else ()
+    folders = [run / "final", run / "best", *reversed(list_checkpoints(run))]
+    if isinstance(started, str):
+        folders += [Path(started).expanduser(), run / started]
+    for folder in folders:
+        file = folder / "tokenizer.json"
+        try:
+            facts = file.stat()
+        except (OSError, ValueError):
+            continue
+        usable = stat.S_ISREG(facts.st_mode) and facts.st_size <= LONGEST
+        if usable and (tokenizer := _loaded(file, facts.st_mtime_ns, new_tokens)) is not None:
+            return tokenizer
+    return None
+
+
+@lru_cache(maxsize=4)
+def _loaded(file: Path, changed: int, new_tokens: tuple[str, ...]) -> RunTokenizer | None:
+    from tokenizers import Tokenizer
+
+    with _loading:
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.add_tokens([*new_tokens])  # those that it has already keep their ids
+            return RunTokenizer(tokenizer)
+        except BaseException as error:  # the library raises bare Exception for a damaged file, and panics of Rust
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return None  # the tokens stay numbers
