@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from posttrain import runner
-from posttrain.base import helpers
+from posttrain.base import child
 from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.batch import Node, sequences
 from posttrain.cli import main
@@ -152,7 +152,7 @@ def test_rendering_is_that_of_transformers(shared):
 def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     plain, endless = byte_tokenizer("{{ messages[0].content }}"), byte_tokenizer(HOSTILE["loops"][0])
     job = RenderRequest([{"role": "user", "content": "a"}])
-    monkeypatch.setattr(render, "_idle", helpers.HelperPool())
+    monkeypatch.setattr(render, "_idle", child.HelperPool())
     started = []
     monkeypatch.setattr(render, "Process", lambda: started.append(Process()) or started[-1])
 
@@ -175,7 +175,7 @@ def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     with pytest.raises(KeyError), rendering(plain):
         raise KeyError
     assert not started[2].is_free
-    monkeypatch.setattr(helpers, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(child, "IDLE_SECONDS", 0.01)
     assert text(plain) == "a" and len(started) == 4
     for _ in range(500):
         if not started[3].is_free:

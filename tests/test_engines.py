@@ -85,13 +85,11 @@ def with_lora(model):
 def vllm_server():
     """The address of a server that many engines use in turn."""
     from posttrain.engines.vllm import wire
-    from posttrain.engines.vllm.process import Process
+    from posttrain.engines.vllm.client import OwnServer
 
-    process = Process(timeout=300.0)
-    with pytest.MonkeyPatch.context() as patch:
+    with OwnServer(timeout=300.0) as process, pytest.MonkeyPatch.context() as patch:
         patch.setenv(wire.KEY, process.key)
         yield process.url
-    process.stop()
 
 
 ENGINES = ["embedded", "transformers", "stand-in", *(["vllm", "vllm-server"] if HAS_VLLM else [])]  # make test-vllm

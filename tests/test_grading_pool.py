@@ -15,8 +15,8 @@ from pathlib import Path
 import hostile
 import pytest
 
+from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
-from posttrain.base.helpers import HelperPool
 from posttrain.config import TagsConfig
 from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool

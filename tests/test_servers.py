@@ -22,7 +22,7 @@ from vllm_stand_in import PROXY, Desk, killable, standing_in
 from posttrain.base.errors import EngineError
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, make_engine
-from posttrain.engines.vllm import process
+from posttrain.engines.vllm import client
 from posttrain.engines.vllm.client import POLL_S
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.stored_rollouts import StoredRun
@@ -108,15 +108,15 @@ def test_a_server_that_does_not_return(two):
 def ours(monkeypatch):
     """A desk behind the servers that an engine starts itself."""
     with standing_in(desk := Desk()) as url:
-        monkeypatch.setattr(process, "PROGRAM", [str(PROXY)])
-        monkeypatch.setattr(process, "find_spec", lambda name: name)
+        monkeypatch.setattr(client, "PROGRAM", [str(PROXY)])
+        monkeypatch.setattr(client, "find_spec", lambda name: name)
         monkeypatch.setenv("BACKING", url.removeprefix("http://"))
         yield desk
 
 
 def kill(engine):
     [server] = engine.host._mine.values()
-    os.kill(server.process.process.pid, signal.SIGKILL)
+    os.kill(server.process.pid, signal.SIGKILL)
 
 
 def test_our_own_server_is_started_again_with_the_weights_a_bounded_number_of_times(ours, caplog):
@@ -147,7 +147,7 @@ def test_a_silent_server_of_ours_is_replaced(ours):
     policy = policy_of()
     with contextlib.closing(make_engine("vllm", policy, vllm=VllmConfig(mode="server", timeout=1.0))) as engine:
         [server] = engine.host._mine.values()
-        os.kill(server.process.process.pid, signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGSTOP)
         got = engine.generate(PROMPTS[:2], SAMPLED)
         assert tokens_of(got) == embedded(policy)[:2] and ours.starts == 2
 

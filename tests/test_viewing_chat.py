@@ -13,7 +13,7 @@ from posttrain.config import DataConfig
 from posttrain.data import prepare
 from posttrain.serving.client import ScoredToken
 from posttrain.serving.process import ModelServers
-from posttrain.serving.together import together
+from posttrain.serving.talk import together
 from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import cells, token_map, write_vote
 

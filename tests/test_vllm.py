@@ -305,7 +305,7 @@ def test_a_key_keeps_others_out(monkeypatch):
 # A parent that is killed, and a child as a server is one: it ends when its standard input does.
 PARENT = """
 import os, subprocess, sys, time
-child = "import os, sys, time\\nfrom posttrain.base.helpers import end_with_parent\\n"
+child = "import os, sys, time\\nfrom posttrain.base.child import end_with_parent\\n"
 child += "end_with_parent(int(sys.argv[1]))\\nprint('ready', flush=True)\\ntime.sleep(60)"
 command = [sys.executable, "-c", child, str(os.getpid())]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -413,7 +413,7 @@ def test_bfloat16():
 
 
 def pids(engine):
-    return [one.process.process.pid for one in engine.host._mine.values()]
+    return [one.process.pid for one in engine.host._mine.values()]
 
 
 @needs_vllm

@@ -1,11 +1,8 @@
 """What the operating system has, asked in one place. Linux and macOS have all of it, Windows lacks the POSIX parts."""
 
-import contextlib
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 
 try:
@@ -36,25 +33,6 @@ def leave_signals_to_parent() -> None:
     for number in (signal.SIGINT, HANGUP):
         if number is not None:
             signal.signal(number, signal.SIG_IGN)
-
-
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that was started with `start_new_session`, and its children; on Windows the process alone."""
-    with contextlib.suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-
-
-def has_input(descriptor: int, seconds: float) -> bool:
-    """Whether a pipe has something to read, or its end, within `seconds`.
-
-    Always on Windows, which can wait for sockets alone: the read then waits.
-    """
-    if os.name == "nt":
-        return True
-    return bool(select.select([descriptor], [], [], seconds)[0])
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:

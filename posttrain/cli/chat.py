@@ -105,7 +105,7 @@ def _in_terminal(model: str, given: dict[str, Any]) -> None:
     names = {name: name.removeprefix("--").replace("-", "_") for name in given if name not in SERVER}
     settings = DEFAULTS | {key: given[name] for name, key in names.items() if key != "system_prompt"}
     say(f"loading {model} …", error=True)
-    with contextlib.closing(ModelServer(model, options)) as server:
+    with ModelServer(model, options) as server:
         _converse(Talk(server.client, settings, given.get("--system-prompt")), sys.stdin.isatty())
 
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.child import end_with_parent
 from posttrain.base.extras import need
-from posttrain.base.helpers import end_with_parent
 from posttrain.base.imports import quick_imports
 from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError

@@ -1,21 +1,18 @@
 """Renders conversations with a chat template, in its own process with limits on time, memory and output."""
 
 import json
-import queue
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.child import Child, HelperPool
 from posttrain.base.errors import DataError
-from posttrain.base.helpers import HelperPool
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
@@ -60,81 +57,36 @@ class Rendered:
     error: str | None = None
 
 
-class Process:
+class Process(Child):
     """The process of posttrain/data/render_worker.py: one line per job, one line per answer."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._awaited = 1
-        threading.Thread(target=self._collect, daemon=True).start()
-        try:
-            self._answer(STARTUP_SECONDS)
-        except BaseException:
-            self.end()
-            raise
+        super().__init__([sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))], errors=False)
+        self._answers(1, STARTUP_SECONDS)
 
     @property
     def is_free(self) -> bool:
-        """Whether it is alive and idle."""
-        return self._process.poll() is None and not self._awaited
+        """Whether it is alive: one that owes an answer was ended."""
+        return self.is_alive
 
-    def ask(self, lines: Sequence[str]) -> list[str]:
+    def ask(self, lines: Sequence[bytes]) -> list[bytes]:
         """The answer to each line. Raises DataError when one takes too long or the process has ended."""
-        self._awaited += len(lines)
-        writer = threading.Thread(target=self._send, args=(lines,), daemon=True)
-        writer.start()
-        try:
-            return [self._answer(SECONDS) for _ in lines]
-        except BaseException:
-            self._process.kill()
-            raise
-        finally:
-            writer.join()
+        self.send(lines)
+        return self._answers(len(lines), SECONDS)
 
-    def end(self) -> None:
-        """Kill it. May be called again."""
-        self._process.kill()
-        self._process.wait()
-        with suppress(OSError):  # unread input is discarded
-            _pipe(self._process.stdin).close()
-        _pipe(self._process.stdout).close()
-
-    def _answer(self, seconds: float) -> str:
+    def _answers(self, count: int, seconds: float) -> list[bytes]:
         try:
-            line = self._answers.get(timeout=seconds)
-        except queue.Empty:
+            return [self.line(seconds) for _ in range(count)]
+        except TimeoutError:
             raise DataError(
                 f"the chat template takes more than {seconds:g} seconds for one conversation: "
                 "it is damaged or hostile; choose another with data.template"
             ) from None
-        if not line:
+        except EOFError:
             raise DataError(
-                f"the process that renders the chat template has ended with status {self._process.wait()}; "
+                f"the process that renders the chat template has ended with status {self.status(seconds)}; "
                 "choose another template with data.template"
-            )
-        self._awaited -= 1
-        return line
-
-    def _send(self, lines: Sequence[str]) -> None:
-        stdin = _pipe(self._process.stdin)
-        try:
-            for line in lines:
-                stdin.write(line)
-            stdin.flush()
-        except BrokenPipeError:
-            return  # the process has ended, which the reader of its answers reports
-
-    def _collect(self) -> None:
-        for line in _pipe(self._process.stdout):
-            self._answers.put(line)
-        self._answers.put("")
+            ) from None
 
 
 class Renderer:
@@ -176,10 +128,10 @@ class Renderer:
             for answer in answers
         ]
 
-    def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
+    def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> bytes:
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
-        asked = {
+        request = {
             "messages": messages,
             "tools": job.tools,
             "template": self._template(job),
@@ -189,7 +141,7 @@ class Renderer:
             "date": self._date,
             "variables": {**special_tokens, **(job.variables or {})},
         }
-        return json.dumps(asked) + "\n"
+        return json.dumps(request).encode() + b"\n"
 
     def _template(self, job: RenderRequest) -> str:
         try:
@@ -260,8 +212,3 @@ def rendered(
         if one.error:  # a template raises what it likes, such as for roles that do not alternate
             raise DataError(f"the chat template refuses the messages: {one.error.removeprefix(FAILS)}")
     return [one.text for one in done]
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None, "the process was started without a pipe"
-    return stream

@@ -1,18 +1,38 @@
-"""What is installed, what of it works by one real call each, and how to mend the rest. Imports nothing slow."""
+"""What is installed, what of it works by one real call each, and how to fix the rest. Imports nothing slow.
 
-from collections.abc import Sequence
+Checks run in helper processes with deadlines: one that crashes or hangs is a finding and ends no other. Each lane has
+one process for all its checks, because importing torch takes seconds. When a check crashes the process or passes its
+deadline, a new process takes the rest.
+"""
+
+import json
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.base.child import Child
 from posttrain.base.words import counted
-from posttrain.doctor.checks import Finding, all_checks, chosen
-from posttrain.doctor.process import examine
+from posttrain.doctor.checks import Check, Finding, Found, all_checks, chosen
 from posttrain.runs.provenance import environment, redact
 
 __all__ = ["Finding", "all_checks", "as_json", "chosen", "examine", "summary", "table"]
 STYLES = {"ok": "green", "limited": "yellow", "absent": "dim", "broken": "bold red"}
+
+STARTUP_S = 60.0  # until a process has imported this package
+WAIT_S = 0.2  # of one wait, so that Ctrl-C is handled in between on Windows, too
+PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+ENDING_S = 2.0  # a killed process that waits for a broken disk stays longer
+DETAIL_CHARACTERS = 500
 
 
 def table(findings: Sequence[Finding]) -> Table:
@@ -45,15 +65,103 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings with the versions and the platform of this process; secrets are redacted."""
-    rows = [
-        {
-            "name": one.name,
-            "state": one.state,
-            "required": one.required,
-            "detail": one.detail,
-            "mend": one.mend or None,
-            "seconds": one.seconds,
-        }
-        for one in findings
-    ]
+    rows = [asdict(one) | {"mend": one.mend or None} for one in findings]
     return redact({"works": not any(one.is_fatal for one in findings), "checks": rows, "environment": environment()})
+
+
+def examine(checks: Sequence[Check]) -> Iterator[Finding]:
+    """Yield the finding of each check as soon as there is one, in any order. Ends its processes however it is left."""
+    found: queue.SimpleQueue[Finding | BaseException] = queue.SimpleQueue()
+    names = dict.fromkeys(check.lane for check in checks)
+    lanes = [Lane([check for check in checks if check.lane == name], found) for name in names]
+    try:
+        for lane in lanes:
+            lane.start()
+        for _ in checks:
+            item = None
+            while item is None:
+                try:
+                    item = found.get(timeout=WAIT_S)
+                except queue.Empty:
+                    continue
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        for lane in lanes:
+            lane.end()
+        for lane in lanes:
+            if lane.is_alive():
+                lane.join(ENDING_S)
+
+
+class Lane(threading.Thread):
+    """The thread that runs a lane's checks and puts their findings into `found`, or the error that ended it."""
+
+    def __init__(self, checks: Sequence[Check], found: queue.SimpleQueue[Finding | BaseException]):
+        super().__init__(name="posttrain-doctor", daemon=True)
+        self._checks, self._found = list(checks), found
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._ended = False
+
+    def run(self) -> None:
+        try:
+            left = self._checks
+            while left and (child := self._start()) is not None:
+                with child:
+                    left = self._run_some(left, child)
+        except BaseException as error:
+            self._found.put(error)
+
+    def end(self) -> None:
+        """Kill the process, if there is one, and start no other."""
+        with self._lock:
+            self._ended = True
+            if self._child is not None:
+                self._child.kill()
+
+    def _start(self) -> Child | None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+        with self._lock:
+            if not self._ended:
+                self._child = Child([sys.executable, "-P", "-m", "posttrain.doctor.worker"], environment=environment)
+            return None if self._ended else self._child
+
+    def _run_some(self, checks: Sequence[Check], child: Child) -> Sequence[Check]:
+        """Run checks until one of them ends the process; returns the rest."""
+        child.send([json.dumps([[check.target, check.arguments] for check in checks]).encode() + b"\n"])
+        for number, check in enumerate(checks):
+            began, limit = time.monotonic(), STARTUP_S
+            try:
+                child.line(limit)  # that it has begun
+                began, limit = time.monotonic(), check.deadline
+                reply = json.loads(child.line(limit))
+            except TimeoutError:
+                reply = asdict(Found(f"no answer within {limit:g} s", "broken"))
+            except EOFError:
+                reply = asdict(Found(crash(child), "broken"))
+            self._found.put(_finding(check, reply, time.monotonic() - began))
+            if not child.is_alive:
+                return checks[number + 1 :]
+        return ()
+
+
+def _finding(check: Check, reply: dict[str, Any], seconds: float) -> Finding:
+    detail = " ".join(str(reply["detail"]).split())[:DETAIL_CHARACTERS]
+    mend = reply["mend"] or (check.mend if reply["state"] == "broken" else "")
+    return Finding(check.name, reply["state"], check.required, detail, mend, round(seconds, 2))
+
+
+def crash(child: Child) -> str:
+    """How a process has ended, and where: by the trace that Python writes at a crash, or its last words."""
+    child.kill()
+    status, text = child.status(ENDING_S), child.last_words()
+    what = f"the process ended with status {status}"
+    if status is not None and status < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        what = f"the process was ended by {known.get(-status, f'signal {-status}')}"
+    place = PLACE.search(text)
+    if place:
+        return f"{what} ({'/'.join(place[1].replace(os.sep, '/').split('/')[-2:])} line {place[2]})"
+    return f"{what}: {text.splitlines()[-1]}" if text else what

@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Self
 
+from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
-from posttrain.base.helpers import HelperPool
 from posttrain.base.system import CAN_FORK
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
 from posttrain.grading.template import Template

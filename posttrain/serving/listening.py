@@ -79,14 +79,30 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
     A second signal ends the process at once, whatever it does. `quiet`: requests that the end cuts off are no error.
     """
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if quiet:
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            super().handle_exit(sig, frame)
+
+    return Server(uvicorn.Config(app, log_level="warning", http=_bounded_connection(), **settings))
+
+
+def _bounded_connection() -> type:
+    """uvicorn's connection, closed if it is one too many, or if a request does not arrive in time."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
-    most = (
-        MOST_CONNECTIONS
-        if resource is None
-        else min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    )
+    most = MOST_CONNECTIONS
+    if resource is not None:
+        most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     class Connection(base):
         arriving: asyncio.TimerHandle | None = None
@@ -123,19 +139,7 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
             if part:
                 self.arriving = self.loop.call_later(HEADERS_S if part == "headers" else BODY_S, self.transport.close)
 
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if quiet:
-                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            await super().shutdown(sockets)
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            if self.should_exit:
-                signal.signal(sig, signal.SIG_DFL)
-                signal.raise_signal(sig)
-            super().handle_exit(sig, frame)
-
-    return Server(uvicorn.Config(app, log_level="warning", http=Connection, **settings))
+    return Connection
 
 
 def _free_port(host: str, port: int) -> int | None:

@@ -1,100 +1,46 @@
-"""Servers of models as processes of this program, which ends without them only if it is killed outright."""
+"""Servers of models as processes of this program, with which they end."""
 
 import atexit
-import contextlib
 import os
-import queue
 import secrets
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import IO
+from collections.abc import Sequence
 
+from posttrain.base.child import Child
 from posttrain.base.errors import EngineError
 from posttrain.serving.client import Client
 
 START_S = 600.0  # a large model is read from a slow disk
 STOP_S = 8.0
-READY = "serving "
 ERROR_CHARACTERS = 2000
 
 
-class ModelServer:
-    """`posttrain serve MODEL` as a child process on a free port of this machine, with a key of its own.
+class ModelServer(Child):
+    """`posttrain serve MODEL` on a free port of this machine, with a key that only this program knows.
 
-    Raises EngineError, with what it said, if it does not start. `stopped` is asked while it starts.
+    Raises EngineError, with its last words, if it does not start.
     """
 
-    def __init__(self, model: str, options: Sequence[str] = (), stopped: Callable[[], bool] = lambda: False):
-        self.model, key = model, secrets.token_urlsafe(24)
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain", "serve", "--port", "0", "--attached", *options, "--", model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=os.environ | {"POSTTRAIN_API_KEY": key},
-            text=True,
-            start_new_session=True,  # Ctrl-C in the terminal is for the program, which decides
-        )
+    def __init__(self, model: str, options: Sequence[str] = ()):
+        key = secrets.token_urlsafe(24)
+        command = [sys.executable, "-m", "posttrain", "serve", "--port", "0", "--attached", *options, "--", model]
+        super().__init__(command, environment=os.environ | {"POSTTRAIN_API_KEY": key}, session=True, grace=STOP_S)
         try:
-            self.client = Client(self._address(stopped), key)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()  # which ends it
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._errors.close()
-
-    def _address(self, stopped: Callable[[], bool]) -> str:
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=[lines], daemon=True).start()
-        until = time.monotonic() + START_S
-        while time.monotonic() < until and not stopped():
-            try:
-                line = lines.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if not line:
-                raise EngineError(self._said() or f"the server of {self.model} ended before it was ready")
-            if line.startswith(READY):
-                return line.rpartition(" at ")[2].partition("/v1")[0]
-        raise EngineError(f"the server of {self.model} was not ready in {START_S:g} s, or is not wanted any more")
-
-    def _read(self, lines: queue.SimpleQueue[str]) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            for line in self._process.stdout:
-                lines.put(line)
-        lines.put("")
-
-    def _said(self) -> str:
-        self._process.wait(STOP_S)
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace")[-ERROR_CHARACTERS:].strip()
-        return text.rpartition("error: ")[2]
+            line = self.line(START_S, b"serving ").decode()
+        except TimeoutError:
+            raise EngineError(f"the server of {model} was not ready in {START_S:g} s") from None
+        except EOFError:
+            self.status(STOP_S)
+            said = self.last_words()[-ERROR_CHARACTERS:].rpartition("error: ")[2]
+            self.end()
+            raise EngineError(said or f"the server of {model} ended before it was ready") from None
+        self.client = Client(line.rpartition(" at ")[2].partition("/v1")[0], key)
 
 
 class ModelServers:
-    """The servers of the models in use: at most `most`, the one that was used longest ago makes place. Thread-safe."""
+    """The servers of the models in use: at most `most`; the least recently used is stopped first. Thread-safe."""
 
     def __init__(self, most: int = 2):
         self._most, self._servers, self._lock = most, OrderedDict[tuple[str, ...], ModelServer](), threading.Lock()
@@ -107,7 +53,7 @@ class ModelServers:
             server = self._servers.pop(key, None)
             if server is None or not server.is_alive:
                 while len(self._servers) >= self._most:
-                    self._servers.popitem(last=False)[1].close()
+                    self._servers.popitem(last=False)[1].end()
                 server = ModelServer(model, options)
             self._servers[key] = server
             return server.client
@@ -115,4 +61,4 @@ class ModelServers:
     def close(self) -> None:
         with self._lock:
             while self._servers:
-                self._servers.popitem()[1].close()
+                self._servers.popitem()[1].end()

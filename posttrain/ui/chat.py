@@ -13,8 +13,7 @@ from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.words import counted
 from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client
-from posttrain.serving.talk import Talk
-from posttrain.serving.together import together
+from posttrain.serving.talk import Talk, together
 from posttrain.ui.view import Place
 from posttrain.ui.viewer import models_below
 from posttrain.ui.votes import COLOURS, cells, token_map, write_vote

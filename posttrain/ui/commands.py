@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.base.atomic import put_file
+from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
-from posttrain.base.system import kill_session
 
 DEADLINE_S = 600.0  # data may have to be downloaded
 KEPT, KEPT_SIZE = 50, 32_000_000  # answers, and characters of all together
@@ -41,7 +41,7 @@ class Commands:
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._asked: set[str] = set()  # about which settings
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         atexit.register(self.close)
 
     def find(self, verb: str, text: str, arguments: Sequence[str] = ()) -> Answer | None:
@@ -66,9 +66,8 @@ class Commands:
         threading.Thread(target=self._work, args=[key, verb, text, arguments], daemon=True).start()
 
     def close(self) -> None:
-        process = self._process
-        if process is not None:
-            _end(process)
+        if self._child is not None:
+            self._child.end()
 
     def _work(self, key: str, verb: str, text: str, arguments: Sequence[str]) -> None:
         file = self._folder / f"{key}.yaml"
@@ -84,20 +83,16 @@ class Commands:
         self._answers[key] = answer
 
     def _run(self, arguments: Sequence[str]) -> Answer:
-        process = self._process = subprocess.Popen(
-            command(arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment() | {"COLUMNS": str(COLUMNS)}, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, wrong = process.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return Answer(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
-        finally:
-            self._process = None
-        if process.returncode == 0:
-            return Answer(said.decode(errors="replace")[:LONGEST], 0)
-        return Answer(wrong.decode(errors="replace")[-SAID:].rpartition("error: ")[2].strip(), process.returncode)
+        narrow = environment() | {"COLUMNS": str(COLUMNS)}
+        with Child(command(arguments), environment=narrow, session=True) as child:
+            self._child = child
+            try:
+                said, code = child.output(DEADLINE_S), child.status(DEADLINE_S)
+            except TimeoutError:
+                return Answer(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
+            if code == 0:
+                return Answer(said.decode(errors="replace")[:LONGEST], 0)
+            return Answer(child.last_words()[-SAID:].rpartition("error: ")[2].strip(), code or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +152,3 @@ def environment() -> dict[str, str]:
 
 def _key(verb: str, text: str, arguments: Sequence[str] = ()) -> str:
     return hashlib.sha256("\n".join([verb, *arguments, text]).encode()).hexdigest()[:24]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    kill_session(process)
-    process.wait()

@@ -1,28 +1,81 @@
-"""The trainer's side of one vLLM server: started and stopped here, or at a given address."""
+"""The trainer's side of one vLLM server: started and stopped here, or at a given address.
+
+By http.client: `interrupt` ends a request that another thread waits for by shutting down its socket, which httpx gives
+to nobody before the response has begun; and tensors are sent from their own memory.
+"""
 
 import contextlib
 import json
 import os
+import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from posttrain.base.errors import EngineError, EngineLostError
+from posttrain.base.child import Child
+from posttrain.base.errors import ConfigError, EngineError, EngineLostError
+from posttrain.base.extras import need
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import VERSIONS, RawCompletion
 from posttrain.engines.vllm.nccl import Sender
-from posttrain.engines.vllm.process import Process
 from posttrain.engines.vllm.weights import Named
 
+PROGRAM = ["-m", "posttrain.engines.vllm.server"]
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
-POLL_S = 0.5  # between two looks for a server that is to come back
+POLL_S = 0.5  # between two checks whether a server has come back
+STOPPING_S = 3.0  # that our own server has to end before it is killed
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class OwnServer(Child):
+    """A server that we start: on loopback, at any free port, with a key that only this process knows. It sees only the
+    GPU of this number, of those that we see. Raises EngineError if it does not start in time."""
+
+    def __init__(self, timeout: float, gpu: int | None = None):
+        if find_spec("vllm") is None:
+            need("vllm", "vllm", "rollout.engine: vllm")
+        self.key = secrets.token_hex(16)
+        super().__init__(
+            [sys.executable, *PROGRAM, "--port", "0", "--child", str(os.getpid())],
+            environment=os.environ | {wire.KEY: self.key} | _visible(gpu),
+            session=True,  # Ctrl-C is for the trainer, which then stops it
+            grace=STOPPING_S,
+        )
+        try:
+            self.url: str = json.loads(self.line(timeout, b'{"listening"'))["listening"]
+        except TimeoutError:
+            raise EngineError(
+                f"the vLLM server did not start within {timeout:g} s: raise rollout.vllm.timeout"
+            ) from None
+        except EOFError:
+            reason = self.reason()
+            self.end()
+            raise EngineError(f"the vLLM server did not start{reason}") from None
+
+    def reason(self) -> str:
+        """Its exit status, if it has ended, and the last line of its output."""
+        status, lines = self.status(1.0), self.last_words().splitlines()
+        ended = "" if status is None else f" (it ended with status {status})"
+        return ended + (f": {lines[-1].strip()}" if lines else "")
+
+
+def _visible(gpu: int | None) -> dict[str, str]:
+    if gpu is None:
+        return {}
+    seen = os.environ.get(VISIBLE)
+    names = seen.split(",") if seen else []
+    if seen is not None and gpu >= len(names):
+        raise ConfigError(f"rollout.vllm.gpus has {gpu}, and {VISIBLE} is {seen!r}: indices start at 0")
+    return {VISIBLE: names[gpu] if names else str(gpu)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +99,7 @@ class Server:
         self.settings, self.gpu = settings, gpu
         self.is_ours = given is None
         self.at = Address(given or "", os.environ.get(wire.KEY))
-        self.process: Process | None = None
+        self.process: OwnServer | None = None
         self.nccl: Sender | None = None
         self.mark = ""  # of the last weights that it took from this rank
         self.deaths = 0
@@ -55,16 +108,16 @@ class Server:
     def start(self, model: Mapping[str, Any]) -> None:
         """Start it, if it is ours, and give it the model."""
         if self.is_ours:
-            self.process = Process(self.settings.timeout, self.gpu)
+            self.process = OwnServer(self.settings.timeout, self.gpu)
             self.at = Address(self.process.url, self.process.key)
         try:
             self._check_versions()
             # A server that we did not start has its own share of memory.
             share = self.settings.gpu_memory_utilization if self.is_ours else None
-            shape = self._post("/model", {**model, "gpu_memory_utilization": share})
+            shape = self._request("/model", {**model, "gpu_memory_utilization": share})
             self.at = Address(self.at.url, self.at.key, shape["vocabulary"], shape["positions"])
             if self.settings.push == "nccl":
-                self.nccl = Sender(lambda body: self._post("/nccl", body), self.where, self.settings.timeout)
+                self.nccl = Sender(lambda body: self._request("/nccl", body), self.where, self.settings.timeout)
         except BaseException:
             self.close()
             raise
@@ -86,18 +139,17 @@ class Server:
                 count = 0
                 for name, tensor in weights():
                     header, data = wire.tensor_to_wire(name, tensor)
-                    self._ask(connection, "/tensor", data, {wire.TENSOR_HEADER: header})
+                    self._answer(connection, "/tensor", data, header)
                     count += 1
-                loaded = self._ask(connection, "/load", json.dumps({"mark": mark, "count": count}).encode(), {})
+                loaded = self._answer(connection, "/load", json.dumps({"mark": mark, "count": count}).encode())
         if loaded["mark"] != mark:
             raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
         self.mark = mark
 
     def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         with self._connected() as connection:
-            response = self._send(
-                connection, "/generate", json.dumps(wire.question(mark, asked, sampling)).encode(), {}
-            )
+            body = json.dumps(wire.question(mark, asked, sampling)).encode()
+            response = self._response(connection, "/generate", body)
             line: dict[str, Any] = {}
             while "groups" not in line:  # lines before it are heartbeats
                 text = response.readline()
@@ -119,7 +171,7 @@ class Server:
             self.nccl.close()
             self.nccl = None
         if self.process is not None:
-            self.process.stop()
+            self.process.end()
             self.process = None
 
     @property
@@ -131,7 +183,7 @@ class Server:
         until = time.monotonic() + self.settings.timeout
         while True:
             try:
-                self._health()
+                self._request("/health")
                 return
             except EngineLostError as error:
                 if time.monotonic() > until:
@@ -141,13 +193,9 @@ class Server:
                     ) from error
                 time.sleep(POLL_S)
 
-    def _health(self) -> dict[str, Any]:
-        with self._connected() as connection:
-            return self._ask(connection, "/health", None, {})
-
     def _check_versions(self) -> None:
         try:
-            health = self._health()
+            health = self._request("/health")
         except EngineLostError:
             raise
         except EngineError as error:
@@ -179,24 +227,25 @@ class Server:
                 return found["version"]
         return None
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         with self._connected() as connection:
-            return self._ask(connection, path, json.dumps(body).encode(), {})
+            return self._answer(connection, path, None if body is None else json.dumps(body).encode())
 
-    def _ask(
-        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, headers: dict[str, str]
+    def _answer(
+        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, tensor: str = ""
     ) -> dict[str, Any]:
-        answer = json.loads(self._send(connection, path, body, headers).read())
+        answer = json.loads(self._response(connection, path, body, tensor).read())
         if not isinstance(answer, dict):
             raise ValueError("the answer is not a JSON object")
         wire.raise_failure(answer, self.where)
         return answer
 
-    def _send(
-        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, headers: dict[str, str]
+    def _response(
+        self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, tensor: str = ""
     ) -> HTTPResponse:
-        given = headers | ({"Authorization": f"Bearer {self.at.key}"} if self.at.key else {})
-        connection.request("GET" if body is None else "POST", path, body, given)  # pyright: ignore[reportArgumentType]
+        headers = {"Authorization": f"Bearer {self.at.key}"} if self.at.key else {}
+        headers |= {wire.TENSOR_HEADER: tensor} if tensor else {}
+        connection.request("GET" if body is None else "POST", path, body, headers)  # pyright: ignore[reportArgumentType]
         response = connection.getresponse()
         if response.status != 200:
             raise ValueError(f"it answers {path} with status {response.status}")
@@ -218,7 +267,7 @@ class Server:
             raise EngineLostError(self._absent()) from error
         except (OSError, HTTPException) as error:
             gone = f"{self.where} closed the connection: {error or type(error).__name__}"
-            raise EngineLostError(gone + (self.process.last_words() if self.process else "")) from error
+            raise EngineLostError(gone + (self.process.reason() if self.process else "")) from error
         except (ValueError, KeyError) as error:
             raise EngineError(f"{self.where} is not one of posttrain's: {error}. Start it with `{COMMAND}`") from error
         finally:
@@ -227,7 +276,7 @@ class Server:
 
     def _absent(self) -> str:
         if self.is_ours:
-            return f"{self.where} is gone{self.process.last_words() if self.process else ''}"
+            return f"{self.where} is gone{self.process.reason() if self.process else ''}"
         return f"nothing listens at {self.at.url} (rollout.vllm.base_url): start the server there with `{COMMAND}`"
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.base.child import end_with_parent
 from posttrain.base.errors import ConfigError, EngineError, EngineLostError, PosttrainError
-from posttrain.base.helpers import end_with_parent
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.engines.vllm.nccl import Receiver

@@ -1,0 +1,247 @@
+"""Child processes of this program: lines in and out with deadlines, last words, and none that outlives it.
+
+A child ends when its standard input closes, as it does also when this program is killed: its own program reads it to
+the end, or calls `end_with_parent`. Grading workers, which run hostile code, are started in grading/process.py.
+"""
+
+import atexit
+import contextlib
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from tempfile import TemporaryFile
+from typing import Generic, Protocol, Self, TypeVar
+
+IDLE_SECONDS = 60.0  # how long an idle process is kept
+SLICE_S = 0.1  # of a wait, so that Ctrl-C is handled in between on Windows, too
+
+
+class Child:
+    """A running command whose lines are bytes with their line break. Any thread may end it or ask for its state.
+
+    `errors`: its stderr is kept for `last_words`, else it is ours. `session`: it has its own session, which Ctrl-C in
+    the terminal does not reach, and whose processes are killed with it. `grace`: seconds that it has from the end of
+    its input until it is killed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        errors: bool = True,
+        session: bool = False,
+        grace: float = 0.0,
+    ):
+        self._errors = TemporaryFile() if errors else None  # noqa: SIM115 (open as long as the process)
+        self._session, self._grace = session, grace
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=session,
+        )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def status(self, seconds: float) -> int | None:
+        """Its exit status, negative for a signal; None if it has not ended after some seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def send(self, lines: Iterable[bytes]) -> None:
+        """Write lines to its standard input, in another thread: a pipe holds little, and it may not read them."""
+        threading.Thread(target=self._write, args=[lines], daemon=True).start()
+
+    def line(self, seconds: float, start: bytes = b"") -> bytes:
+        """Its next line, of those that begin with `start`.
+
+        Raises TimeoutError after some seconds, EOFError if it has ended. A child that is not waited for any longer is
+        ended: it owes a line.
+        """
+        until = time.monotonic() + seconds
+        try:
+            while True:
+                left = until - time.monotonic()
+                try:
+                    line = self._lines.get(timeout=min(max(left, 0.0), SLICE_S))
+                except queue.Empty:
+                    if left <= 0:
+                        raise TimeoutError from None
+                    continue
+                if not line:
+                    break
+                if line.startswith(start):
+                    return line
+        except BaseException:
+            self.end()
+            raise
+        self._lines.put(line)
+        raise EOFError
+
+    def output(self, seconds: float) -> bytes:
+        """All lines until it ends; its input is closed. Raises TimeoutError after some seconds, and ends it."""
+        until, lines = time.monotonic() + seconds, list[bytes]()
+        self._close_input()
+        with contextlib.suppress(EOFError):
+            while True:
+                lines.append(self.line(until - time.monotonic()))
+        return b"".join(lines)
+
+    def last_words(self) -> str:
+        """What it has written to stderr; empty once it was ended."""
+        if self._errors is None or self._errors.closed:
+            return ""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """Kill it, without waiting for its end."""
+        if not self.is_alive:
+            return
+        if self._session and hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):  # another thread has seen its end
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Close its input, and kill it if it has not ended in time. May be called again."""
+        if self._grace:
+            self._close_input()
+            self.status(self._grace)
+        self.kill()
+        self._process.wait()
+        self._close_input()
+        if self._errors is not None:
+            self._errors.close()
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # unread input is discarded
+            self._process.stdin.close()
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, which shows in its output; or it was ended
+            self._process.stdin.writelines(lines)
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for line in output:
+                self._lines.put(line)
+        self._lines.put(b"")
+
+
+class Helper(Protocol):
+    """A process that can be reused."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is alive and idle."""
+        ...
+
+    def end(self) -> None:
+        """Kill it. May be called again."""
+        ...
+
+
+P = TypeVar("P", bound=Helper)
+
+
+class HelperPool(Generic[P]):
+    """Keeps idle processes by their kind, the arguments they were started with. Thread-safe; one pool per program.
+
+    All are terminated at interpreter exit, and none outlives a killed program.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        atexit.register(self.end_all)
+        if hasattr(os, "register_at_fork"):  # a fork shares the parent's pipes, so it starts its own processes
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[P, tuple[Hashable, threading.Timer]] = {}
+
+    def take(self, kind: Hashable) -> P | None:
+        """The process of this kind that was put last, or None."""
+        while (process := self._pop(kind)) is not None:
+            if process.is_free:
+                return process
+            process.end()
+        return None
+
+    def put(self, kind: Hashable, process: P, seconds: float | None = None) -> None:
+        """Keep it for some seconds, by default IDLE_SECONDS; end it now if it is not free."""
+        if not process.is_free:
+            process.end()
+            return
+        timer = threading.Timer(IDLE_SECONDS if seconds is None else seconds, self._drop, [process])
+        timer.daemon = True
+        with self._lock:
+            self._kept[process] = (kind, timer)
+        try:
+            timer.start()
+        except RuntimeError:  # the interpreter is exiting
+            self._drop(process)
+
+    def end_all(self) -> None:
+        """End all kept processes."""
+        for process in list(self._kept):
+            self._drop(process)
+
+    def _pop(self, kind: Hashable) -> P | None:
+        with self._lock:
+            for process in reversed(self._kept):
+                if self._kept[process][0] == kind:
+                    self._kept.pop(process)[1].cancel()
+                    return process
+        return None
+
+    def _drop(self, process: P) -> None:
+        with self._lock:
+            _, timer = self._kept.pop(process, (None, None))
+        if timer is not None:  # else `take` has just returned it
+            timer.cancel()
+            process.end()
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process when its standard input is closed or its parent has changed, also if the parent was killed."""
+    parent = os.getppid() if parent is None else parent
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            can_read = os.name == "nt" or select.select([sys.stdin], [], [], 1.0)[0]  # on Windows of sockets alone
+            if can_read and not os.read(sys.stdin.fileno(), 1):
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
