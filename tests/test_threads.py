@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posttrain.base.threads import CALM, CALM_LOOKS, CONTENDED, Watch, sharing_cores, waited
+from posttrain.base.threads import CALM, CALM_LOOKS, CONTENDED, CoreMonitor, sharing_cores, waited
 
 pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's scheduler statistics (/proc/self/task)")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's schedule
 PROGRAM = """
 import json, resource, subprocess, sys, threading, time
 import torch
-from posttrain.base.threads import CALM_LOOKS, Watch, _libgomp, sharing_cores, team_beside
+from posttrain.base.threads import CALM_LOOKS, CoreMonitor, _libgomp, sharing_cores, team_beside
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
@@ -28,7 +28,7 @@ def names():
 
 numbers = torch.ones(1 << 17)
 work()
-watch = Watch(_libgomp(), team_beside(2))
+watch = CoreMonitor(_libgomp(), team_beside(2))
 found = {"spinning": min(work() for _ in range(5))}  # beside other work the system takes a core away at times
 watch.look(1.0)
 while work() < 1000:  # until the team is there
@@ -71,7 +71,7 @@ def test_when_threads_sleep_and_spin_again(monkeypatch):
             self.start = self.end = lambda: None
 
     monkeypatch.setattr("posttrain.base.threads._Team", Team)
-    watch = Watch(None, 2)
+    watch = CoreMonitor(None, 2)
     watch.look(CONTENDED - 0.01)
     assert not watch.contended
     watch.look(CONTENDED + 0.01)
@@ -103,7 +103,7 @@ def test_one_thread_or_a_choice_of_the_users_is_left_alone(monkeypatch):
     import torch
 
     def watches() -> int:  # not all threads: those of other tests may end meanwhile
-        return sum(isinstance(one, Watch) for one in threading.enumerate())
+        return sum(isinstance(one, CoreMonitor) for one in threading.enumerate())
 
     before = watches()
     assert torch.get_num_threads() == 1  # conftest.py

@@ -1,6 +1,7 @@
-"""Paths as users write them."""
+"""Paths as users write them, and the folder of caches."""
 
 import errno
+import os
 from os.path import expanduser
 from pathlib import Path
 
@@ -20,6 +21,11 @@ def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
             raise error(f"{text[:60]}… is too long for the name of a file or folder") from problem
         raise error(f"{text} cannot be read: {problem.strerror}") from problem
     return path
+
+
+def default_cache() -> Path:
+    """The folder of caches (tokenised data, judges' replies, …): `$POSTTRAIN_CACHE`, or else `~/.cache/posttrain`."""
+    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
 
 
 _settings_folders: dict[Path, None] = {}  # as `sys.path`: what this program has read

@@ -1,5 +1,6 @@
 """What the operating system has, asked in one place. Linux and macOS have all of it, Windows lacks the POSIX parts."""
 
+import ipaddress
 import os
 import signal
 import socket
@@ -33,6 +34,16 @@ def leave_signals_to_parent() -> None:
     for number in (signal.SIGINT, HANGUP):
         if number is not None:
             signal.signal(number, signal.SIG_IGN)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is that of this machine alone."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:

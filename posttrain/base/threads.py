@@ -41,15 +41,15 @@ def sharing_cores() -> Iterator[None]:
     if threads == 1 or library is None or waited() is None or any(map(os.environ.get, CHOSEN_BY_USER)):
         yield
         return
-    watch = Watch(library, team_beside(threads))
-    watch.start()
+    monitor = CoreMonitor(library, team_beside(threads))
+    monitor.start()
     try:
         yield
     finally:
-        watch.end()
+        monitor.end()
 
 
-class Watch(threading.Thread):
+class CoreMonitor(threading.Thread):
     """Measures every `INTERVAL_S` whether threads wait for cores, and keeps an idle team while they do."""
 
     def __init__(self, library: ctypes.CDLL, team_size: int):

@@ -9,6 +9,7 @@ import typer
 from posttrain.base.child import end_with_parent
 from posttrain.base.extras import need
 from posttrain.base.imports import quick_imports
+from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say
 from posttrain.cli.errors import UsageError
 from posttrain.cli.score import Dtype, Template, Variables
@@ -67,7 +68,7 @@ def serve(
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
     from posttrain.runs.finding import locate_model
-    from posttrain.serving.guard import Guard, is_loopback
+    from posttrain.serving.guard import Guard
     from posttrain.serving.listening import listen
 
     if attached:

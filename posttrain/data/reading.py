@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.base.caches import default_folder
 from posttrain.base.errors import DataError
+from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
@@ -116,7 +116,7 @@ class Reader:
         behavior_version: int = 2,
     ):
         self.data, self.tokenizer, self.kind = data, tokenizer, kind
-        self.folder, self.seed, self.behavior_version = folder or default_folder(), seed, behavior_version
+        self.folder, self.seed, self.behavior_version = folder or default_cache(), seed, behavior_version
         self.template = choose_template(data, tokenizer)
 
     @cached_property

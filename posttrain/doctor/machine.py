@@ -119,9 +119,9 @@ def hub_cache() -> Found:
 
 def data_cache() -> Found:
     """The disk of tokenised data."""
-    from posttrain.base.caches import default_folder
+    from posttrain.base.paths import default_cache
 
-    return cache_folder(str(default_folder()))
+    return cache_folder(str(default_cache()))
 
 
 def _existing(path: Path) -> Path:

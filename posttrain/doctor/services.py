@@ -12,7 +12,7 @@ from posttrain.base.words import counted
 from posttrain.doctor.checks import Broken, Found
 from posttrain.doctor.requirements import absent, version_of
 from posttrain.grading.pool import Pool
-from posttrain.grading.verdict import Grade, GradeRequest, Judgement, Rule
+from posttrain.grading.verdict import GradeRequest, Judgement, Rule
 from posttrain.runs.provenance import redact
 
 DEADLINE_S = 1.0
@@ -44,11 +44,13 @@ def graders() -> Found:
     wrong = [grade for grade, (_, verdict) in zip(grades, known, strict=True) if grade.verdict != verdict]
     if wrong:
         first = f"{wrong[0].verdict} {wrong[0].reason or ''}".strip()
-        raise Broken(f"{len(wrong)} of {len(known)} known answers are judged wrongly: {first}", _reinstall())
+        remedy = "pip install --force-reinstall sympy math-verify"
+        raise Broken(f"{len(wrong)} of {len(known)} known answers are judged wrongly: {first}", remedy)
     with Pool(1, DEADLINE_S, spares=0, modules=(__name__,)) as pool:
         [grade] = pool.grade([GradeRequest(f"{__name__}:ENDLESS", "")])
     if grade.verdict != "timeout" or grade.seconds > DEADLINE_S + GRACE_S:
-        raise Broken(f"an endless answer was not cut after {DEADLINE_S:g} s: {_said(grade)}")
+        how = f"{grade.verdict} after {grade.seconds:.1f} s"
+        raise Broken(f"an endless answer was not cut after {DEADLINE_S:g} s: {how}")
     return Found(f"{', '.join(versions)}: {len(known)} known answers, an endless one cut after {grade.seconds:.1f} s")
 
 
@@ -67,14 +69,6 @@ def _pool(deadline: float) -> Pool:
     from posttrain.rewards.rules import modules_of
 
     return Pool(1, deadline, spares=0, modules=modules_of(["math"]))
-
-
-def _said(grade: Grade) -> str:
-    return f"{grade.verdict} after {grade.seconds:.1f} s"
-
-
-def _reinstall() -> str:
-    return "pip install --force-reinstall sympy math-verify"
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from posttrain.base.caches import default_folder
 from posttrain.base.errors import RewardError
+from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.judges.cache import ReplyCache, StoredReply
@@ -73,7 +73,7 @@ class JudgeClient:
         parts = urlsplit(settings.base_url)
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}/chat/completions"
         self._key = _key(settings)
-        self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_folder() / "judge")
+        self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_cache() / "judge")
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
         self._random = random.Random()  # its own: a run's random numbers stay as they are
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()

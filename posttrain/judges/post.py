@@ -1,4 +1,9 @@
-"""One HTTP request with a deadline for all of it, from connecting to the last byte; limits of requests per minute."""
+"""One HTTP request with a deadline for all of it, from connecting to the last byte; limits of requests per minute.
+
+Not by httpx, whose timeouts apply to single reads, so that a server that sends a byte now and then never exceeds them,
+and whose requests no other thread can end. Its asyncio client does both, but waits for the resolution of a name at the
+end of the loop, however long that takes; and the core's dependencies do not include it.
+"""
 
 import base64
 import contextlib

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
 
@@ -19,7 +20,7 @@ from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy
 from posttrain.serving.answers import Form, Json, Replies
-from posttrain.serving.host import Host, Policy, TokenScore, new_seed
+from posttrain.serving.host import Host, Policy, TokenScore
 from posttrain.serving.texts import Report, pieces_of
 from posttrain.serving.wire import (
     MOST_REWARDED,
@@ -195,7 +196,7 @@ def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: in
             f"the prompt has {len(tokens):,} tokens; the server has room for {context:,} with the completion: shorten "
             "it, or start the server with a larger --context"
         )
-    seed = new_seed() if body.seed is None else body.seed
+    seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = body.sampling(seed, min(limit or room, room), policy.stops)
     return Job(tokens, sampling, policy.adapter(body.model), form.alternatives or 0, body.stream)
 

@@ -9,9 +9,10 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
+
+from posttrain.base.system import is_loopback
 
 MOST_BYTES = 4 << 20
 Scope = MutableMapping[str, Any]
@@ -21,15 +22,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = {"/health"}  # without the key
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(host: str) -> str:

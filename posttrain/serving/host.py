@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -264,10 +263,6 @@ class Host:
             self.policy.close()
         if self.rewards is not None:
             self.rewards.close()
-
-
-def new_seed() -> int:
-    return secrets.randbits(63)
 
 
 def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from posttrain.base.caches import default_folder
 from posttrain.base.errors import ModelError, RunError
+from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack, sent, sequences
 from posttrain.config import DistillMethod, DPOMethod, KTOMethod, RunConfig
@@ -165,7 +165,7 @@ def _precomputed(
     job: Job, score: Callable[[Pack], torch.Tensor], portion: Portion, key: str
 ) -> dict[str, torch.Tensor]:
     """A portion's keys (as int64) and log-probabilities, from the cache if possible."""
-    folder = default_folder() / "reference" / key
+    folder = default_cache() / "reference" / key
     if not job.ranks.any(bool(verify(folder))):
         return load_tensors(folder / "logprob.safetensors")
     log.info("computing the reference's log-probabilities of %s, %d batches", portion.name, portion.count)

@@ -11,8 +11,9 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from posttrain.base.system import is_loopback
 from posttrain.base.terminal import visible
-from posttrain.serving.guard import ambiguous, host_name, is_foreign, is_loopback
+from posttrain.serving.guard import ambiguous, host_name, is_foreign
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"

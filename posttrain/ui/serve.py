@@ -7,8 +7,8 @@ import webbrowser
 from pathlib import Path
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say
-from posttrain.serving.guard import is_loopback
 from posttrain.serving.listening import bounded_server, listen
 
 SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.base.caches import default_folder
 from posttrain.base.errors import PosttrainError, message_of
+from posttrain.base.paths import default_cache
 from posttrain.reports.markup import Markup, el, message
 from posttrain.reports.series import Kept
 from posttrain.ui.address import Query, parse
@@ -28,7 +28,7 @@ class Viewer:
 
     def __init__(self, root: Path, cache: Path | None = None):
         self.root = root
-        self.cache = cache or default_folder() / "ui"
+        self.cache = cache or default_cache() / "ui"
         self.runs = Runs(root)
         self.series = Kept()
         self.evaluations = Evaluations(root)

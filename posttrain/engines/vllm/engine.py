@@ -131,7 +131,8 @@ class VllmEngine:
         found: list[list[Completion]] = []
         for start in range(0, max(1, len(asked)), max(1, at_once)):
             some, began = asked[start : start + max(1, at_once)], time.perf_counter()
-            sampled = [[self._completion(one) for one in group] for group in self._generate(some, sampling)]
+            groups = _finite(self.host.generate(self._mark, some, sampling))
+            sampled = [[_completion(raw, self.version) for raw in group] for group in groups]
             found += timed(sampled, time.perf_counter() - began)
             if finished is not None:
                 for request in some:
@@ -154,15 +155,9 @@ class VllmEngine:
             check_positions(config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
         return asked
 
-    def _completion(self, one: RawCompletion) -> Completion:
-        return Completion(one.tokens, one.logprobs, "stop" if one.stopped else "length", self.version)
-
     @property
     def _mark(self) -> str:
         return f"{self._run}-{self._pushes}"
-
-    def _generate(self, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
-        return _finite(self.host.generate(self._mark, asked, sampling))
 
     def _push(self) -> None:
         now, adapters = fingerprint(self.policy), adapters_of(self.policy)
@@ -192,6 +187,10 @@ class VllmEngine:
                 f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
                 "weights, or computes this model differently: set rollout.engine: embedded, and report this model"
             )
+
+
+def _completion(raw: RawCompletion, version: int) -> Completion:
+    return Completion(raw.tokens, raw.logprobs, "stop" if raw.stopped else "length", version)
 
 
 def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:

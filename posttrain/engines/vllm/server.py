@@ -8,7 +8,6 @@ machine's memory. With --child it ends with its parent.
 
 import argparse
 import hmac
-import ipaddress
 import json
 import os
 import socket
@@ -27,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from posttrain.base.child import end_with_parent
 from posttrain.base.errors import ConfigError, EngineError, EngineLostError, PosttrainError
+from posttrain.base.system import is_loopback
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.engines.vllm.nccl import Receiver
@@ -222,7 +222,7 @@ class _Server(ThreadingHTTPServer):
 
 def server_at(host: str, port: int, key: str | None, desk: Desk) -> HTTPServer:
     """A server that is bound but does not serve yet. Raises ConfigError for a public address without a key."""
-    if not key and not _is_loopback(host):
+    if not key and not is_loopback(host):
         raise ConfigError(
             f"--host {host} is reachable from other machines: set {wire.KEY} to a secret, also for the trainer"
         )
@@ -230,13 +230,6 @@ def server_at(host: str, port: int, key: str | None, desk: Desk) -> HTTPServer:
         return _Server((host, port), type("BoundHandler", (Handler,), {"desk": desk, "key": key or None}))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def main() -> None:

@@ -28,14 +28,6 @@ Ask = Callable[[Sequence[Request], Sampling], list[list[RawCompletion]]]
 Prove = Callable[[Ask], None]  # checks the weights of what it can ask
 
 
-def _none() -> Iterable[Named]:
-    return ()
-
-
-def _unproven(ask: Ask) -> None:
-    pass
-
-
 class Servers:
     """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py).
 
@@ -54,7 +46,9 @@ class Servers:
             if k % size == index % count
         }
         self._owned = {key: server for key, server in self._mine.items() if key[1] % size == index}
-        self._mark, self._weights, self._prove = "", _none, _unproven
+        self._mark = ""
+        self._weights: Weights = tuple  # of the last `load`, and what proves them
+        self._prove: Prove = lambda ask: None
         try:
             self._exchange(lambda: side_by_side([*self._owned.values()], lambda server: server.start(model)))
         except BaseException:
