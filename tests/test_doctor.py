@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.base.errors import ConfigError
 from posttrain.cli import main
-from posttrain.doctor import all_checks, chosen, compute, examine, libraries, machine, requirements, services
+from posttrain.doctor import all_checks, checks, chosen, compute, examine, libraries, machine, services
 from posttrain.doctor.checks import Broken, Check
 
 
@@ -151,7 +151,7 @@ def test_versions_outside_the_range(version, detail, mend, monkeypatch):
 
 
 def test_an_optional_package_that_is_not_there():
-    found = requirements.absent("vllm", "no_such_module", "rollout.engine: vllm", "vllm")
+    found = checks.absent("vllm", "no_such_module", "rollout.engine: vllm", "vllm")
     assert found is not None and found.state == "absent" and found.mend == "pip install 'posttrain[vllm]'"
 
 

@@ -33,6 +33,7 @@ from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.data import render
+from posttrain.data.pieces import pieces
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
@@ -46,7 +47,7 @@ from posttrain.serving.app import make_app
 from posttrain.serving.guard import Guard
 from posttrain.serving.host import Host, Served
 from posttrain.serving.listening import bounded_server, listen
-from posttrain.serving.texts import Bound, Report, Streamed, pieces_of
+from posttrain.serving.texts import Bound, Report, Streamed
 
 CPU = torch.device("cpu")
 
@@ -224,7 +225,7 @@ def test_streamed_pieces_are_the_text(shared, stops):
     tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
     text = "Hello, one two. Café 你好 🙂 naïve one day all  spaces\n\nend"
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+    assert "".join(piece for _, piece in pieces(tokens, tokenizer)) == tokenizer.decode(tokens)
     before = tokenizer("Tim:").input_ids
     for size in (len(tokens), len(tokens) - 3, 5):
         streamed = Streamed(tokenizer, (2,), stops, before)
@@ -711,7 +712,7 @@ def test_bytes_that_are_no_character_are_read_in_linear_time(shared):
             ids = tokenizer(text * 400, add_special_tokens=False).input_ids
             for tokens in (ids, ids[1:2] * 1000, [tokenizer.eos_token_id] * 1000):
                 counting = Counting(tokenizer)
-                pieces_of(counting, tokens)  # pyright: ignore[reportArgumentType]
+                assert sum(count for count, _ in pieces(tokens, counting)) == len(tokens)
                 assert counting.tokens <= 100 * len(tokens)
 
 

@@ -47,7 +47,11 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         write(temporary)
         sync_tree(temporary)
         if not replace:
-            _rename_unless_there(temporary, target)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                if not target.exists():
+                    raise
         elif target.exists():
             old = beside(target, "old")
             os.rename(target, old)
@@ -64,14 +68,6 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _rename_unless_there(temporary: Path, target: Path) -> None:
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        if not target.exists():
-            raise
 
 
 def take_away(folder: Path) -> None:

@@ -1,11 +1,11 @@
 """The console for tables, progress bars and strings."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, HighlighterType, JustifyMethod, OverflowMethod, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -19,29 +19,9 @@ class PlainConsole(Console):
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
-    def render_str(
-        self,
-        text: str,
-        *,
-        style: str | Style = "",
-        justify: JustifyMethod | None = None,
-        overflow: OverflowMethod | None = None,
-        emoji: bool | None = None,
-        markup: bool | None = None,
-        highlight: bool | None = None,
-        highlighter: HighlighterType | None = None,
-    ) -> Text:
+    def render_str(self, text: str, **settings: Any) -> Text:
         """As in rich, after escaping, so that a table measures what it shows."""
-        return super().render_str(
-            visible(text),
-            style=style,
-            justify=justify,
-            overflow=overflow,
-            emoji=emoji,
-            markup=markup,
-            highlight=highlight,
-            highlighter=highlighter,
-        )
+        return super().render_str(visible(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As in rich; escapes `Text` objects, which do not pass through `render_str`."""

@@ -1,8 +1,11 @@
-"""What a check is and returns, and the checks, in the order of the table."""
+"""What a check is and returns, the checks in the order of the table, and those of installed versions."""
 
 import difflib
+import importlib.util
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +13,8 @@ from posttrain.base.errors import ConfigError
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
+# What the other checks do not call: the command line, the settings, and what PEFT needs.
+NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")
 State = Literal["ok", "limited", "absent", "broken"]
 
 
@@ -67,12 +72,12 @@ def all_checks(output_dir: Path) -> list[Check]:
     """Every check; `output_dir` is where runs are written."""
     torch, light, services = "torch", "light", "services"
     return [
-        Check("python", f"{HERE}.requirements:python", light, True),
+        Check("python", f"{HERE}.checks:python", light, True),
         Check("platform", f"{HERE}.machine:platform_limits", light),
         Check("cores", f"{HERE}.machine:cores", light),
         Check("run folder", f"{HERE}.machine:run_folder", light, True, (str(output_dir),)),
         Check("hub cache", f"{HERE}.machine:hub_cache", light),
-        Check("packages", f"{HERE}.requirements:packages", light, True),
+        Check("packages", f"{HERE}.checks:packages", light, True),
         Check("torch", f"{HERE}.compute:torch_works", torch, True, deadline=TORCH_S, mend="pip install torch"),
         _library("transformers", torch, deadline=TORCH_S),
         _library("peft", torch, deadline=TORCH_S),
@@ -114,3 +119,55 @@ def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
             meant = f"did you mean {known[near[0]].name!r}? " if near else ""
             raise ConfigError(f"there is no check {name!r}: {meant}they are {', '.join(one.name for one in checks)}")
     return [check for check in checks if not wanted or check.name.lower() in wanted]
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, which is within the declared range.
+
+    Raises Broken with the command that mends it otherwise.
+    """
+    from packaging.requirements import Requirement  # transformers and datasets need it, too
+
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = ""
+    wanted = [Requirement(line) for line in _declared()]
+    found = next((one for one in wanted if one.name == package), None)
+    if version and (found is None or found.specifier.contains(version, prereleases=True)):
+        return version
+    needs = f"{package}{found.specifier if found else ''}"
+    raise Broken(f"{version}, needs {needs}" if version else "not installed", f"pip install '{needs}'")
+
+
+def _declared() -> list[str]:
+    try:
+        return metadata.requires("posttrain") or []
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return []
+
+
+def absent(package: str, module: str, purpose: str, extra: str) -> Found | None:
+    """The finding that an optional package is not installed, or None if it is."""
+    if importlib.util.find_spec(module) is not None:
+        return None
+    return Found(f"not installed; for {purpose}", "absent", f"pip install 'posttrain[{extra}]'")
+
+
+def python() -> Found:
+    """Python's version, and that of posttrain."""
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        facts = metadata.metadata("posttrain")
+    except metadata.PackageNotFoundError:
+        raise Broken("posttrain is not installed, so versions cannot be checked", "pip install -e .") from None
+    version, needed = platform.python_version(), facts["Requires-Python"] or ""
+    if not SpecifierSet(needed).contains(version, prereleases=True):
+        raise Broken(f"{version}, needs {needed}", f"install Python {needed} and make a new environment")
+    return Found(f"{version}, posttrain {facts['Version']}, {platform.platform(terse=True)}")
+
+
+def packages() -> Found:
+    """The required packages that no other check calls."""
+    return Found(", ".join(f"{name} {version_of(name)}" for name in NOT_CALLED))

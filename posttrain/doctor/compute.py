@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 from posttrain.base.words import in_units
-from posttrain.doctor.checks import Broken, Found
+from posttrain.doctor.checks import Broken, Found, version_of
 from posttrain.doctor.machine import usable_cores
-from posttrain.doctor.requirements import version_of
 
 WIDTH = 512
 CUDA_BUILD = "pip install --force-reinstall torch"  # PyPI's build for Linux

@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.doctor.checks import Broken, Found
-from posttrain.doctor.requirements import absent, version_of
+from posttrain.doctor.checks import Broken, Found, absent, version_of
 
 # Largest relative error of a quantised layer's outputs. Measured: 0.4 % and 9 % on a CPU.
 INT8_ERROR, NF4_ERROR = 0.02, 0.15

@@ -9,8 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from posttrain.base.words import counted
-from posttrain.doctor.checks import Broken, Found
-from posttrain.doctor.requirements import absent, version_of
+from posttrain.doctor.checks import Broken, Found, absent, version_of
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest, Judgement, Rule
 from posttrain.runs.provenance import redact

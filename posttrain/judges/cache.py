@@ -22,14 +22,21 @@ CREATE TABLE IF NOT EXISTS replies (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredReply:
-    """A judge's reply, with the tokens as the server counts them."""
+class Reply:
+    """A judge's reply, or why there is none.
 
-    content: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    seconds: float
+    `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses) or invalid (not a chat
+    completion). `requests`: HTTP requests that were made; 0 for a stored reply, or one shared with an equal question.
+    """
+
+    content: str = ""
+    finish_reason: str = ""
+    failure: str = ""
+    reason: str = ""
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
 
 
 class ReplyCache:
@@ -51,16 +58,17 @@ class ReplyCache:
         except (OSError, sqlite3.Error) as error:
             raise self._refusal(error) from error
 
-    def get(self, key: str) -> StoredReply | None:
-        query = "SELECT content, finish_reason, prompt_tokens, completion_tokens, seconds FROM replies WHERE key = ?"
+    def get(self, key: str) -> Reply | None:
+        """The reply, whose tokens are not counted again."""
+        query = "SELECT content, finish_reason, seconds FROM replies WHERE key = ?"
         with self._lock:
             try:
                 row = self._connection.execute(query, (key,)).fetchone()
             except sqlite3.Error as error:
                 raise self._refusal(error) from error
-        return None if row is None else StoredReply(*row)
+        return None if row is None else Reply(row[0], row[1], seconds=row[2])
 
-    def put(self, key: str, model: str, reply: StoredReply) -> None:
+    def put(self, key: str, model: str, reply: Reply) -> None:
         values = (key, model, reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
         with self._lock:
             try:

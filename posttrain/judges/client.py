@@ -22,7 +22,7 @@ from posttrain.base.errors import RewardError
 from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.judges.cache import ReplyCache, StoredReply
+from posttrain.judges.cache import Reply, ReplyCache
 from posttrain.judges.post import Answer, Pace, Post
 
 log = logging.getLogger("posttrain")
@@ -34,24 +34,6 @@ FEWEST_FAILURES = 4  # in a row, each after all its retries, before the judge co
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 
 Message = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A judge's reply, or why there is none.
-
-    `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses) or invalid (not a chat
-    completion). `requests`: HTTP requests that were made; 0 for a stored reply, or one shared with an equal question.
-    """
-
-    content: str = ""
-    finish_reason: str = ""
-    failure: str = ""
-    reason: str = ""
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +77,7 @@ class JudgeClient:
         future: Future[Reply] = Future()
         stored = self._cache.get(key)
         if stored is not None:
-            future.set_result(Reply(stored.content, stored.finish_reason, seconds=stored.seconds))
+            future.set_result(stored)
             return future
         self._asked[key] = future
         self._tasks.put(_Task(text.encode(), key, future, self._stop))
@@ -161,9 +143,11 @@ class JudgeClient:
         started, last = time.monotonic(), Reply(failure="outage", reason="interrupted")
         pause = PAUSE_S
         for tries in range(1, self.settings.retries + 2):
-            if self._is_down():
+            # So many questions in a row have failed that further ones are not asked in this call.
+            if self._failed_in_row >= max(FEWEST_FAILURES, self.settings.concurrency):
                 return replace(last, reason=f"the judge is down: {last.reason}" if tries > 1 else "the judge is down")
-            entry = self._pace.enter(self._estimate(task.body), task.stop)
+            estimate = len(task.body) // CHARACTERS_PER_TOKEN + self.settings.max_tokens
+            entry = self._pace.enter(estimate, task.stop)
             if entry is None:
                 return last
             reply, wait = self._once(task)
@@ -171,7 +155,8 @@ class JudgeClient:
             if not reply.failure:
                 entry.tokens = reply.prompt_tokens + reply.completion_tokens
                 self._failed_in_row, self._answered = 0, True
-                return self._stored(task, last)
+                self._cache.put(task.key, self.settings.model, last)
+                return last
             if reply.failure == "refused":
                 return last
             if wait is not None and wait > self.settings.timeout:
@@ -184,13 +169,6 @@ class JudgeClient:
         with self._lock:
             self._failed_in_row += 1
         return last
-
-    def _is_down(self) -> bool:
-        """Whether so many questions in a row have failed that further ones are not asked in this call."""
-        return self._failed_in_row >= max(FEWEST_FAILURES, self.settings.concurrency)
-
-    def _estimate(self, body: bytes) -> int:
-        return len(body) // CHARACTERS_PER_TOKEN + self.settings.max_tokens
 
     def _once(self, task: _Task) -> tuple[Reply, float | None]:
         """The reply to one request, and the wait that a server asks for with it."""
@@ -234,13 +212,6 @@ class JudgeClient:
     def _short(self, text: str) -> str:
         """The start of what a server says, without the key."""
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
-
-    def _stored(self, task: _Task, reply: Reply) -> Reply:
-        stored = StoredReply(
-            reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens, reply.seconds
-        )
-        self._cache.put(task.key, self.settings.model, stored)
-        return reply
 
 
 def _result(future: Future[Reply]) -> Reply:

@@ -39,8 +39,8 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is: its number of exchanges so far, whether it waits in one now, and in which step of training."""
+class Position:
+    """How far a rank is: its number of exchanges so far, the one that it waits in now, and its step of training."""
 
     exchanges: int = 0
     kind: str = ""  # of the exchange it waits in; empty outside
@@ -50,23 +50,23 @@ class Place:
         return f"{self.exchanges}|{self.kind}|{self.step}"
 
     @classmethod
-    def read(cls, text: str) -> Place:
+    def read(cls, text: str) -> Position:
         exchanges, kind, step = text.split("|")
         return cls(int(exchanges), kind, int(step))
 
 
 @dataclass(slots=True)
 class Beat:
-    """The last heartbeat of a rank, and since when it is so."""
+    """The last heartbeat of a rank."""
 
     line: str
     heard: float
-    place: Place
-    there: float  # since when the rank is at this place
+    position: Position
+    since: float  # when the rank reached this position
     host: str
 
 
-class Watch:
+class RankWatch:
     """Reports to the other ranks that this one lives, and ends the process when another one does not.
 
     One thread talks to the store, which may be in a process that hangs; another judges what the first one heard.
@@ -76,11 +76,11 @@ class Watch:
         self._store, self._index = store, index
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
         self._heard = time.monotonic()  # the last time that the store answered
-        self._beats = {rank: Beat("", self._heard, Place(), self._heard, "") for rank in self._others}
+        self._beats = {rank: Beat("", self._heard, Position(), self._heard, "") for rank in self._others}
         self.ended_together = False
         self.reported: Exception | None = None  # the error of this rank that the others know of
         self.in_step = False  # exchanges are part of every pass: no rank can continue without the others
-        self.place, self._since = Place(), self._heard
+        self.position, self._since = Position(), self._heard
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         self._threads: list[threading.Thread] = []
         self._ended, self._handled = threading.Event(), threading.Event()
@@ -100,17 +100,17 @@ class Watch:
 
     def enter(self, kind: str) -> None:
         """The main thread waits for the others now."""
-        self._move(replace(self.place, exchanges=self.place.exchanges + 1, kind=kind))
+        self._move(replace(self.position, exchanges=self.position.exchanges + 1, kind=kind))
 
     def leave(self) -> None:
-        self._move(replace(self.place, kind=""))
+        self._move(replace(self.position, kind=""))
 
     def at_step(self, step: int) -> None:
         """The main thread starts a step of training."""
-        self._move(replace(self.place, step=step))
+        self._move(replace(self.position, step=step))
 
-    def _move(self, place: Place) -> None:
-        self.place, self._since = place, time.monotonic()
+    def _move(self, position: Position) -> None:
+        self.position, self._since = position, time.monotonic()
 
     # What is wrong, in words
 
@@ -118,8 +118,8 @@ class Watch:
         """Which rank is lost, once its heartbeats stop."""
         if lost := self.lost(error):
             return lost
-        counts = {rank: beat.place.exchanges for rank, beat in self._beats.items()}
-        behind = [f"rank {rank}" for rank, count in counts.items() if count < self.place.exchanges]
+        counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}
+        behind = [f"rank {rank}" for rank, count in counts.items() if count < self.position.exchanges]
         first = " ".join(str(error).split())[:200]
         return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
 
@@ -151,13 +151,13 @@ class Watch:
 
     def _out_of_step(self) -> str | None:
         """The ranks that wait in another exchange than this one, and have for long, in words."""
-        here, now = self.place, time.monotonic()
+        here, now = self.position, time.monotonic()
         if not here.kind or now - self._since < SILENCE_S:
             return None
         apart = {
-            self._name(rank): beat.place
+            self._name(rank): beat.position
             for rank, beat in list(self._beats.items())
-            if beat.place.kind and now - beat.there > SILENCE_S and (beat.place != here)
+            if beat.position.kind and now - beat.since > SILENCE_S and beat.position != here
         }
         if not apart:
             return None
@@ -178,16 +178,16 @@ class Watch:
             self._heard = -math.inf
 
     def _set(self) -> None:
-        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.place}")
+        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.position}")
 
     def _note(self, rank: int, line: str) -> None:
         now, before = time.monotonic(), self._beats[rank]
         if before.line == line:
             return
-        _, host, place = line.split(" ", 2)
-        at = Place.read(place)
-        there = before.there if before.place == at else now
-        self._beats[rank] = Beat(line, now, at, there, host)
+        _, host, position_text = line.split(" ", 2)
+        position = Position.read(position_text)
+        since = before.since if before.position == position else now
+        self._beats[rank] = Beat(line, now, position, since, host)
 
     def _judge(self) -> None:
         last = time.monotonic()
@@ -199,7 +199,7 @@ class Watch:
             lost = [rank for rank, beat in list(self._beats.items()) if now - beat.heard > SILENCE_S]
             if gone := now - self._heard > SILENCE_S:
                 lost = [0]
-            if lost and (self.place.kind or self.in_step):
+            if lost and (self.position.kind or self.in_step):
                 self._give_up(RankError(self._named(lost)))
             elif apart := self._out_of_step():
                 self._give_up(RankError(apart))
@@ -211,13 +211,13 @@ class Watch:
         """Count every silence from now on."""
         self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
         for beat in list(self._beats.values()):
-            beat.heard = beat.there = now
+            beat.heard = beat.since = now
 
     def _give_up(self, error: RankError) -> None:
         """End the process, unless the main thread notices by itself, or waits no more."""
-        before = self.place.exchanges
+        before = self.position.exchanges
         self._ended.wait(5 * BEAT_S)
-        if self._ended.is_set() or not (self.in_step or (self.place.kind and self.place.exchanges == before)):
+        if self._ended.is_set() or not (self.in_step or (self.position.kind and self.position.exchanges == before)):
             return
         try:
             self.on_lost(error)
@@ -227,9 +227,9 @@ class Watch:
 
 
 @contextmanager
-def watching(store: Store, index: int, size: int) -> Iterator[Watch]:
+def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
     """A watch over the other ranks, until the block ends."""
-    watch = Watch(store, index, size)
+    watch = RankWatch(store, index, size)
     watch.start()
     try:
         yield watch
@@ -237,9 +237,9 @@ def watching(store: Store, index: int, size: int) -> Iterator[Watch]:
         watch.end()
 
 
-def out_of_step(places: dict[str, Place]) -> str:
-    """A message for ranks at different places, by their names."""
-    at = [f"{name} is at step {one.step}, exchange {one.exchanges} ({one.kind})" for name, one in places.items()]
+def out_of_step(positions: dict[str, Position]) -> str:
+    """A message for ranks at different positions, by their names."""
+    at = [f"{name} is at step {rank.step}, exchange {rank.exchanges} ({rank.kind})" for name, rank in positions.items()]
     return (
         f"the ranks are out of step: {'; '.join(at)}. Code of yours that runs on every rank, such as a reward, must "
         "return or raise on all of them alike; if none does so, please report this"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from posttrain.base.errors import RankError, is_out_of_memory, reason_of
 from posttrain.base.signals import handling
-from posttrain.parallel.heartbeats import Place, Watch, out_of_step, watching
+from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step, watching
 from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
 from posttrain.parallel.shared_sums import ROOM, SharedSums, shared_sums
 
@@ -43,15 +43,15 @@ LEAST_SHARED = 1 << 16  # numbers that are summed in shared memory: two meetings
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, numbered from 0; the first one writes the run folder. Of one process, every method is the
-    identity."""
+    """The ranks of a run, numbered from 0; the first one writes the run folder. With one process, every method returns
+    its input."""
 
     index: int = 0
     size: int = 1
     local: int = 0  # number on this machine
     locals: int = 1  # ranks on this machine
-    in_step: bool = False  # whether a pass over the model is a collective operation, of which all make as many
-    _watch: Watch | None = field(default=None, repr=False, compare=False)
+    in_step: bool = False  # whether a pass over the model is a collective operation, which all ranks call equally often
+    _watch: RankWatch | None = field(default=None, repr=False, compare=False)
     _objects: Any = field(default=None, repr=False, compare=False)  # the group that exchanges objects
     _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # of ranks on one machine, on its CPU
 
@@ -85,7 +85,7 @@ class Ranks:
             raise
 
     def spare(self, items: Sequence[T]) -> Sequence[T]:
-        """What this rank goes through besides `mine`, without effect, where all ranks must make as many passes."""
+        """Further items, whose results are ignored, where all ranks must make equally many passes over the model."""
         if not self.in_step or not items:
             return ()
         return [items[0]] * (-(-len(items) // self.size) - len(self.mine(items)))
@@ -97,8 +97,8 @@ class Ranks:
         found: list[Any] = [None] * self.size
         with self._exchange("objects") as here:
             dist.all_gather_object(found, (here, value), group=self._objects)
-        if any(place != here for place, _ in found):
-            raise RankError(out_of_step({f"rank {rank}": place for rank, (place, _) in enumerate(found)}))
+        if any(position != here for position, _ in found):
+            raise RankError(out_of_step({f"rank {rank}": position for rank, (position, _) in enumerate(found)}))
         return [value for _, value in found]
 
     def at_step(self, step: int) -> None:
@@ -107,10 +107,8 @@ class Ranks:
             self._watch.at_step(step)
 
     def differences(self, facts: Mapping[str, Any]) -> list[str]:
-        """A line for every fact that is not the same on all ranks, with its values by rank; the same lines on each.
-
-        Digests are exchanged, and the facts only where these differ.
-        """
+        """A line for every fact that is not the same on all ranks, with its values by rank; every rank returns the same
+        lines. Only digests are exchanged, unless they differ."""
         text = json.dumps(facts, sort_keys=True, default=str)
         digests = self.gather(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
         if len(set(digests)) == 1:
@@ -120,8 +118,8 @@ class Ranks:
         return lines[:MOST_LISTED] + more
 
     def passes(self, work: Callable[[], T]) -> list[T]:
-        """As `together`, of work that makes passes over the model: where these are collective, the others cannot wait
-        for an error of one rank, which then is lost."""
+        """As `together`, for work that makes passes over the model. If these are collective, a failed rank cannot be
+        waited for; it is reported as lost."""
         return self.gather(work()) if self.in_step else self.together(work)
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -154,7 +152,7 @@ class Ranks:
 
     @property
     def ended_together(self) -> bool:
-        """Whether all ranks leave what they do at the same place: one of them failed, and the others know it."""
+        """Whether all ranks stopped because one reported an error."""
         return self._watch is not None and self._watch.ended_together
 
     def any(self, flag: bool) -> bool:
@@ -235,11 +233,11 @@ class Ranks:
             self._watch.on_lost = end
 
     @contextmanager
-    def _exchange(self, kind: str) -> Iterator[Place]:
+    def _exchange(self, kind: str) -> Iterator[Position]:
         assert self._watch is not None
         self._watch.enter(kind)
         try:
-            yield self._watch.place
+            yield self._watch.position
         except RuntimeError as error:  # a closed connection, or a timeout
             raise RankError(self._watch.blame(error)) from error
         finally:
@@ -315,7 +313,7 @@ def joined() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _connect(store: dist.Store, watch: Watch, index: int, size: int) -> Any:
+def _connect(store: dist.Store, watch: RankWatch, index: int, size: int) -> Any:
     """Connect the ranks for tensors on their devices. Returns the group for objects, which times out by itself."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or "the one that the name of the machine leads to"

@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -47,17 +46,6 @@ class Replies:
         *starts, self.total = accumulate((job.sampling.num_generations for job in jobs), initial=0)
         self.first = dict(zip(jobs, starts, strict=True))
 
-    @cached_property
-    def prompt_tokens(self) -> int:
-        return sum(len(job.tokens) for job in self.jobs)
-
-    def usage(self, sampled: int) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": self.prompt_tokens + sampled,
-        }
-
     async def whole(self, events: AsyncIterator[Event]) -> Json:
         """The object with all completions. Raises the error of a job that failed."""
         choices: list[Json | None] = [None] * self.total
@@ -69,7 +57,7 @@ class Replies:
                 sampled += len(event.completion.tokens)
                 index = self.first[event.job] + event.number
                 choices[index] = await asyncio.to_thread(self._choice, index, event)
-        return {**self.form.head(), "choices": choices, "usage": self.usage(sampled)}
+        return {**self.form.head(), "choices": choices, "usage": usage([job.tokens for job in self.jobs], sampled)}
 
     def _choice(self, index: int, ended: Ended) -> Json:
         completion, prompt = ended.completion, ended.job.tokens
@@ -124,7 +112,7 @@ class Replies:
                 sampled += len(event.completion.tokens)
                 yield chunk(index, texts[index].end(), None, event.completion.finish_reason)
         if include_usage:
-            yield {**head, "choices": [], "usage": self.usage(sampled)}
+            yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
 
     def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
         """Those of a prompt, in the form of completions; the first token has none."""
@@ -144,6 +132,12 @@ class Replies:
             "top_logprobs": [None if one.logprob is None else _by_text(one) for one in tokens],
             "text_offset": [one.offset for one in tokens],
         }
+
+
+def usage(prompts: Sequence[Sequence[int]], sampled: int) -> Json:
+    """The numbers of tokens of a request."""
+    count = sum(map(len, prompts))
+    return {"prompt_tokens": count, "completion_tokens": sampled, "total_tokens": count + sampled}
 
 
 def _by_text(token: Reported) -> dict[str, float | None]:

@@ -19,9 +19,10 @@ from posttrain.data.pieces import Pieces
 from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy
-from posttrain.serving.answers import Form, Json, Replies
+from posttrain.serving.answers import Form, Json, Replies, usage
+from posttrain.serving.guard import error_body
 from posttrain.serving.host import Host, Policy, TokenScore
-from posttrain.serving.texts import Report, pieces_of
+from posttrain.serving.texts import Report
 from posttrain.serving.wire import (
     MOST_REWARDED,
     ChatRequest,
@@ -131,7 +132,7 @@ def _add_scores(app: FastAPI) -> None:
         tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
-        return {"text": "".join(await policy.apart(pieces_of, policy.tokenizer, tokens)), "tokens": tokens}
+        return {"text": await policy.apart(Pieces(policy.tokenizer, special=True).whole, tokens), "tokens": tokens}
 
     @app.post("/reward")
     async def reward(body: RewardRequest, request: Request) -> Json:
@@ -213,9 +214,9 @@ async def _replied(request: Request, body: Sampled, policy: Policy, replies: Rep
             yield event
 
     async def lines() -> AsyncIterator[str]:
-        usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
         try:
-            async for chunk in replies.chunks(all_events(), usage):
+            async for chunk in replies.chunks(all_events(), with_usage):
                 yield f"data: {json.dumps(chunk)}\n\n"
             yield "data: [DONE]\n\n"
         except PosttrainError as error:
@@ -257,9 +258,7 @@ async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[in
                 after["text_offset"] = [len(text) + place for place in after["text_offset"]]
             logprobs = before and {name: before[name] + (after[name] if after else []) for name in before}
             choices.append({**one, "index": len(choices), "text": text + one["text"], "logprobs": logprobs})
-    prompt_tokens, sampled = sum(map(len, prompts)), whole["usage"]["completion_tokens"]
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
-    return {**whole, "choices": choices, "usage": usage}
+    return {**whole, "choices": choices, "usage": usage(prompts, whole["usage"]["completion_tokens"])}
 
 
 def _host(request: Request) -> Host:
@@ -282,7 +281,7 @@ def _error(error: PosttrainError) -> tuple[int, Json]:
         status, code = 400, "invalid_request_error"
     elif isinstance(error, EngineError):
         status = 503
-    return status, {"error": {"message": str(error), "type": code, "param": None, "code": code}}
+    return status, error_body(str(error), code, code)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -303,16 +302,14 @@ def _add_errors(app: FastAPI) -> None:
             message = "there is no such parameter"
         elif first["type"] == "json_invalid":
             where, message = "", f"the body is not JSON: {first['ctx']['error']}"
-        body = {"message": f"{where}: {message}" if where else message, "type": "invalid_request_error"}
-        return JSONResponse({"error": body | {"param": where or None, "code": "invalid_request_error"}}, 400)
+        message = f"{where}: {message}" if where else message
+        return JSONResponse(error_body(message, "invalid_request_error", param=where or None), 400)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, error.status_code, error.headers)
+        return JSONResponse(error_body(error.detail, None), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        body = {"message": "the server failed; its log says why", "type": "server_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, 500)
+        return JSONResponse(error_body("the server failed; its log says why", None, "server_error"), 500)

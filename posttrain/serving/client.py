@@ -1,4 +1,4 @@
-"""What a program asks of `posttrain serve`."""
+"""A client of `posttrain serve`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,17 +75,11 @@ class Client:
     def score(self, turns: Sequence[Turn], alternatives: int = 0) -> ScoredText:
         """What the model says of each token of the last message, which is the assistant's."""
         found = self._post("/v1/score", {"messages": list(turns), "top_logprobs": alternatives})
-        tokens = tuple(
-            ScoredToken(
-                one["id"],
-                one["text"],
-                one["logprob"],
-                one["entropy"],
-                tuple((other["text"], other["logprob"]) for other in one["top_logprobs"]),
-            )
-            for one in found["tokens"]
-        )
-        return ScoredText(tokens, found["scored"])
+        tokens = []
+        for token in found["tokens"]:
+            likely = tuple((other["text"], other["logprob"]) for other in token.pop("top_logprobs"))
+            tokens.append(ScoredToken(**token, alternatives=likely))
+        return ScoredText(tuple(tokens), found["scored"])
 
     def rewards(self, talks: Sequence[Sequence[Turn]]) -> list[float]:
         """The reward model's score of the last message of each conversation."""

@@ -98,8 +98,13 @@ class Guard:
         return None
 
 
+def error_body(message: str, code: str | None, kind: str = "invalid_request_error", param: str | None = None) -> Any:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 async def _answer(send: Send, status: int, message: str, code: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
+    body = json.dumps(error_body(message, code))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body.encode()})

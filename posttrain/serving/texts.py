@@ -16,13 +16,6 @@ ADVICE = ": shorten it, or start the server with a larger --context"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, in vocabularies that fall back to them
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """The piece of every token, special ones too."""
-    pieces = Pieces(tokenizer, special=True)
-    found = [pieces.add(token) for token in tokens]
-    return [*found[:-1], found[-1] + pieces.rest()] if found else []
-
-
 class Bound:
     """Refuses texts that do not fit into `context` tokens, without tokenising all of them."""
 
