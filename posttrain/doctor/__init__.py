@@ -36,26 +36,26 @@ DETAIL_CHARACTERS = 500
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A row per finding: state, name, detail, and how to mend it on lines of its own."""
+    """A row per finding: state, name, detail, and how to fix it on separate lines."""
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown.add_column("state", no_wrap=True)
     shown.add_column("what", no_wrap=True, style="bold")
     shown.add_column("", overflow="fold")
-    for one in findings:
-        detail = Text(redact(one.detail))
-        if one.mend:
-            detail.append(f"\n-> {redact(one.mend)}", style="cyan")
-        state = f"{one.state}{'' if one.required or one.state != 'broken' else '*'}"
-        shown.add_row(Text(state, STYLES[one.state]), Text(one.name), detail)
+    for finding in findings:
+        detail = Text(redact(finding.detail))
+        if finding.mend:
+            detail.append(f"\n-> {redact(finding.mend)}", style="cyan")
+        state = f"{finding.state}{'' if finding.required or finding.state != 'broken' else '*'}"
+        shown.add_row(Text(state, STYLES[finding.state]), Text(finding.name), detail)
     return shown
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """One sentence: does everything that is required work, and what else does not."""
-    fatal = [one.name for one in findings if one.is_fatal]
-    optional = [one.name for one in findings if one.state == "broken" and not one.required]
-    limited = [one.name for one in findings if one.state == "limited"]
-    absent = sum(one.state == "absent" for one in findings)
+    fatal = [finding.name for finding in findings if finding.is_fatal]
+    optional = [finding.name for finding in findings if finding.state == "broken" and not finding.required]
+    limited = [finding.name for finding in findings if finding.state == "limited"]
+    absent = sum(finding.state == "absent" for finding in findings)
     parts = [f"Required and broken: {', '.join(fatal)}." if fatal else "Everything that posttrain requires works."]
     parts += [f"Optional and broken (*): {', '.join(optional)}."] if optional else []
     parts += [f"Limited: {', '.join(limited)}."] if limited else []
@@ -65,8 +65,10 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings with the versions and the platform of this process; secrets are redacted."""
-    rows = [asdict(one) | {"mend": one.mend or None} for one in findings]
-    return redact({"works": not any(one.is_fatal for one in findings), "checks": rows, "environment": environment()})
+    rows = [asdict(finding) | {"mend": finding.mend or None} for finding in findings]
+    return redact(
+        {"works": not any(finding.is_fatal for finding in findings), "checks": rows, "environment": environment()}
+    )
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.paths import default_cache
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
@@ -82,7 +83,7 @@ def all_checks(output_dir: Path) -> list[Check]:
         _library("transformers", torch, deadline=TORCH_S),
         _library("peft", torch, deadline=TORCH_S),
         _library("datasets", torch),
-        Check("data cache", f"{HERE}.machine:data_cache", torch),  # imports torch, as datasets' check does
+        Check("data cache", f"{HERE}.machine:cache_folder", light, arguments=(str(default_cache()),)),
         _library("safetensors", light),
         _library("matplotlib", light, deadline=TORCH_S),
         Check("graders", f"{HERE}.services:graders", services, True, deadline=TORCH_S),
@@ -117,7 +118,9 @@ def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
             meant = f"did you mean {known[near[0]].name!r}? " if near else ""
-            raise ConfigError(f"there is no check {name!r}: {meant}they are {', '.join(one.name for one in checks)}")
+            raise ConfigError(
+                f"there is no check {name!r}: {meant}they are {', '.join(check.name for check in checks)}"
+            )
     return [check for check in checks if not wanted or check.name.lower() in wanted]
 
 
@@ -132,11 +135,10 @@ def version_of(package: str) -> str:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         version = ""
-    wanted = [Requirement(line) for line in _declared()]
-    found = next((one for one in wanted if one.name == package), None)
-    if version and (found is None or found.specifier.contains(version, prereleases=True)):
+    ranges = {requirement.name: requirement.specifier for requirement in map(Requirement, reversed(_declared()))}
+    if version and (package not in ranges or ranges[package].contains(version, prereleases=True)):
         return version
-    needs = f"{package}{found.specifier if found else ''}"
+    needs = f"{package}{ranges.get(package, '')}"
     raise Broken(f"{version}, needs {needs}" if version else "not installed", f"pip install '{needs}'")
 
 

@@ -117,13 +117,6 @@ def hub_cache() -> Found:
     return cache_folder(constants.HF_HUB_CACHE)
 
 
-def data_cache() -> Found:
-    """The disk of tokenised data."""
-    from posttrain.base.paths import default_cache
-
-    return cache_folder(str(default_cache()))
-
-
 def _existing(path: Path) -> Path:
     """The folder itself, or the nearest one above it, where it would be made."""
     path = path.expanduser().absolute()

@@ -95,7 +95,7 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
     return Server(uvicorn.Config(app, log_level="warning", http=_bounded_connection(), **settings))
 
 
-def _bounded_connection() -> type:
+def _bounded_connection() -> Any:
     """uvicorn's connection, closed if it is one too many, or if a request does not arrive in time."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
