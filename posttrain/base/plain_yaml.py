@@ -1,4 +1,4 @@
-"""YAML that others have written, read as plain data: in C, which keeps lists of hundreds of runs fast."""
+"""Reads YAML as plain data, with the C library: a list of runs reads hundreds of files."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ from posttrain.base.terminal import say
 JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
 MARGIN_S = 10.0  # beyond that, for a connection that hangs
 ANSWER_S = 30.0  # for a launcher that listens
-POLL_S = 0.05  # between two looks for a rank that starts
+POLL_S = 0.05  # between two checks for a rank that starts
 READ_S = 1.0  # for the others to read what this rank wrote, before it ends
 ELSEWHERE = "192.0.2.1"  # for documentation alone (RFC 5737): the default route leads there
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
@@ -43,8 +43,8 @@ def meeting(index: int, size: int) -> Iterator[Store]:
 
 @contextmanager
 def in_time(problem: str, seconds: float) -> Iterator[None]:
-    """Context for calls that may never return; the process ends if they take longer, with the problem, in which `{}`
-    is the time."""
+    """End the process with a message if the block, which may never return, takes longer than `seconds`. `{}` in
+    `problem` stands for the time."""
 
     def give_up() -> None:
         say(f"error: {problem.format(f'within {seconds:.0f} seconds')}", error=True)
@@ -148,13 +148,9 @@ def connected(index: int, as_client: bool = False) -> Store:
                 f"port {port} (MASTER_PORT) is in use on this machine: set it to a free port, the same for every rank"
             ) from None
         raise RankError(
-            f"rank {index} does not reach the first rank at {_address()} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
+            f"rank {index} does not reach the first rank at {host}:{port} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
         ) from error
     return PrefixStore(f"posttrain/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _address() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _check_in(store: Store, index: int, size: int) -> None:

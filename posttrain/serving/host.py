@@ -123,8 +123,8 @@ class Policy:
         self._renderers.shutdown(wait=False, cancel_futures=True)
 
     async def apart(self, work: Callable[..., T], *given: Any, renders: bool = False) -> T:
-        """The result of work on text, in another thread: meanwhile other requests are answered. What `renders` with the
-        chat template waits for others that do, and holds up no other work."""
+        """Run `work` on texts in another thread, so that other requests are answered meanwhile. What `renders` with the
+        chat template has a pool of its own and does not hold up the rest."""
         return await self._loop.run_in_executor(self._renderers if renders else None, work, *given)
 
     def chat_tokens(
@@ -140,8 +140,8 @@ class Policy:
     def scored_tokens(
         self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """The prompt of the last message, and both together. The reply is as in `chat_tokens`, or follows the prompt as
-        it is where the template does not write all of it there."""
+        """The prompt of the last message, and the prompt with the message. The message is rendered as in `chat_tokens`;
+        if the template changes it there, it follows the prompt unchanged."""
         prompt = self._chat(turns[:-1], variables)
         try:
             whole = self._chat(turns, variables, continued=True)
@@ -190,7 +190,7 @@ class Policy:
 def score(policy: nn.Module, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
     """For each token its log-probability, the entropy of its distribution, and the likeliest tokens there.
 
-    A token's own value is the one that it has among the likeliest.
+    The token's own log-probability equals the one in that list.
     """
     first: list[TokenScore] = [(None, None, [])]
     if len(tokens) < 2:

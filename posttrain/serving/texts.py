@@ -1,4 +1,4 @@
-"""Token ids as text while they come: pieces that add up to the text of the whole, cut at stop strings."""
+"""The text of tokens as they are generated: pieces that concatenate to the whole text, cut at stop strings."""
 
 import re
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Bound:
 class Written:
     """A token as the interface reports it.
 
-    `text` is its piece, so that those of all tokens add up; `bytes` are its own, also of a part of a character.
+    The pieces, `text`, of all tokens concatenate to the text; `bytes` are the token's own, also of part of a character.
     """
 
     id: int
@@ -55,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Reported(Written):
-    """One with the likeliest tokens at its place, and the index of its text in the whole, which has no special ones."""
+    """A token with the likeliest ones at its position, and the index of its piece in the text without special ones."""
 
     offset: int
     likely: tuple[Written, ...]
@@ -100,7 +100,7 @@ class Report:
 class Streamed:
     """A completion's text after `prompt` as it may be sent: without its stop token, and up to the first stop string.
 
-    What may become a stop string is held back, and so is a stop token: where others follow, it was none.
+    Text that may begin a stop string is held back, and so is a stop token: if others follow, it ended nothing.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The bodies of requests, checked. A parameter that is not read is refused, but for those without effect on tokens."""
+"""The bodies of requests, checked. Unsupported parameters are refused, except those that do not affect tokens."""
 
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -13,7 +13,7 @@ MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
 MOST_STOP_CHARACTERS = 1024
 MOST_REWARDED = 4096
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-# Parameters of OpenAI that would change the tokens: taken with the value that changes nothing.
+# Parameters of OpenAI that would change the tokens: accepted only with a value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),
@@ -78,7 +78,7 @@ class Body(BaseModel):
 
 
 class Written(Body):
-    """A conversation that the chat template writes, as for vLLM with more variables of the template."""
+    """A conversation to render; `chat_template_kwargs` are more variables of the template, as in vLLM."""
 
     chat_template_kwargs: Variables = {}
 
@@ -95,7 +95,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """What both kinds of completions take; `top_k`, `min_p` and `ignore_eos` are not OpenAI's, and named as in vLLM."""
+    """Parameters of both kinds of completions; `top_k`, `min_p` and `ignore_eos` are vLLM's, not OpenAI's."""
 
     model: str = ""
     n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
@@ -201,7 +201,7 @@ class CompletionRequest(Sampled):
 
 
 class ScoreRequest(Written):
-    """A text, or a conversation whose last message is scored: what the model says of each of its tokens."""
+    """A text whose completion, or a conversation whose last message is scored, token by token."""
 
     model: str = ""
     messages: list[Message] | None = Field(None, min_length=1)

@@ -23,7 +23,7 @@ from posttrain.base.extras import need
 from posttrain.engines.vllm.weights import Named
 
 TRAINER, SERVER, BOTH = 0, 1, 2  # ranks of the communicator, and their number
-BEFORE_S = 0.05  # between two looks whether the tensors have left
+BEFORE_S = 0.05  # between two checks whether the tensors have left
 Post = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
