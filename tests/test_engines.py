@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.base.pieces import LOST, Pieces, pieces
 from posttrain.batch import Example, Node, pack
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
-from posttrain.data.pieces import LOST, Pieces, pieces
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache

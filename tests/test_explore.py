@@ -10,10 +10,10 @@ from data_tokenizer import CHATML, byte_tokenizer, find_layout, prepare
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
+from posttrain.base.pieces import pieces
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.explore import ASCII, parts_of, tokens_text
-from posttrain.data.pieces import pieces
 from posttrain.data.readers import delimiter_of, read_files
 
 STORY = "Once upon a time\n\nZoë met 你好 👍\tand  so\n<think>"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.runs.files import load_json
+from posttrain.runs.receipt import group_receipt
+from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.ui.rollouts_page import rollouts_page
+from posttrain.ui.viewer import Viewer, rendered
 
 SAVED = Path(__file__).parent / "saved_run"
 
@@ -40,8 +45,27 @@ def test_a_run_of_an_earlier_version_resumes(saved, words):
 
 
 def test_its_rollouts_are_shown_and_regraded(saved, capsys):
+    """Each number of the receipt is printed by `why`, in 80 columns, and stands on the page."""
     assert main(["why", "run", "--step", "2", "--prompt", "0"]) == 0
     shown = capsys.readouterr().out
     assert "0+0=" in shown and "34+521" in shown and "0.8077" in shown
+    assert main(["why", "run", "--step", "2", "--prompt", "0", "--rollout", "0"]) == 0
+    receipt = capsys.readouterr().out
+    with StoredRun(saved) as stored:
+        completion = group_receipt(stored, 2, 0).completion(0)
+    for values in (completion.numbers.push, *completion.numbers.columns.values()):
+        assert all(f"{abs(value):.4f}" in receipt for value in values)
+    page = rendered(rollouts_page, Viewer(saved.parent), "?run=run&step=2&prompt=0&rollout=0")
+    assert all(f'title="{at}: {value:+.4g}"' in page for at, value in enumerate(completion.numbers.push))
     assert main(["regrade", "run", "--reward", "{type: length, target: 3}"]) == 0
     assert re.search(r"\d+ of 32 advantages change their sign", capsys.readouterr().out)
+
+
+def test_its_receipt_needs_no_torch(saved):
+    code = (
+        "import sys; from posttrain.cli import main; "
+        "status = main(['why', 'run', '--step', '2', '--prompt', '0', '--rollout', '0']); "
+        "print(status, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout

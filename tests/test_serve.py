@@ -28,12 +28,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.base.pieces import pieces
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.data import render
-from posttrain.data.pieces import pieces
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live

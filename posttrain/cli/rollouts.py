@@ -30,6 +30,7 @@ Rewards = Annotated[
     ),
 ]
 SHOWN = 60  # characters of a string in a table
+UNSIGNED = ("ratio", "entropy")
 
 
 def rollouts(run: Run, step: OneStep = None) -> None:
@@ -183,9 +184,10 @@ def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionRecei
 
         decoder = tokenizer_of(folder)
     numbers, columns = completion.numbers, completion.numbers.columns
-    table = _table("", "token", *columns, "push", "clipped")
+    table = _table("", "token", *columns, "push", "")
+    table.padding = (0, 1, 0, 0)  # all numbers of most runs fit into 80 columns
     for at, text in enumerate(token_texts(completion.tokens.tolist(), decoder, group.tokens.tolist())):
-        values = [f"{values[at]:.4f}" if name == "ratio" else f"{values[at]:+.4f}" for name, values in columns.items()]
+        values = [f"{values[at]:{'' if name in UNSIGNED else '+'}.4f}" for name, values in columns.items()]
         clipped = "clipped" if numbers.clipped[at] else ""
         table.add_row(str(at), Text(token_shown(text)), *values, f"{numbers.push[at]:+.4f}", clipped)
     return table

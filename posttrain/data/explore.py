@@ -11,10 +11,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
+from posttrain.base.pieces import CHARACTER, pieces
 from posttrain.base.terminal import escaped, visible
 from posttrain.batch import Example, Node
 from posttrain.data.dataset import Dataset
-from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
 from posttrain.data.report import Lengths
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.data.pieces import CHARACTER, LOST, pieces
+from posttrain.base.pieces import CHARACTER, LOST, pieces
 from posttrain.data.prompts import Prompt
 from posttrain.data.render import RenderRequest, rendering
 

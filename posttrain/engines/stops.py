@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError
-from posttrain.data.pieces import Pieces
+from posttrain.base.pieces import Pieces
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines.protocol import Completion
 from posttrain.models.families import base_of, eos_token_ids

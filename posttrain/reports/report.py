@@ -17,7 +17,7 @@ from posttrain.reports.markup import number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.series import FACTS, Series
-from posttrain.runs.checks import MESSAGES
+from posttrain.runs.checks import advice
 from posttrain.runs.files import open_regular
 from posttrain.runs.metrics import NAME
 from posttrain.runs.progress import duration
@@ -122,9 +122,8 @@ def alarms(runs: Sequence[ReportedRun]) -> Html:
             seen = [(step, count) for step, count in zip(steps, counts, strict=True) if math.isfinite(count) and count]
             if seen:
                 short = name.removeprefix("alarms/")
-                advice = MESSAGES.get(short, "an alarm of another version")
                 raised = f"in {counted(int(seen[-1][1]), 'step')}, first seen at step {seen[0][0]:,.0f}"
-                found.append(f"{of}{short}, {raised}: {advice}.")
+                found.append(f"{of}{short}, {raised}: {advice(short)}.")
     return messages("Alarms", found)
 
 

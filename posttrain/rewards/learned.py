@@ -9,9 +9,9 @@ from itertools import compress, groupby
 import torch
 
 from posttrain.base.errors import ModelError, RewardError
+from posttrain.base.pieces import Pieces
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.data.pieces import Pieces
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.tokenise import Ids, Tokeniser, Trained, common_prefix

@@ -89,6 +89,11 @@ KNOWN = (
 )  # fmt: skip
 
 
+def advice(alarm: str) -> str:
+    """What an alarm means, and what helps."""
+    return MESSAGES.get(alarm, "an alarm of another version of posttrain")
+
+
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
     """Every check of the method, with what `run.json` recorded; None for a run from before checks were recorded."""
     checks = []

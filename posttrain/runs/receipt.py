@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.base.errors import RunError
-from posttrain.data.pieces import Decoder, pieces
+from posttrain.base.pieces import Decoder, pieces
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from posttrain import __version__
 from posttrain.base.errors import DataError, EngineError, PosttrainError, RewardError
-from posttrain.data.pieces import Pieces
+from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy

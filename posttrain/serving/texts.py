@@ -8,7 +8,7 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
-from posttrain.data.pieces import Pieces
+from posttrain.base.pieces import Pieces
 from posttrain.engines.joining import Alternatives
 
 SLICE = 8192  # characters that are tokenised at a time where only the number of tokens is asked for

@@ -8,7 +8,7 @@ from posttrain.reports.markup import Markup, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.report import data_said
 from posttrain.reports.series import AXES, Series
-from posttrain.runs.checks import MESSAGES
+from posttrain.runs.checks import advice
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, slider
@@ -80,8 +80,7 @@ def _alarms(row: RunSummary) -> Markup | None:
     if not row.alarms:
         return None
     lines = [
-        message(f"{name}, in {counted(count, 'step')}: {MESSAGES.get(name, 'of another version')}", "warning")
-        for name, count in row.alarms.items()
+        message(f"{name}, in {counted(count, 'step')}: {advice(name)}", "warning") for name, count in row.alarms.items()
     ]
     return join([el("h2", "Alarms"), *lines])
 

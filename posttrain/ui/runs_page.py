@@ -9,7 +9,7 @@ from posttrain.reports.markup import Markup, el, join, link, message, number, ta
 from posttrain.reports.panels import PANELS
 from posttrain.reports.series import AXES
 from posttrain.reports.several import differing as differing_settings
-from posttrain.runs.checks import MESSAGES
+from posttrain.runs.checks import advice
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
 from posttrain.ui.runs import STATES
@@ -134,7 +134,7 @@ def alarm_list(alarms: dict[str, int]) -> Markup:
         el(
             "details",
             el("summary", el("span", f"{name} × {count:,}", class_="badge alarm")),
-            el("p", MESSAGES.get(name, "an alarm of another version of posttrain")),
+            el("p", advice(name)),
         )
         for name, count in alarms.items()
     )
