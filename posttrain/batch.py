@@ -5,7 +5,11 @@ Shape letters, used as suffixes on tensors everywhere:
     N  scored tokens: the targets whose log-probability is asked for
     U  physical tokens that predict a target, one or several
     S  sequences: paths from a root to a leaf (a completion with its prompt)
+    G  groups: the prompts of a rollout, each with its completions
+    R  trained tokens of a rollout, completion after completion: a pack's N are some of them
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
+
+(Engines have letters of their own: posttrain/engines/decode.py.)
 
 A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
 prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector says

@@ -1,10 +1,11 @@
 """Rollouts: completions of prompts with log-probabilities, rewards and verdicts, ready for training.
 
-    rollout = sample(step, prompts)      P prompts, S completions, G per prompt, grouped by prompt
+    rollout = sample(step, prompts)      S completions of G prompts, grouped by prompt
 
-Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over all R scored tokens,
-completion after completion in the rollout's order. A `RolloutPack` is a pack of some of the completions, with the
-positions of its N scored tokens among the R: `old_R[part.token_N]` has the pack's values.
+Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over its trained tokens,
+completion after completion. A completion may also have tokens of others, such as a tool's output: they are fed to the
+model, and have no place in R. A `RolloutPack` is a pack of some of the completions, with the positions of its N scored
+tokens among the R: `old_R[part.token_N]` has the pack's values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +26,11 @@ from posttrain.base.errors import DataError, VitalSignError
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
+from posttrain.engines.protocol import FinishReason
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks
-from posttrain.rewards.compose import Rewarded, RewardInput, Rewards, picked
+from posttrain.rewards.compose import CompletionReward, Rewarded, RewardInput, Rewards
 
-T = TypeVar("T")
 PackOf = Callable[[Sequence[Example]], list[Pack]]
 
 
@@ -47,20 +50,45 @@ class RolloutPack:
         return RolloutPack(self.pack.to(device), sent(self.completion_S, device), sent(self.token_N, device))
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """The completions of a step's prompts, and their rewards.
+@dataclass(frozen=True, slots=True)
+class SampledCompletion:
+    """What follows a prompt: the tokens, which of them are trained, and the reward.
 
-    `rewarded` has a total for every completion; None means no verdict and no reward, and drops the completion from the
-    update.
+    A total reward of None drops the completion from the update. Raises ValueError unless each trained token has a
+    log-probability.
     """
 
-    prompts: Sequence[Example]
-    completions: tuple[Completion, ...]  # S
-    texts: tuple[str, ...]  # S
-    rewarded: Rewarded
-    group_S: Tensor  # the index of each completion's prompt in `prompts`
+    group: int  # the index of its prompt in the rollout
+    tokens: Sequence[int]  # without the prompt, with the stop token
+    logprobs: Sequence[float]  # the engine's, nats: one for each trained token
+    text: str
+    finish_reason: FinishReason
+    version: int  # of the sampling weights
+    reward: CompletionReward
+    trained: Sequence[bool] | None = None  # for each token: False for a token of others; None: all are trained
+
+    def __post_init__(self) -> None:
+        trained = len(self.tokens) if self.trained is None else sum(self.trained)
+        if len(self.logprobs) != trained:
+            raise ValueError(f"{len(self.logprobs)} log-probabilities for {trained} trained tokens: give one for each")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The rewarded completions of a step's prompts."""
+
+    prompts: Sequence[Example]  # G
+    completions: Sequence[SampledCompletion]  # S, grouped by prompt
     resampled: int = 0  # groups that were sampled again because all their rewards were equal
+
+    @cached_property
+    def group_S(self) -> Tensor:
+        """The index of each completion's prompt in `prompts`."""
+        return torch.tensor([completion.group for completion in self.completions], dtype=torch.int64)
+
+    @cached_property
+    def rewarded(self) -> Rewarded:
+        return Rewarded(completion.reward for completion in self.completions)
 
     @cached_property
     def reward_S(self) -> Tensor:
@@ -78,16 +106,12 @@ class Rollout:
 
     @cached_property
     def length_S(self) -> Tensor:
-        return torch.tensor([len(completion.tokens) for completion in self.completions], dtype=torch.int64)
-
-    @cached_property
-    def start_S(self) -> Tensor:
-        """The index of each completion's first token in the rollout's order."""
-        return self.length_S.cumsum(0) - self.length_S
+        """Trained tokens of each completion."""
+        return torch.tensor([len(completion.logprobs) for completion in self.completions], dtype=torch.int64)
 
     @cached_property
     def sampler_R(self) -> Tensor:
-        """The engine's log-probability of each sampled token."""
+        """The engine's log-probability of each trained token."""
         logprobs = [value for completion in self.completions for value in completion.logprobs]
         return torch.tensor(logprobs, dtype=torch.float32)
 
@@ -122,7 +146,7 @@ class Rollout:
         The completions of a prompt are leaves of one tree, or of several if one tree would be larger than a pack.
         `feeds_last`: packs have each completion's last token.
         """
-        fed_S = (self.length_S - int(not feeds_last)).tolist()
+        fed_S = [len(completion.tokens) - int(not feeds_last) for completion in self.completions]
         examples: list[Example] = []
         owners: list[list[int]] = []
         members: dict[int, list[int]] = {}
@@ -131,7 +155,7 @@ class Rollout:
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
             for some in _fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
-                leaves = tuple(Node(self.completions[index].tokens, trained=True) for index in some)
+                leaves = tuple(_leaf(self.completions[index]) for index in some)
                 examples.append(replace(self.prompts[group], trees=(replace(prompt, children=leaves),)))
                 owners.append(some)
         return examples, owners
@@ -141,11 +165,11 @@ class Rollout:
     ) -> list[RolloutPack]:
         """The chosen completions in packs."""
         examples, owners = self.examples(chosen, tokens_per_pack, feeds_last)
-        start_S, made = self.start_S, []
+        start_S, made = self.length_S.cumsum(0) - self.length_S, []
         for packed in pack_of(examples):
             indices = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
-            places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in indices]
-            made.append(RolloutPack(packed, torch.tensor(indices), torch.cat(places)))
+            positions = [torch.arange(int(self.length_S[i])) + start_S[i] for i in indices]
+            made.append(RolloutPack(packed, torch.tensor(indices), torch.cat(positions)))
         return made
 
     def metrics(self) -> dict[str, float]:
@@ -160,15 +184,19 @@ class Rollout:
             "completions/clipped_ratio": self.truncated_S.float().mean().item(),
             "resampled_groups": float(self.resampled),
         }
-        if self.rewarded.parts:
+        if self.completions[0].reward.parts:
             found["rewards/left_out_ratio"] = 1.0 - self.has_reward_S.float().mean().item()
-            lacking = [self.rewarded.lacks_verdict(row) for row in range(len(self.completions))]
-            found["rewards/no_verdict_ratio"] = sum(lacking) / len(lacking)
-        if self.rewarded.parts and len(self.completions) > len(self.prompts):
-            found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
+            lacking = sum(reward.lacks_verdict for reward in self.rewarded)
+            found["rewards/no_verdict_ratio"] = lacking / len(self.rewarded)
+            if len(self.completions) > len(self.prompts):
+                found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
         if len(stopped):
             found["completions/mean_terminated_length"] = stopped.mean().item()
         return found | self.rewarded.metrics()
+
+
+def _leaf(completion: SampledCompletion) -> Node:
+    return Node(completion.tokens, trained=True if completion.trained is None else completion.trained)
 
 
 def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
@@ -245,63 +273,51 @@ class Sampler:
             again = (~rollout.spread_G()).nonzero().squeeze(1).tolist()
             if not again:
                 break
-            fresh = self._sample(f"{stream} {round}", [prompts[place] for place in again], num_generations, version)
+            fresh = self._sample(f"{stream} {round}", [prompts[group] for group in again], num_generations, version)
             rollout = _with_groups(rollout, again, fresh)
         if not self.keeps:
             self.engine.release()
         return rollout
 
     def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
-        seeds = [seed_of(self.seed, stream, place, prompt.row) for place, prompt in enumerate(prompts)]
+        requests = [
+            (index, prompt, seed_of(self.seed, stream, index, prompt.row)) for index, prompt in enumerate(prompts)
+        ]
         # Each rank completes some of the prompts, with the seeds that they have in the step.
-        asked = list(zip(prompts, seeds, strict=True))
-        made = self.ranks.together(lambda: self._generate(self.ranks.mine(asked), n, version))
-        places = [(p % len(made), p // len(made) * n + member) for p in range(len(prompts)) for member in range(n)]
-        completions, texts, rewarded = zip(*made, strict=True)
-        group_S = torch.arange(len(prompts)).repeat_interleave(n)
-        return Rollout(prompts, _at(completions, places), _at(texts, places), picked(rewarded, places), group_S)
+        made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version))
+        return Rollout(prompts, sorted(chain(*made), key=attrgetter("group")))
 
-    def _generate(
-        self, asked: Sequence[tuple[Example, int]], n: int, version: int
-    ) -> tuple[tuple[Completion, ...], tuple[str, ...], Rewarded]:
-        """The completions of prompts with these seeds, their texts and rewards.
+    def _generate(self, requests: Sequence[tuple[int, Example, int]], n: int, version: int) -> list[SampledCompletion]:
+        """The rewarded completions of prompts, each with its index in the step and its seed.
 
         The engine is called without prompts, too: its servers are shared by the ranks.
         """
-        prompts = [prompt for prompt, _ in asked]
+        prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
         groups = self.engine.generate(
-            [np.asarray(prompt.trees[0].tokens).tolist() for prompt in prompts],
+            [tokens.tolist() for tokens in prompts],
             replace(self.sampling, num_generations=n),
-            seeds=[seed for _, seed in asked],
+            seeds=[seed for _, _, seed in requests],
         )
         if not prompts:
-            return (), (), Rewarded((), ())
-        completions = tuple(completion for group in groups for completion in group)
-        stale = {completion.version for completion in completions} - {version}
+            return []
+        stale = {completion.version for group in groups for completion in group} - {version}
         if stale:
             raise VitalSignError(
                 f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
                 "engine did not get the new weights after the last step"
             )
-        stops = self.sampling.stop_token_ids
-        before = [np.asarray(prompt.trees[0].tokens) for prompt in prompts]
-        texts = tuple(
-            text_of(completion, stops, self.tokenizer, before[number // n].tolist() if self.continues else None)
-            for number, completion in enumerate(completions)
-        )
-        ends = [end_of(tokens, self.tokenizer) for tokens in before]
-        rewarded = self.rewards(
-            [
-                to_reward(completion, text, ends[number // n], _facts(prompts[number // n]))
-                for number, (text, completion) in enumerate(zip(texts, completions, strict=True))
-            ]
-        )
-        return completions, texts, rewarded
-
-
-def _at(parts: Sequence[tuple[T, ...]], places: Sequence[tuple[int, int]]) -> tuple[T, ...]:
-    """A selection from several tuples: (number of the tuple, index in it) for each."""
-    return tuple(parts[which][at] for which, at in places)
+        stops, made, inputs = self.sampling.stop_token_ids, [], []
+        for (index, prompt, _), tokens, group in zip(requests, prompts, groups, strict=True):
+            before = tokens.tolist() if self.continues else None
+            end, facts = end_of(tokens, self.tokenizer), _facts(prompt)
+            for completion in group:
+                text = text_of(completion, stops, self.tokenizer, before)
+                made.append((index, completion, text))
+                inputs.append(to_reward(completion, text, end, facts))
+        return [
+            SampledCompletion(index, one.tokens, one.logprobs, text, one.finish_reason, one.version, reward)
+            for (index, one, text), reward in zip(made, self.rewards(inputs), strict=True)
+        ]
 
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -336,32 +352,17 @@ def _facts(prompt: Example) -> Mapping[str, Any]:
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
     """Several rollouts with the same rewards, concatenated."""
-    begins = np.cumsum([0, *(len(rollout.prompts) for rollout in rollouts)])
-    places = [(which, at) for which, rollout in enumerate(rollouts) for at in range(len(rollout.completions))]
-    return Rollout(
-        [prompt for rollout in rollouts for prompt in rollout.prompts],
-        _at([rollout.completions for rollout in rollouts], places),
-        _at([rollout.texts for rollout in rollouts], places),
-        picked([rollout.rewarded for rollout in rollouts], places),
-        torch.cat([rollout.group_S + begin for rollout, begin in zip(rollouts, begins.tolist(), strict=False)]),
-        sum(rollout.resampled for rollout in rollouts),
-    )
+    prompts: list[Example] = []
+    completions: list[SampledCompletion] = []
+    for rollout in rollouts:
+        completions += [replace(one, group=one.group + len(prompts)) for one in rollout.completions]
+        prompts += rollout.prompts
+    return Rollout(prompts, completions, sum(rollout.resampled for rollout in rollouts))
 
 
-def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rollout:
-    """The rollout with the groups of these prompts replaced."""
-    n = len(rollout.completions) // len(rollout.prompts)
-    new = {place: number for number, place in enumerate(places)}
-    index = [
-        (1, new[group] * n + member) if group in new else (0, group * n + member)
-        for group in range(len(rollout.prompts))
-        for member in range(n)
-    ]
-    return Rollout(
-        rollout.prompts,
-        _at((rollout.completions, fresh.completions), index),
-        _at((rollout.texts, fresh.texts), index),
-        picked((rollout.rewarded, fresh.rewarded), index),
-        rollout.group_S,
-        rollout.resampled + len(places),
-    )
+def _with_groups(rollout: Rollout, groups: Sequence[int], fresh: Rollout) -> Rollout:
+    """The rollout with the completions of these prompts replaced."""
+    kept = [completion for completion in rollout.completions if completion.group not in groups]
+    new = [replace(completion, group=groups[completion.group]) for completion in fresh.completions]
+    completions = sorted([*kept, *new], key=attrgetter("group"))
+    return Rollout(rollout.prompts, completions, rollout.resampled + len(groups))

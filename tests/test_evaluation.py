@@ -18,7 +18,7 @@ from posttrain.data import prepare_run
 from posttrain.engines import EmbeddedEngine
 from posttrain.evaluation.records import read_summary
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.rewards.compose import Rewarded
+from posttrain.rewards.compose import CompletionReward, Rewarded
 from posttrain.rollout import Sampler
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.stored_rollouts import StoredRun
@@ -252,7 +252,7 @@ def test_rewards_are_told_what_was_cut_off_and_what_the_prompt_opened(scratch_mo
 
     def reward(completions):
         seen.extend(completions)
-        return Rewarded((1.0,) * len(completions), ())
+        return Rewarded(CompletionReward(1.0) for _ in completions)
 
     policy = load_model(model, "lm", torch.float32, torch.device("cpu"))
     with closing(EmbeddedEngine(policy, tokenizer)) as engine:
@@ -274,7 +274,7 @@ def test_rewards_read_what_was_sampled(shared, tmp_path):
 
     def reward(completions):
         seen.extend(one.text for one in completions)
-        return Rewarded((1.0,) * len(completions), ())
+        return Rewarded(CompletionReward(1.0) for _ in completions)
 
     policy = load_model(model, "lm", torch.float32, torch.device("cpu"))
     data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
@@ -284,7 +284,7 @@ def test_rewards_read_what_was_sampled(shared, tmp_path):
         for continues in (True, False):
             sample = Sampler(engine, reward, tokenizer, rollout, stop_token_ids=(2,), seed=0, continues=continues)
             made = sample(1, [prompts[0]], 2)
-            assert made.texts == tuple(seen[-2:])
+            assert [one.text for one in made.completions] == seen[-2:]
     assert seen == [" was a little gir"] * 2 + ["was a little gir"] * 2
 
 

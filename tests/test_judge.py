@@ -422,7 +422,7 @@ def test_a_reward_that_needs_an_answer(server, settings):
     term = settings(JudgeReward, type="judge", prompt="{completion} = {answer}?")
     with Rewards([term]) as rewards:
         rewarded = rewards([RewardInput("7", answer="7"), RewardInput("7")])
-    assert rewarded.totals == (pytest.approx(4 / 9), None) and rewarded.parts[0].grades[1].verdict == "bad_gold"
+    assert rewarded.totals == (pytest.approx(4 / 9), None) and rewarded[1].parts[0].grade.verdict == "bad_gold"
 
 
 def test_a_judge_works_while_other_rewards_compute(server, settings, tmp_path, monkeypatch):

@@ -186,8 +186,9 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
     # 1.5 + 0.5 * 5 - 0.1 + 10;   -3 + 0.5 * -2 - 0   (only_long does not apply);   the last has no number for
     # check_numbers, which counts nothing: -3 + 0.5 * -2 - 0.3
     assert found.totals[:2] == (pytest.approx(13.9), pytest.approx(-4.0)) and found.totals[2:] == (None, -4.3)
-    assert [part.name for part in found.parts] == [term_name(term) for term in terms]
-    assert found.parts[1].values == (5.0, -2.0, None, -2.0) and found.parts[3].values == (1.0, None, 1.0, None)
+    assert [part.name for part in found[0].parts] == [term_name(term) for term in terms]
+    answers, applicable = ([reward.parts[index].value for reward in found] for index in (1, 3))
+    assert answers == [5.0, -2.0, None, -2.0] and applicable == [1.0, None, 1.0, None]
     metrics = found.metrics()
     assert metrics["reward"] == pytest.approx((13.9 - 4 - 4.3) / 3) and metrics["reward_std"] == pytest.approx(
         statistics.stdev([13.9, -4.0, -4.3])
@@ -226,7 +227,7 @@ def test_a_reward_of_weight_0_changes_no_total(grading_pool, zero):
     metrics = found.metrics()
     assert metrics["rewards/math/bad_gold"] == 1 and metrics["rewards/length/mean"] == pytest.approx(-2 / 3)
     assert accuracies == {"answer_accuracy": 0.5}
-    assert [found.lacks_verdict(row) for row in range(3)] == [False] * 3, "half does not apply, math does not count"
+    assert [reward.lacks_verdict for reward in found] == [False] * 3, "half does not apply, math does not count"
     with Rewards(settings(function, math_, length), grading_pool, zeros_count=True) as rewards:
         assert rewards(given).totals == (None, 0.0, 1.0), "the rule of behaviour version 1"
 
@@ -239,7 +240,7 @@ def test_not_applicable_is_no_missing_verdict(grading_pool):
         found = rewards(given)
     metrics = found.metrics()
     assert found.totals == (1.0, None) and (metrics["rewards/no/not_applicable"], metrics["rewards/left_out"]) == (2, 1)
-    assert [found.lacks_verdict(row) for row in (0, 1)] == [False, True]
+    assert [reward.lacks_verdict for reward in found] == [False, True]
     assert "rewards/math/not_applicable" not in metrics
 
 
@@ -387,8 +388,9 @@ def test_a_reward_model_gives_what_transformers_gives(reward_model):
     with Rewards(terms, devices=DevicesConfig(type="cpu")) as rewards:
         found = rewards([RewardInput(text, prompt=prompt) for prompt, text in pairs])
     want = plain_rewards(reward_model, [prompt + text + stop for prompt, text in pairs])
-    print(found.parts[0].values, want)
-    assert found.parts[0].values == pytest.approx(want, abs=1e-5) and len(set(want)) == 5
+    values = [reward.parts[0].value for reward in found]
+    print(values, want)
+    assert values == pytest.approx(want, abs=1e-5) and len(set(want)) == 5
     assert found.totals == pytest.approx([2 * value for value in want], abs=1e-5)
 
 
@@ -538,12 +540,11 @@ def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
     term = {"type": "model", "path": str(reward_model)}
     both = [{**term, "name": "whole"}, {**term, "name": "reply", "strip_thinking": True}]
     with Rewards(settings(*both)) as rewards:
-        whole, reply = rewards(completions).parts
+        found = rewards(completions)
+    whole, reply = ([reward.parts[index].value for reward in found] for index in (0, 1))
     read = [*replies.values(), "", "Ye"]
-    assert reply.values == pytest.approx(plain_rewards(reward_model, [f"Say it. {text}" for text in read]), abs=1e-5)
-    assert whole.values[3] == reply.values[3] and all(
-        abs(a - b) > 1e-4 for a, b in zip(whole.values, reply.values, strict=True) if a != whole.values[3]
-    )
+    assert reply == pytest.approx(plain_rewards(reward_model, [f"Say it. {text}" for text in read]), abs=1e-5)
+    assert whole[3] == reply[3] and all(abs(a - b) > 1e-4 for a, b in zip(whole, reply, strict=True) if a != whole[3])
 
 
 def test_a_model_that_is_no_reward_model(scratch_model):

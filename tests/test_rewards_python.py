@@ -115,7 +115,7 @@ def test_no_answer_in_time_is_no_reward(module, caplog):
     assert (metrics["rewards/late/timeout"], metrics["rewards/left_out"]) == (2, 2)
     said = "my_slow_rewards:stuck_at_first gave no answer within 0.2 s: no reward for 2 completions"
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", said)]
-    assert after.parts[0].values == (2.0, 2.0) and after.metrics()["rewards/late/timeout"] == 0
+    assert [reward.parts[0].value for reward in after] == [2.0, 2.0] and after.metrics()["rewards/late/timeout"] == 0
 
 
 def test_exceptions_and_timeouts_are_tried_again(module, caplog):

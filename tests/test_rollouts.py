@@ -1,5 +1,6 @@
 """`rollouts.sqlite`: whole steps or none, whatever kills the writer; and what is read out of it."""
 
+import math
 import multiprocessing
 import os
 import random
@@ -19,17 +20,22 @@ from transformers import AutoTokenizer
 from benchmarks.sums import EXACT_SETTINGS, exact
 from posttrain import runner
 from posttrain.base.errors import RunError
+from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.cli.rollouts import token_shown
 from posttrain.config import PPOMethod, load
 from posttrain.inspection.regrade import _change, _completion
 from posttrain.losses import gae, normalized
 from posttrain.recipes import REGRADED, ppo
+from posttrain.rewards.compose import CompletionReward
+from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs import rollouts
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.receipt import step_receipt, token_texts
+from posttrain.runs.receipt import NOT_SAMPLED, TokenNumbers, step_receipt, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
-from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
+from posttrain.ui.address import Query
+from posttrain.ui.receipt import heat
 
 PROMPTS, EACH = 3, 4
 
@@ -220,6 +226,62 @@ def test_regraded_rewards_are_told_what_the_prompt_opened(tmp_path, shared, open
     found = _completion(prompt, one, tokenizer)
     assert (found.text, found.thinking, found.truncated, found.answer) == ("so </think> 2", opens, True, "2")
     assert not _completion(prompt, one, None).thinking
+
+
+def with_a_tools_output() -> SampledCompletion:
+    """Two sampled tokens, two of a tool, one sampled: `7 8 [50 51] 9`."""
+    mask = [True, True, False, False, True]
+    reward = CompletionReward(1.0)
+    return SampledCompletion(0, [7, 8, 50, 51, 9], [-0.1, -0.2, -0.3], "78!9", "stop", 0, reward, mask)
+
+
+def test_tokens_of_others_are_fed_but_not_trained():
+    """They are in the tree and in no target; R counts the others, so that each pack finds its tokens' numbers."""
+    plain = SampledCompletion(0, [4, 5], [-0.4, -0.5], "45", "length", 0, CompletionReward(0.0))
+    rollout = Rollout([Example((Node([1, 2]),), row=0)], [plain, with_a_tools_output()])
+    assert rollout.length_S.tolist() == [2, 3] and rollout.num_tokens == 5
+    assert rollout.sequence_R.tolist() == [0, 0, 1, 1, 1]
+    [part] = rollout.parts([1, 0], lambda examples: pack(examples, 99), 99)
+    assert part.pack.tokens_T.tolist() == [1, 2, 7, 8, 50, 51, 4] and part.pack.target_N.tolist() == [7, 8, 9, 4, 5]
+    assert part.pack.source_N.tolist() == [1, 2, 5, 1, 6] and part.completion_S.tolist() == [1, 0]
+    assert part.token_N.tolist() == [2, 3, 4, 0, 1]
+    assert rollout.sampler_R[part.token_N].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    split = rollout.parts([0, 1], lambda examples: pack(examples, 6), 6)
+    assert sorted(one.num_tokens for one in split) == [3, 6], "the tool's tokens count where packs are filled"
+    with pytest.raises(ValueError, match="2 log-probabilities for 3 trained tokens"):
+        replace(with_a_tools_output(), logprobs=[-0.1, -0.2])
+
+
+def test_tokens_of_others_are_stored_and_shown_as_such(tmp_path, capsys, monkeypatch):
+    """NaN in the file, no number on a page or in `why`, and no part in regrading."""
+    one = with_a_tools_output()
+    numbers = np.array([-0.1, -0.2, -0.3])
+    arrays = {"tokens": np.asarray(one.tokens), "sampler_logprobs": numbers, "old_logprobs": numbers}
+    arrays |= {"new_logprobs": numbers, "advantages": np.array([2.0, 2.0, 2.0]), "clipped": np.array([0, 1, 0])}
+    mask = np.asarray(one.trained)
+    stored = StoredRollout(0, 0, one.text, 1.0, 2.0, "stop", 0, {}, arrays, mask)
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    store.add(1, 0.0, [StoredPrompt(0, "q", [1, 2], {})], [stored])
+    store.close()
+    with StoredRun(tmp_path) as run:
+        [row] = run.rollouts(1)
+    nan = np.nan
+    np.testing.assert_allclose(row["advantages"], [2, 2, nan, nan, 2])
+    assert row["clipped"].tolist() == [0, 1, 0, 0, 0] and row["tokens"].tolist() == one.tokens
+    assert trained_tokens(row).tolist() == one.trained
+    assert of_trained(row)["tokens"].tolist() == [7, 8, 9] and of_trained(row)["advantages"].tolist() == [2, 2, 2]
+    shown = TokenNumbers.of(row)
+    wanted = [2 * (1 - math.exp(-0.1)), 0, 0, 0, 2 * (1 - math.exp(-0.3))]
+    assert shown.trained.tolist() == one.trained and shown.push.tolist() == pytest.approx(wanted)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("posttrain.inspection.regrade.tokenizer_of", lambda folder: None)
+    assert main(["why", str(tmp_path), "--step", "1", "--prompt", "0", "--rollout", "0"]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["2"] == ["2", "50", *["-"] * 6, "not", "sampled"]
+    assert lines["1"][:5] == ["1", "8", "+2.0000", "1.0000", "-0.2000"] and lines["1"][-1] == "clipped"
+    texts = [str(token) for token in one.tokens]
+    page = str(heat(texts, shown.push, True, shown, [0, 4], None, Query()))
+    assert page.count('class="other"') == 2 and page.count(NOT_SAMPLED) == 2
 
 
 SUMMARY = (

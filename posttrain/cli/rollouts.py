@@ -188,8 +188,10 @@ def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionRecei
     table.padding = (0, 1, 0, 0)  # all numbers of most runs fit into 80 columns
     for at, text in enumerate(token_texts(completion.tokens.tolist(), decoder, group.tokens.tolist())):
         values = [f"{values[at]:{'' if name in UNSIGNED else '+'}.4f}" for name, values in columns.items()]
-        clipped = "clipped" if numbers.clipped[at] else ""
-        table.add_row(str(at), Text(token_shown(text)), *values, f"{numbers.push[at]:+.4f}", clipped)
+        push, note = f"{numbers.push[at]:+.4f}", "clipped" if numbers.clipped[at] else ""
+        if not numbers.trained[at]:
+            values, push, note = ["-"] * len(columns), "-", "not sampled"
+        table.add_row(str(at), Text(token_shown(text)), *values, push, note)
     return table
 
 

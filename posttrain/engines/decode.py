@@ -33,7 +33,10 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class State:
-    """The tensors that a step reads and writes, on the device. The first rows are the live completions."""
+    """The tensors that a step reads and writes, on the device. The first rows are the live completions.
+
+    R rows, G groups (prompts), M members of a group, L tokens of a completion.
+    """
 
     token_R: Tensor  # the last sampled token, the next input
     count_R: Tensor  # tokens sampled so far

@@ -16,7 +16,7 @@ from posttrain.recipes import REGRADED
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.runs.inputs import run_settings
-from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.stored_rollouts import StoredRun, of_trained
 
 SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0", "same sign"
 
@@ -74,7 +74,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
             prompts, rows = stored.prompts(number), stored.rollouts(number)
             graded = rewards([_completion(prompts[row["prompt_index"]], row, tokenizer) for row in rows]).totals
             usable = [
-                (row, new)
+                (of_trained(row), new)
                 for row, new in zip(rows, graded, strict=True)
                 if row["reward"] is not None and new is not None
             ]

@@ -186,14 +186,14 @@ def rewarded(
             for text, completion in zip(texts[prompt.row], sampled[prompt.row], strict=True)
         ]
     )
-    found, start = [], 0
+    found, rest = [], iter(result)
     for prompt in prompts:
-        places = range(start, start := start + len(sampled[prompt.row]))
+        group = list(itertools.islice(rest, len(sampled[prompt.row])))
         sums = [
-            " + ".join(f"{part.weight:g} x {shown_number(part.values[place])} ({part.name})" for part in result.parts)
-            for place in places
+            " + ".join(f"{part.weight:g} x {shown_number(part.value)} ({part.name})" for part in reward.parts)
+            for reward in group
         ]
-        totals = [result.totals[place] for place in places]
+        totals = [reward.total for reward in group]
         found.append(SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], totals, sums))
     return found
 

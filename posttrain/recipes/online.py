@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack, sum_segments
 from posttrain.data import Dataset, Prepared
-from posttrain.engines import Completion
 from posttrain.optim.update import Batch, Objective
-from posttrain.rewards.compose import Rewarded
-from posttrain.rollout import Rollout, RolloutPack, Sampler
+from posttrain.rewards.compose import CompletionReward
+from posttrain.rollout import Rollout, RolloutPack, SampledCompletion, Sampler
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.training.checks import Alarms, check_sampler
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
@@ -38,7 +37,7 @@ def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list
 
 
 class Step:
-    """A rollout with the numbers that its updates need, in the rollout's order on the device (R)."""
+    """A rollout with the numbers that its updates need: of its trained tokens, on the device (R)."""
 
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
@@ -120,22 +119,23 @@ class Step:
         flat = self.per_token()
         split = {name: None if values is None else values.cpu().split(tokens) for name, values in flat.items()}
         made = []
-        for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True)):
+        for index, completion in enumerate(rollout.completions):
             names = split if index in kept else PENALISED if index in penalised else ("sampler_logprobs",)
             inside = {name: split[name] for name in names}
             arrays = {name: None if values is None else values[index].numpy() for name, values in inside.items()}
             advantages = arrays.get("advantages")
             made.append(
                 StoredRollout(
-                    prompt_index=group,
-                    rollout_index=index - int((rollout.group_S < group).sum()),
-                    completion=rollout.texts[index],
-                    reward=rollout.rewarded.totals[index],
+                    prompt_index=completion.group,
+                    rollout_index=index - int((rollout.group_S < completion.group).sum()),
+                    completion=completion.text,
+                    reward=completion.reward.total,
                     advantage=None if advantages is None else float(advantages.mean()),
                     finish_reason=completion.finish_reason,
                     version=completion.version,
-                    parts=parts_of(rollout, index),
+                    parts=parts_of(completion.reward),
                     arrays=arrays | {"tokens": np.asarray(completion.tokens)},
+                    trained=None if completion.trained is None else np.asarray(completion.trained),
                 )
             )
         prompts = [
@@ -224,9 +224,11 @@ def sampled_prompts(
 def given_completions(prompts: Sequence[Example]) -> Rollout:
     """The data's completions of prompts, as a rollout without rewards."""
     leaves = [np.asarray(leaf.tokens).tolist() for prompt in prompts for leaf in prompt.trees[0].children]
-    completions = tuple(Completion(tokens, [0.0] * len(tokens), "stop", version=0) for tokens in leaves)
-    without = Rewarded((None,) * len(leaves), ())
-    return Rollout(prompts, completions, ("",) * len(leaves), without, torch.arange(len(leaves)))
+    completions = [
+        SampledCompletion(group, tokens, [0.0] * len(tokens), "", "stop", 0, CompletionReward())
+        for group, tokens in enumerate(leaves)
+    ]
+    return Rollout(prompts, completions)
 
 
 def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:

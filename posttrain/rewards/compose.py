@@ -1,14 +1,14 @@
 """Several rewards with weights: every part is kept, and a completion without a verdict has no reward.
 
 with Rewards(settings, tags=data.tags) as rewards:
-    rewarded = rewards(completions)          # rewarded.totals, rewarded.parts, rewarded.metrics()
+    rewarded = rewards(completions)          # rewarded.totals, rewarded[0].parts, rewarded.metrics()
 """
 
 import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from posttrain.base.errors import RewardError
@@ -58,56 +58,40 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward of every completion, unweighted. None: not applicable according to a function, or no verdict."""
+    """One reward of a completion, unweighted. A value of None: a function says it does not apply, or no verdict."""
 
     name: str
     weight: float
-    values: tuple[float | None, ...]
-    grades: tuple[Grade, ...] | None = None  # of rules and judges
-    overdue: tuple[bool, ...] | None = None  # for functions with a deadline: which calls exceeded it
+    value: float | None
+    grade: Grade | None = None  # of rules and judges
+    overdue: bool | None = None  # whether the call exceeded its deadline; None: a reward without one
     may_not_apply: bool = False  # a user's function, which may return None
 
-    def counts(self, row: int) -> bool:
+    @property
+    def counts(self) -> bool:
         """Whether it has a verdict: False after a missed deadline or for a grade without one. Not applicable counts."""
-        if self.overdue is not None and self.overdue[row]:
-            return False
-        return self.grades is None or self.grades[row].counts
-
-    def metrics(self) -> dict[str, float]:
-        """Mean and standard deviation; for a rule the number of each verdict, and the shares of its parts; for a judge
-        the number of each failure, and its costs; for a function, to how many completions it does not apply."""
-        values = [value for value in self.values if value is not None]
-        found = _moments(f"rewards/{self.name}", values)
-        if self.may_not_apply:
-            without = len(self.values) - len(values) - sum(self.overdue or ())
-            found[f"rewards/{self.name}/not_applicable"] = float(without)
-        if self.overdue is not None:
-            found[f"rewards/{self.name}/timeout"] = float(sum(self.overdue))
-        if self.grades is None:
-            return found
-        counts = Counter(grade.verdict for grade in self.grades)
-        judged = [grade for grade in self.grades if isinstance(grade, Judged)]
-        if judged:
-            costs = {name: sum(getattr(one, name) for one in judged) for name in COSTS}
-            numbers = {verdict: counts[verdict] for verdict in sorted(NON_VERDICTS)} | costs
-            return found | {f"rewards/{self.name}/{name}": float(number) for name, number in numbers.items()}
-        found |= {f"rewards/{self.name}/{verdict}": float(counts[verdict]) for verdict in VERDICTS}
-        classes = Counter(grade.format_and_answer for grade in self.grades if grade.counts and grade.parts)
-        for name in ("00", "01", "10", "11") if classes else ():
-            found[f"rewards/{self.name}/{name}"] = classes[name] / classes.total()
-        return found
+        return not self.overdue and (self.grade is None or self.grade.counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Rewarded:
-    """The weighted sum for each completion and its parts. A total of None is no reward: drop this completion."""
+class CompletionReward:
+    """The weighted sum of a completion's rewards, and its parts. A total of None is no reward: drop this completion."""
 
-    totals: tuple[float | None, ...]
-    parts: tuple[RewardPart, ...]
+    total: float | None = None
+    parts: tuple[RewardPart, ...] = ()
 
-    def lacks_verdict(self, row: int) -> bool:
-        """Whether a completion has no reward because a verdict is missing, and not because no reward applies to it."""
-        return self.totals[row] is None and not all(part.counts(row) for part in self.parts if part.weight)
+    @property
+    def lacks_verdict(self) -> bool:
+        """Whether there is no reward because a verdict is missing, and not because no reward applies."""
+        return self.total is None and not all(part.counts for part in self.parts if part.weight)
+
+
+class Rewarded(tuple[CompletionReward, ...]):
+    """The rewards of several completions, in their order."""
+
+    @property
+    def totals(self) -> tuple[float | None, ...]:
+        return tuple(reward.total for reward in self)
 
     def metrics(self) -> dict[str, float]:
         """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
@@ -116,34 +100,48 @@ class Rewarded:
         `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11. Empty
         without rewards.
         """
-        if not self.parts:
+        columns = list(zip(*(reward.parts for reward in self), strict=True))
+        if not columns:
             return {}
         totals = [total for total in self.totals if total is not None]
         moments = _moments("reward", totals)
         found = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
-        found["rewards/left_out"] = float(len(self.totals) - len(totals))
-        if any(part.may_not_apply for part in self.parts):
-            rows = [row for row, total in enumerate(self.totals) if total is None and not self.lacks_verdict(row)]
+        found["rewards/left_out"] = float(len(self) - len(totals))
+        if any(parts[0].may_not_apply for parts in columns):
+            rows = [reward for reward in self if reward.total is None and not reward.lacks_verdict]
             found["rewards/not_applicable"] = float(len(rows))
-        for part in self.parts:
-            found |= part.metrics()
+        for parts in columns:
+            found |= _metrics_of(parts)
         return found
 
 
-def picked(calls: Sequence[Rewarded], places: Sequence[tuple[int, int]]) -> Rewarded:
-    """The rewards of a selection from several calls: (number of the call, index in it) for each completion."""
-    filled = [number for number, one in enumerate(calls) if one.totals]
-    numbers = {number: place for place, number in enumerate(filled)}
-    among = [(numbers[number], at) for number, at in places]
-    parts = tuple(_part_of(same, among) for same in zip(*(calls[number].parts for number in filled), strict=True))
-    return Rewarded(tuple(calls[number].totals[at] for number, at in places), parts)
+def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
+    """The metrics of one reward of all completions.
 
-
-def _part_of(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> RewardPart:
-    grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
-    overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
-    values = tuple(parts[which].values[at] for which, at in places)
-    return replace(parts[0], values=values, grades=grades, overdue=overdue)
+    Mean and standard deviation; for a rule the number of each verdict, and the shares of its parts; for a judge the
+    number of each failure, and its costs; for a function, to how many completions it does not apply.
+    """
+    values = [part.value for part in parts if part.value is not None]
+    grades = [part.grade for part in parts if part.grade is not None]
+    first, late = parts[0], sum(bool(part.overdue) for part in parts)
+    found = _moments(f"rewards/{first.name}", values)
+    if first.may_not_apply:
+        found[f"rewards/{first.name}/not_applicable"] = float(len(parts) - len(values) - late)
+    if first.overdue is not None:
+        found[f"rewards/{first.name}/timeout"] = float(late)
+    if not grades:
+        return found
+    counts = Counter(grade.verdict for grade in grades)
+    judged = [grade for grade in grades if isinstance(grade, Judged)]
+    if judged:
+        costs = {name: sum(getattr(one, name) for one in judged) for name in COSTS}
+        numbers = {verdict: counts[verdict] for verdict in sorted(NON_VERDICTS)} | costs
+        return found | {f"rewards/{first.name}/{name}": float(number) for name, number in numbers.items()}
+    found |= {f"rewards/{first.name}/{verdict}": float(counts[verdict]) for verdict in VERDICTS}
+    classes = Counter(grade.format_and_answer for grade in grades if grade.counts and grade.parts)
+    for name in ("00", "01", "10", "11") if classes else ():
+        found[f"rewards/{first.name}/{name}"] = classes[name] / classes.total()
+    return found
 
 
 class Rewards:
@@ -220,24 +218,33 @@ class Rewards:
             if isinstance(term, JudgeReward)
         }
         values = {name: function(completions) for name, function in self._functions.items()}
-        overdue: dict[str, tuple[bool, ...]] = {}
+        overdue: dict[str, bool] = {}
         for name, function in self._python.items():
-            values[name], late = _asked(function, completions)
+            values[name], late = _called(function, completions)
             if function.timeout is not None:
-                overdue[name] = (late,) * len(completions)
-        parts = []
+                overdue[name] = late
+        columns = []
         for term in self.settings:
             name, grades = term_name(term), None
             if name in pending and self._pool is not None:
-                grades = tuple(self._pool.collect(pending[name]))
+                grades = self._pool.collect(pending[name])
             elif name in asked:
-                grades = tuple(self._judges[name].finish(asked[name]))
+                grades = self._judges[name].finish(asked[name])
             if grades is not None:
-                values[name] = [grade.score for grade in grades]
-            is_function = isinstance(term, PythonReward)
-            parts.append(RewardPart(name, term.weight, tuple(values[name]), grades, overdue.get(name), is_function))
+                columns.append([RewardPart(name, term.weight, grade.score, grade) for grade in grades])
+                continue
+            late, is_function = overdue.get(name), isinstance(term, PythonReward)
+            columns.append([RewardPart(name, term.weight, value, None, late, is_function) for value in values[name]])
+        rows = zip(*columns, strict=True) if columns else [()] * len(completions)
+        return Rewarded(CompletionReward(self._total(parts), parts) for parts in rows)
+
+    def _total(self, parts: Sequence[RewardPart]) -> float | None:
+        """The weighted sum; None if one of the parts has no verdict, or none applies."""
         summed = [part for part in parts if part.weight or self._zeros_count]
-        return Rewarded(tuple(_total(summed, row) for row in range(len(completions))), tuple(parts))
+        if not all(part.counts for part in summed):
+            return None
+        applicable = [(part.weight, part.value) for part in summed if part.value is not None]
+        return sum(weight * value for weight, value in applicable) if applicable else None
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
         """Whether `format` and `answer` of each completion are right, None without a verdict.
@@ -245,10 +252,10 @@ class Rewards:
         Each comes from the first rule that grades it; without such a rule it is missing.
         """
         found: dict[str, list[bool | None]] = {}
-        for term, part in zip(self.settings, rewarded.parts, strict=True):
-            grades = (part.grades or ()) if isinstance(term, RuleReward) else ()
+        for place, term in enumerate(self.settings):
+            grades = [grade for one in rewarded if (grade := one.parts[place].grade) is not None]
             first = next((grade for grade in grades if grade.counts), None)
-            if first is None:
+            if first is None or not isinstance(term, RuleReward):
                 continue
             names = ("format", "answer") if "format" in first.parts else ("answer",)
             for name in names if term.type in NEEDS_ANSWER else ("format",):
@@ -289,7 +296,7 @@ Function = Callable[[Sequence[RewardInput]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
 
 
-def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tuple[Sequence[float | None], bool]:
+def _called(function: RewardFunction, completions: Sequence[RewardInput]) -> tuple[Sequence[float | None], bool]:
     """The values of a user's function for the completions, and whether it exceeded its deadline."""
     try:
         return function(_columns(completions)), False
@@ -340,14 +347,6 @@ def _reply(completion: RewardInput) -> str:
 def _judge_input(term: JudgeReward, completion: RewardInput) -> JudgeInput:
     text = _reply(completion) if term.strip_thinking else completion.text
     return JudgeInput(completion.prompt, text, completion.answer)
-
-
-def _total(parts: Sequence[RewardPart], row: int) -> float | None:
-    """The weighted sum; None if one of them has no verdict on this completion, or none applies."""
-    if not all(part.counts(row) for part in parts):
-        return None
-    applicable = [(part.weight, value) for part in parts if (value := part.values[row]) is not None]
-    return sum(weight * value for weight, value in applicable) if applicable else None
 
 
 def _moments(name: str, values: Sequence[float]) -> dict[str, float]:

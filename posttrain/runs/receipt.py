@@ -22,7 +22,7 @@ import numpy as np
 from posttrain.base.errors import RunError
 from posttrain.base.pieces import Decoder, pieces
 from posttrain.runs.checkpoint import list_checkpoints
-from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
 from posttrain.runs.summary import RunSummary
 
 # Label -> array of the file. Log-probabilities are in nats: of the engine, of the policy before and after the step.
@@ -31,6 +31,7 @@ STORED = {
     "entropy": "entropies", "value": "old_values", "return": "returns",
 }  # fmt: skip
 LONGEST = 64 << 20  # bytes of a tokenizer.json
+NOT_SAMPLED = "not sampled: a tool's output or another speaker's turn"
 _loading = threading.Lock()
 
 
@@ -38,9 +39,11 @@ _loading = threading.Lock()
 class TokenNumbers:
     """Numbers of the tokens of a completion. None: the method, or the version that wrote the file, has no such number.
 
-    `push` is 0 and `clipped` False where there is none.
+    `push` is 0 and `clipped` False where there is none. A token that is not `trained`, of others such as a tool's output,
+    was not sampled: its other numbers are 0.
     """
 
+    trained: np.ndarray  # bool
     push: np.ndarray
     clipped: np.ndarray  # bool
     advantage: np.ndarray | None
@@ -52,11 +55,13 @@ class TokenNumbers:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> TokenNumbers:
         """From a row of `StoredRun.rollouts`."""
-        count = len(row["tokens"])
+        count, trained = len(row["tokens"]), trained_tokens(row)
 
         def array(name: str) -> np.ndarray | None:
             values = row.get(name)
-            return None if values is None or len(values) != count else np.asarray(values, dtype=np.float64)
+            if values is None or len(values) != count:
+                return None
+            return np.where(trained, np.asarray(values, dtype=np.float64), 0.0)
 
         stored = {label: values for label, name in STORED.items() if (values := array(name)) is not None}
         new, old, sampler, reference = (stored.get(label) for label in ("new", "old", "sampler", "ref"))
@@ -66,6 +71,7 @@ class TokenNumbers:
         uncertain = 1.0 if new is None else 1 - np.exp(np.minimum(new, 0))
         pushed = zeros if advantage is None else advantage * (1.0 if ratio is None else ratio) * uncertain
         return cls(
+            trained=trained,
             push=np.where(clipped, 0.0, np.nan_to_num(pushed)),
             clipped=clipped,
             advantage=advantage,

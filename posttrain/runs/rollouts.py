@@ -5,7 +5,9 @@ waits until the steps before it are on disk, and a resumed run first deletes the
 lost or stored twice. If a step cannot be written, the run ends and saves the step in its checkpoint, and the resumed
 run writes it. When the file reaches its size limit the oldest steps are deleted.
 
-Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion.
+Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion, as long as
+its tokens. A token of others, such as a tool's output, was not sampled and is not trained: its numbers are NaN, its
+flags 0.
 """
 
 import json
@@ -71,7 +73,10 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A completion of a step; `parts` has each reward's value and, for rules, the verdict. Arrays are per token."""
+    """A completion of a step; `parts` has each reward's value and, for rules, the verdict.
+
+    Of `arrays`, `tokens` has every token, the others a number for each trained token.
+    """
 
     prompt_index: int
     rollout_index: int
@@ -82,6 +87,16 @@ class StoredRollout:
     version: int
     parts: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray | None]
+    trained: np.ndarray | None = None  # which tokens are trained, bool; None: all
+
+    def array(self, name: str) -> np.ndarray | None:
+        """The array with a number for each token: NaN, or 0 for a flag, for one that is not trained."""
+        values = self.arrays.get(name)
+        if values is None or self.trained is None or name == "tokens":
+            return values
+        spread = np.zeros(len(self.trained), bool) if name in TOKENS else np.full(len(self.trained), np.nan)
+        spread[self.trained] = values
+        return spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +258,7 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
     rollouts = [
         (
             write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
-            r.version, _json(r.parts), *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
+            r.version, _json(r.parts), *(_blob(name, r.array(name)) for name in ARRAYS),
         )
         for r in write.rollouts
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class StoredRun:
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
         """The completions of a step, or of one of its prompts; per-token columns as arrays.
 
-        An array is None if the method does not have it, or if the file is of an earlier version.
+        An array is None if the method does not have it, or if the file is of an earlier version. Not every token need
+        be trained (`trained_tokens`).
         """
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
@@ -139,6 +140,25 @@ class StoredRun:
             "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
             "FROM rollouts GROUP BY step ORDER BY step"
         )
+
+
+def trained_tokens(row: Mapping[str, Any]) -> np.ndarray:
+    """Which tokens of a row of `StoredRun.rollouts` are trained, bool. Those of others have no log-probability: NaN."""
+    logprobs = row.get("sampler_logprobs")
+    if logprobs is None or len(logprobs) != len(row["tokens"]):
+        return np.ones(len(row["tokens"]), bool)
+    return ~np.isnan(logprobs)
+
+
+def of_trained(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `StoredRun.rollouts` with the trained tokens and their numbers alone. Raises RunError if damaged."""
+    trained = trained_tokens(row)
+    if trained.all():
+        return {**row}
+    arrays = {name: row[name] for name in ARRAYS if row[name] is not None}
+    if any(len(values) != len(trained) for values in arrays.values()):
+        raise RunError(f"{NAME}: completion {row['rollout_index']} of prompt {row['prompt_index']} is damaged")
+    return {**row, **{name: values[trained] for name, values in arrays.items()}}
 
 
 def read_only(path: Path) -> sqlite3.Connection:

@@ -25,7 +25,7 @@ from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
-from posttrain.rewards.compose import Rewards
+from posttrain.rewards.compose import CompletionReward, Rewards
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.runs.checkpoint import saved_step
@@ -187,9 +187,9 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
     end = THINK_END if "r1_zero" in kinds else config.data.tags.reasoning_end if tagged else None
     if end is None:
         return {}
-    texts = [text.partition(end)[0].strip() for text in rollout.texts if end in text]
+    texts = [one.text.partition(end)[0].strip() for one in rollout.completions if end in one.text]
     tokens = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
-    found = {"reasoning_share": len(tokens) / len(rollout.texts)}
+    found = {"reasoning_share": len(tokens) / len(rollout.completions)}
     if not tokens:
         return found
     if config.behavior_version < 2:
@@ -198,17 +198,15 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
     return found | {"reasoning_length": fmean(characters), "reasoning_tokens": fmean(tokens)}
 
 
-def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
-    """Each reward of a completion: its value and weight, and for rules the verdict with its reason."""
+def parts_of(reward: CompletionReward) -> dict[str, dict[str, object]]:
+    """The parts of a reward by name: value and weight, and for rules the verdict with its reason."""
     found: dict[str, dict[str, object]] = {}
-    for part in rollout.rewarded.parts:
-        one: dict[str, object] = {"value": part.values[index], "weight": part.weight}
-        if part.grades is not None:
-            grade = part.grades[index]
-            one |= {"verdict": grade.verdict, "extracted": grade.extracted, "reason": grade.reason}
-        elif not part.counts(index):
-            one["verdict"] = "timeout"
-        found[part.name] = one
+    for part in reward.parts:
+        facts = found[part.name] = {"value": part.value, "weight": part.weight}
+        if part.grade is not None:
+            facts |= {"verdict": part.grade.verdict, "extracted": part.grade.extracted, "reason": part.grade.reason}
+        elif not part.counts:
+            facts["verdict"] = "timeout"
     return found
 
 
@@ -222,15 +220,15 @@ def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
     """The completions of an evaluation, for the rollout store."""
     return [
         StoredEvaluation(
-            rollout.prompts[group].row,
-            as_text(rollout.prompts[group]),
-            rollout.texts[index],
-            rollout.rewarded.totals[index],
+            rollout.prompts[completion.group].row,
+            as_text(rollout.prompts[completion.group]),
+            completion.text,
+            completion.reward.total,
             completion.finish_reason,
-            parts_of(rollout, index),
+            parts_of(completion.reward),
             completion.tokens,
         )
-        for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True))
+        for completion in rollout.completions
     ]
 
 

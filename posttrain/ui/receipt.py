@@ -7,6 +7,7 @@ import numpy as np
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.receipt import (
+    NOT_SAMPLED,
     CompletionReceipt,
     GroupReceipt,
     StoredPart,
@@ -111,8 +112,8 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
             el("dl", *cards, class_="cards"),
             el("details", _prompt_title(group), el("pre", group.text)),
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
-            heat(texts, colours[colouring], COLOURINGS[colouring], numbers.clipped, pushed, chosen, query),
-            _legend(colouring, colours[colouring], COLOURINGS[colouring]),
+            heat(texts, colours[colouring], COLOURINGS[colouring], numbers, pushed, chosen, query),
+            _legend(colouring, colours[colouring], COLOURINGS[colouring], numbers),
             _responsible(completion, texts, pushed, chosen, query),
         ]
     )
@@ -122,7 +123,7 @@ def heat(
     texts: Sequence[str],
     values: np.ndarray,
     signed_: bool,
-    clipped: np.ndarray,
+    numbers: TokenNumbers,
     pushed: Sequence[int],
     chosen: int | None,
     query: Query,
@@ -136,15 +137,17 @@ def heat(
         level = round(6 * min(1.0, abs(value) / largest)) if np.isfinite(value) else 0
         looks = [f"h{level}"] if level else []
         looks += ["down"] if signed_ and value < 0 else []
-        looks += ["clipped"] if clipped[at] else []
+        looks += ["clipped"] if numbers.clipped[at] else []
+        looks += [] if numbers.trained[at] else ["other"]
         looks += ["most"] if at in most else []
         looks += ["chosen"] if at == chosen else []
+        written = f"{value:+.4g}" if signed_ else f"{value:.4g}"
         parts.append(
             link(
                 _written(texts[at]),
                 query.but(PATH, token=at),
                 class_=" ".join(looks) or None,
-                title=f"{at}: {value:+.4g}" if signed_ else f"{at}: {value:.4g}",
+                title=f"{at}: {written if numbers.trained[at] else NOT_SAMPLED}",
                 tabindex=None if at in most else "-1",
             )
         )
@@ -163,11 +166,12 @@ def _written(said: str) -> str:
     return said.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
-def _legend(name: str, values: np.ndarray, signed_: bool) -> Markup:
-    finite = values[np.isfinite(values)]
+def _legend(name: str, values: np.ndarray, signed_: bool, numbers: TokenNumbers) -> Markup:
+    finite = values[np.isfinite(values) & numbers.trained]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     middle = f"{name}: from {low:.4g} to {high:.4g}"
     keys = ["blue above 0, orange below" if signed_ else "stronger is larger", "struck out: clipped"]
+    keys += [] if numbers.trained.all() else [f"grey: {NOT_SAMPLED}"]
     return el("p", f"{middle}; {'; '.join(keys)}; underlined: the largest pushes.", class_="quiet")
 
 
@@ -180,8 +184,10 @@ def _responsible(
         values = {name: float(each[at]) for name, each in columns.items()}
         cells = [signed(value) if name == "advantage" else number(value) for name, value in values.items()]
         label = link(_written(texts[at]), query.but(PATH, token=at), class_="token")
-        clipped = "clipped" if numbers.clipped[at] else ""
-        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), completion.push), *cells, clipped])
+        note = "clipped" if numbers.clipped[at] else ""
+        if not numbers.trained[at]:
+            cells, note = ["–"] * len(columns), NOT_SAMPLED
+        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), completion.push), *cells, note])
     if not rows:
         return message("This completion has no tokens.")
     header = ["", "token", "share of the push", *columns, ""]

@@ -13,12 +13,11 @@ from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.data import Prepared
-from posttrain.engines import Completion
 from posttrain.inspection.losslab.weights import finished_steps
-from posttrain.rewards.compose import Rewarded
-from posttrain.rollout import Rollout
+from posttrain.rewards.compose import CompletionReward
+from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.folder import read_facts
-from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.training.job import Job, data_of
 from posttrain.training.schedule import epoch_order, place_of
 
@@ -46,14 +45,20 @@ def stored_step(folder: Path, step: int) -> StoredStep:
         prompts, rows = stored.prompts(step), stored.rollouts(step)
     _check(folder, step, prompts, rows)
     examples = [Example((Node(one["tokens"]),), row=one["row"], facts=one["facts"]) for one in prompts]
-    completions = tuple(
-        Completion(row["tokens"].tolist(), row["sampler_logprobs"].tolist(), row["finish_reason"], row["version"])
+    completions = [
+        SampledCompletion(
+            row["prompt_index"],
+            row["tokens"].tolist(),
+            of_trained(row)["sampler_logprobs"].tolist(),
+            row["completion"],
+            row["finish_reason"],
+            row["version"],
+            CompletionReward(row["reward"]),
+            trained_tokens(row).tolist(),
+        )
         for row in rows
-    )
-    rewarded = Rewarded(tuple(row["reward"] for row in rows), ())
-    group_S = torch.tensor([row["prompt_index"] for row in rows])
-    rollout = Rollout(examples, completions, tuple(row["completion"] for row in rows), rewarded, group_S)
-    return StoredStep(rollout, _flat(rows, "old_logprobs"), _flat(rows, "new_logprobs"))
+    ]
+    return StoredStep(Rollout(examples, completions), _flat(rows, "old_logprobs"), _flat(rows, "new_logprobs"))
 
 
 def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -70,7 +75,7 @@ def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: 
 
 
 def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    each = [row["sampler_logprobs"] if row[name] is None else row[name] for row in rows]
+    each = [row["sampler_logprobs"] if row[name] is None else row[name] for row in map(of_trained, rows)]
     return torch.from_numpy(np.concatenate(each).astype(np.float32))
 
 
