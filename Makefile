@@ -5,7 +5,7 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench learn gpu wheel wheels clean
+.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench house learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -170,6 +170,10 @@ build/go:
 # The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
 build/trl-1.12: .venv/.installed-dev
 	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.12.0
+
+# Lines, files, modules and functions of the package, and the files that a row and an answer go through.
+house: .venv/.installed-dev
+	$(BIN)/python -m benchmarks.house --files
 
 learn: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.learn
