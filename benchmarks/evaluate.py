@@ -30,9 +30,8 @@ from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.evaluation.answering import Generated, ask
 from posttrain.evaluation.evaluate import Options, evaluate_recorded
 from posttrain.evaluation.items import load_items
-from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, read_answers, write_files
-from posttrain.evaluation.running import run
+from posttrain.evaluation.running import Judge, run
 from posttrain.evaluation.suite import find_suite, with_settings
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.files import save_json, save_rows

@@ -25,8 +25,7 @@ from posttrain.config import DataConfig, ModelConfig
 from posttrain.data import prepare
 from posttrain.losses import global_mean, nll
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import Objective, update
+from posttrain.optim.update import AdamW, Objective, update
 from posttrain.scoring import Scorer
 
 ANIMALS = ["cat", "dog", "bird", "fish", "frog", "bear", "duck", "mouse", "horse", "rabbit", "fox", "pig"]

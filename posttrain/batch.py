@@ -9,7 +9,7 @@ Shape letters, used as suffixes on tensors everywhere:
     R  trained tokens of a rollout, completion after completion: a pack's N are some of them
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
 
-(Engines have letters of their own: posttrain/engines/decode.py.)
+(Engines have letters of their own: posttrain/engines/cache.py.)
 
 A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
 prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector says
@@ -19,6 +19,8 @@ which keys a query sees:
 
 A prompt token's `end` is the end of its whole tree, a completion token's the end of that completion, so `end_T` alone
 says causality, document boundaries and prompt sharing, for trees of any depth.
+
+Which pack an example goes into (`fewest`, `equal`): those with the same root share its tokens where they share a pack.
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from posttrain.bins import Items, equal, fewest
 
 HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
 
@@ -345,3 +345,62 @@ def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
     if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # on a GPU the check would wait for it
         raise ValueError(f"lengths add up to {int(length_S.sum())}, but there are {len(value_N)} values")
     return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # unchecked: no wait for a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Examples as numbers: their tokens, what they may share, and how many tokens that is."""
+
+    lengths: Sequence[int]
+    roots: Sequence[Hashable]
+    shared: Sequence[int]
+
+
+# The examples of each pack by their root, and its free tokens.
+Bins = tuple[list[dict[Hashable, list[int]]], list[int]]
+
+
+def fewest(items: Items, tokens: int) -> Bins:
+    """The longest example first, each into the first pack of `tokens` that has its root, else the first with room, else
+    a new one."""
+    return _filled(items, tokens, 0, keep_roots=False)
+
+
+def equal(items: Items, tokens: int, ranks: int) -> Bins:
+    """As many packs, or up to a multiple of `ranks`, equally full."""
+    count = -(-len(fewest(items, tokens)[0]) // ranks) * ranks
+    ways = [_filled(items, tokens, count, keep_roots) for keep_roots in (True, False)]
+    # The way of as many packs whose fullest is the emptiest.
+    return max(ways, key=lambda way: (-max(len(way[0]), count), min(way[1], default=0)))
+
+
+def _filled(items: Items, tokens: int, count: int, keep_roots: bool) -> Bins:
+    """With a `count`, that many packs are there from the start, and each example goes into the emptiest. With
+    `keep_roots` so do all examples of one root, those that take the most tokens together first."""
+    order = [(-length, index) for index, length in enumerate(items.lengths)]
+    if keep_roots:
+        first: dict[Hashable, int] = {}
+        size: dict[Hashable, int] = {}
+        for index, (length, root, shared) in enumerate(zip(items.lengths, items.roots, items.shared, strict=True)):
+            first.setdefault(root, index)
+            size[root] = size.get(root, shared) + length - shared
+        order = [(-size[root], first[root], *key) for root, key in zip(items.roots, order, strict=True)]
+    bins: list[dict[Hashable, list[int]]] = [{} for _ in range(count)]
+    room = [tokens] * count
+    for index in sorted(range(len(order)), key=order.__getitem__):
+        length, root = items.lengths[index], items.roots[index]
+        needed = [length - items.shared[index] * (root in held) for held in bins]
+        fitting = [b for b, free in enumerate(room) if needed[b] <= free]
+        if not fitting:
+            b = len(bins)
+            bins.append({})
+            room.append(tokens)
+            needed.append(length)
+        elif count:
+            b = max(fitting, key=lambda b: (keep_roots and root in bins[b], room[b] - needed[b]))
+        else:
+            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
+        bins[b].setdefault(root, []).append(index)
+        room[b] -= needed[b]
+    used = [b for b, held in enumerate(bins) if held]
+    return [bins[b] for b in used], [room[b] for b in used]

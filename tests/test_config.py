@@ -25,7 +25,7 @@ from posttrain.config.reading.fields import all_settings, choices
 from posttrain.config.render import EXAMPLES
 from posttrain.config.schema.base import is_name
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
-from posttrain.training.resume import as_started
+from posttrain.training.state import as_started
 
 ROOT = Path(__file__).parent.parent / "posttrain"
 ONLINE = "data: {source: x}\nrewards: [{type: math}]\n"

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer, Qwen3Config
 from posttrain.base.errors import VitalSignError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
-from posttrain.engines.cache import Cache
+from posttrain.engines.cache import Cache, Room, cache_tokens, token_bytes
 from posttrain.engines.decode import Shape
 from posttrain.engines.graphs import Recordings, StaticStepper
-from posttrain.engines.room import Room, cache_tokens, token_bytes
 from posttrain.engines.sampling import sample_tokens
 from posttrain.models.load import load_model
 from posttrain.models.matmul import float32_product
@@ -51,7 +50,7 @@ def test_prompts_and_completions_have_one_budget():
 @pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_budget_changes_no_token(monkeypatch, static):
     """From room for all to room for one completion at a time, groups divided; and the budget is kept."""
-    monkeypatch.setattr("posttrain.engines.room.COLUMNS", 8)
+    monkeypatch.setattr("posttrain.engines.cache.COLUMNS", 8)
     policy, prompts = policy_of("qwen3"), PROMPTS * 3
     rooms = []
     monkeypatch.setattr(Cache, "__init__", noting(Cache.__init__, rooms))
@@ -81,7 +80,7 @@ def noting(method, made: list):
 @pytest.mark.parametrize("budget", [None, 900])
 def test_a_resumed_run_has_the_same_shapes(monkeypatch, budget):
     """Shapes are those of the call, whatever earlier calls have sampled."""
-    monkeypatch.setattr("posttrain.engines.room.COLUMNS", 16)
+    monkeypatch.setattr("posttrain.engines.cache.COLUMNS", 16)
     policy, shapes = policy_of("qwen3"), []
     step = StaticStepper.step
     monkeypatch.setattr(

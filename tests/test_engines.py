@@ -27,8 +27,7 @@ from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
 from posttrain.engines.attention import Decoding
-from posttrain.engines.cache import Cache
-from posttrain.engines.room import Room
+from posttrain.engines.cache import Cache, Room
 from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.lean import lean
@@ -227,10 +226,10 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
             caches.append(self)
 
     monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 4)
-    monkeypatch.setattr("posttrain.engines.room.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("posttrain.engines.cache.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("posttrain.engines.generation.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("posttrain.engines.embedded.packed_weights", lambda policy, head: nullcontext(rows_step))
-    monkeypatch.setattr("posttrain.engines.memory.Cache", Kept)
+    monkeypatch.setattr("posttrain.engines.generation.Cache", Kept)
     policy = policy_of("qwen3", head_dim=size)
     rng = random.Random(1)
     prompts, limits = PROMPTS * 3, [[rng.randrange(1, 40) for _ in range(3)] for _ in range(15)]
@@ -564,7 +563,8 @@ def test_bad_sampling_is_named(wrong):
 
 def test_streams_are_one_and_the_same_everywhere():
     """The numbers of the race by plain Python integers; and apart streams, places and tokens they are unrelated."""
-    from posttrain.engines.streams import exponentials, keys, seed_of, token_words
+    from posttrain.engines import seed_of
+    from posttrain.engines.sampling import exponentials, keys, token_words
 
     def mix(x):
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

@@ -20,9 +20,8 @@ from posttrain.base.errors import ModelError
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.models import matmul
 from posttrain.models.attention import PackedMask, packed_attention
-from posttrain.models.elementwise import TORCH
 from posttrain.models.families import FAMILIES, check_positions
-from posttrain.models.lean import lean
+from posttrain.models.lean import TORCH, lean
 from posttrain.models.matmul import PACKS, is_for_onednn, linear, packed_weights, weight_of
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 from posttrain.training.job import enable_gradient_checkpointing

@@ -21,7 +21,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.evaluation import lm_eval_requests
 from posttrain.evaluation.exports import export_evaluation
 from posttrain.evaluation.lm_eval_requests import Requests
-from posttrain.evaluation.lm_eval_rules import GSM8K_STRICT, gsm8k_flexible, gsm8k_strict
+from posttrain.evaluation.rules import GSM8K_STRICT, gsm8k_flexible, gsm8k_strict
 from posttrain.grading.verdict import BadGold
 from posttrain.models.load import load_model, load_tokenizer
 

@@ -19,7 +19,7 @@ from posttrain.base.signals import handling
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import AdamW
 from posttrain.recipes import ppo, sft
 from posttrain.runs import rollouts
 from posttrain.runs.checkpoint import list_checkpoints
@@ -27,8 +27,8 @@ from posttrain.runs.files import load_json
 from posttrain.runs.run import Run
 from posttrain.runs.summary import read_run
 from posttrain.training.loop import Loop
-from posttrain.training.resume import smaller_packs
 from posttrain.training.saving import Saver
+from posttrain.training.state import smaller_packs
 
 
 def names(folder) -> list[str]:

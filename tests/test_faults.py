@@ -26,7 +26,7 @@ from posttrain.config import load
 from posttrain.recipes import sft
 from posttrain.runs import atomic, checkpoint
 from posttrain.runs.checkpoint import list_checkpoints, newest_complete, verify
-from posttrain.training import stopping
+from posttrain.training import saving
 from posttrain.training.loop import Loop, State
 
 
@@ -353,7 +353,7 @@ def test_a_long_step_is_given_up_for_a_signal(tmp_path, shared, scratch_model, m
     start(tmp_path / "whole", sections)
     nll, seen = sft.nll, []
     with monkeypatch.context() as patch:
-        patch.setattr(stopping, "PATIENCE_S", -1.0)
+        patch.setattr(saving, "PATIENCE_S", -1.0)
 
         def stop_within(logprob_N):
             seen.append(logprob_N)

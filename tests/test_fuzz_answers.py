@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.config import TagsConfig
 from posttrain.data.latex import last_box
-from posttrain.grading import dates, extract, labels, notation, numbers, parse, parts, sets, units
+from posttrain.grading import extract, labels, notation, numbers, parse, parts, sets, units
 from posttrain.grading.equality import _bare, same_answer
 from posttrain.grading.verdict import GradeRequest
 from posttrain.rewards.rules import RULES, options_of
@@ -38,7 +38,7 @@ NUMBERS = st.one_of(
 )
 READERS = [
     numbers.read_number, labels.read_choice, labels.read_ratio, labels.read_base, labels.read_residue,
-    dates.read_occasion, units.split_unit, units.sum_of_units, sets.read_set, sets.is_set_like, sets.chain,
+    labels.read_occasion, units.split_unit, units.sum_of_units, sets.read_set, sets.is_set_like, sets.chain,
     parts.elements, parts.assignments, parts.members, notation.brackets, notation.split_top,
 ]  # fmt: skip
 OPTIONS = st.lists(st.text(ANY_CHARACTER, max_size=5) | st.integers(), max_size=5)

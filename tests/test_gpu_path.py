@@ -18,7 +18,7 @@ from posttrain import batch
 from posttrain.batch import Example, Node, Pack, pack, sum_segments
 from posttrain.config import load
 from posttrain.config.schema.training import DevicesConfig
-from posttrain.engines.room import Room, token_bytes
+from posttrain.engines.cache import Room, token_bytes
 from posttrain.models.devices import determinism
 from posttrain.models.load import load_config
 from posttrain.parallel.ranks import ALONE

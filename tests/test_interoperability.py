@@ -13,8 +13,8 @@ import pytest
 from evaluation_samples import answers, write_evaluation
 
 from posttrain.evaluation.exports import export_evaluation
-from posttrain.evaluation.lm_eval_rules import gsm8k_flexible, gsm8k_strict
 from posttrain.evaluation.records import read_answers
+from posttrain.evaluation.rules import gsm8k_flexible, gsm8k_strict
 from posttrain.evaluation.statistics import mean_by_prompt
 
 STORED = Path(__file__).parent / "exports"

@@ -18,12 +18,11 @@ from posttrain.batch import pack
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
 from posttrain.engines.attention import Decoding
-from posttrain.engines.cache import Cache
-from posttrain.engines.room import Room
-from posttrain.models import elementwise, flex, kernels
+from posttrain.engines.cache import Cache, Room
+from posttrain.models import flex, kernels
+from posttrain.models import lean as operations
 from posttrain.models.attention import How
-from posttrain.models.elementwise import TORCH, Kernels
-from posttrain.models.lean import lean
+from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.optional import chains_for, takes_triton
 from posttrain.scoring import ChunkedScores, Scorer
 
@@ -112,9 +111,9 @@ def test_norms(dtype, width):
     torch.manual_seed(0)
     x, grad, weight = torch.randn(1, 37, 4, width).to(dtype), torch.randn(1, 37, 4, width).to(dtype), torch.rand(width)
     weight = weight.to(dtype)
-    want, got = elementwise.rms_norm(x, weight, 1e-6), layers.rms_norm(x, weight, 1e-6)
+    want, got = operations.rms_norm(x, weight, 1e-6), layers.rms_norm(x, weight, 1e-6)
     assert_near(got, want, WITHIN[dtype])
-    want = elementwise.rms_norm_gradients(x, weight, want[1], grad, True)
+    want = operations.rms_norm_gradients(x, weight, want[1], grad, True)
     assert_near(layers.rms_norm_gradients(x, weight, got[1], grad, True), want, WITHIN[dtype])
     assert layers.rms_norm_gradients(x, weight, got[1], grad, False)[1] is None
 
@@ -124,8 +123,8 @@ def test_sums_of_a_norms_weight_in_several_programs(monkeypatch):
     monkeypatch.setattr(layers, "PROGRAMS", 3)
     torch.manual_seed(0)
     x, grad, weight = torch.randn(50, 24), torch.randn(50, 24), torch.rand(24)
-    _, rstd = elementwise.rms_norm(x, weight, 1e-6)
-    want = elementwise.rms_norm_gradients(x, weight, rstd, grad, True)
+    _, rstd = operations.rms_norm(x, weight, 1e-6)
+    want = operations.rms_norm_gradients(x, weight, rstd, grad, True)
     assert_near(layers.rms_norm_gradients(x, weight, rstd, grad, True), want, 2e-6)
 
 
@@ -135,15 +134,15 @@ def test_rotations(dtype, sign):
     torch.manual_seed(0)
     x, angle = torch.randn(2, 29, 3, 48).to(dtype), torch.randn(1, 29, 1, 24).repeat(1, 1, 1, 2)
     turns = angle.cos().to(dtype), angle.sin().to(dtype)
-    assert_near([layers.rotate(x, *turns, sign)], [elementwise.rotate(x, *turns, sign)], WITHIN[dtype])
+    assert_near([layers.rotate(x, *turns, sign)], [operations.rotate(x, *turns, sign)], WITHIN[dtype])
 
 
 @DTYPES
 def test_gated_mlps(dtype):
     torch.manual_seed(0)
     gate, up, grad = (3 * torch.randn(3, 1, 50, 300)).to(dtype)
-    assert_near([layers.swiglu(gate, up)], [elementwise.swiglu(gate, up)], WITHIN[dtype])
-    want = elementwise.swiglu_gradients_again(gate, up, grad.clone())  # which takes the place of its argument
+    assert_near([layers.swiglu(gate, up)], [operations.swiglu(gate, up)], WITHIN[dtype])
+    want = operations.swiglu_gradients_again(gate, up, grad.clone())  # which takes the place of its argument
     assert_near(layers.swiglu_gradients_again(gate, up, grad), want, WITHIN[dtype])
     assert_near(layers.swiglu_gradients(gate, up, grad), want[:2], WITHIN[dtype])
 

@@ -19,7 +19,7 @@ from posttrain.data import prepare_run
 from posttrain.losses import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
-from posttrain.training.schedule import epoch_order
+from posttrain.training.loop import epoch_order
 
 SETTINGS = {"beta": 0.5, "shift": 0.25, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 LOGRATIO, DESIRABLE = [2.0, -1.0, 0.5, -3.0], [True, True, False, False]

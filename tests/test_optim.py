@@ -11,10 +11,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from posttrain.base.errors import ConfigError
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.adamw_8bit import AdamW8bit, eight_bit_names
-from posttrain.optim.offload import AdamWCPUOffload
-from posttrain.training.schedule import schedule, warmup_count
+from posttrain.optim.update import AdamW
+from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, eight_bit_names
+from posttrain.training.loop import schedule, warmup_count
 
 
 def small_model():

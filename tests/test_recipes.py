@@ -17,8 +17,7 @@ from posttrain.base.errors import ConfigError, PosttrainError, RunError
 from posttrain.config import load
 from posttrain.config.schema.metrics import OF_LOSS
 from posttrain.training.best import Best
-from posttrain.training.resume import memory_settings
-from posttrain.training.state import State
+from posttrain.training.state import State, memory_settings
 
 HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
 

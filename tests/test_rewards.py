@@ -13,7 +13,7 @@ from posttrain.base.errors import ConfigError, ModelError, RewardError
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
 from posttrain.config.schema.rewards import Reward, term_name
 from posttrain.inspection.score import score
-from posttrain.rewards import maths, shaping, tagged
+from posttrain.rewards import compose, maths, tagged
 from posttrain.rewards.compose import RewardInput, Rewards
 
 REWARDS = TypeAdapter(tuple[Reward, ...])
@@ -130,14 +130,14 @@ def test_math_and_gsm8k_take_the_answer_from_where_it_stands():
 
 
 def test_length_overlong_and_repetition_by_hand():
-    assert shaping.length(90, 100, 0.01) == pytest.approx(-0.1) == shaping.length(110, 100, 0.01)
+    assert compose.length_reward(90, 100, 0.01) == pytest.approx(-0.1) == compose.length_reward(110, 100, 0.01)
     # limit 100, cache 20: 0 up to 80, then (80 - n) / 20, beyond the limit -1
     want = {0: 0.0, 80: 0.0, 81: -0.05, 90: -0.5, 100: -1.0, 101: -1.0}
-    assert {n: shaping.overlong(n, 100, 20) for n in want} == want
+    assert {n: compose.overlong_reward(n, 100, 20) for n in want} == want
     # a b a b a: 3-grams aba, bab, aba: one of three repeats
-    assert shaping.repetition([1, 2, 1, 2, 1], 3, -1.0) == pytest.approx(-1 / 3)
-    assert shaping.repetition([7] * 12, 3, -2.0) == pytest.approx(-2 * 0.9)
-    assert shaping.repetition([1, 2, 3, 4], 3, -1.0) == 0.0 == shaping.repetition([1, 1], 3, -1.0)
+    assert compose.repetition_reward([1, 2, 1, 2, 1], 3, -1.0) == pytest.approx(-1 / 3)
+    assert compose.repetition_reward([7] * 12, 3, -2.0) == pytest.approx(-2 * 0.9)
+    assert compose.repetition_reward([1, 2, 3, 4], 3, -1.0) == 0.0 == compose.repetition_reward([1, 1], 3, -1.0)
 
 
 # --- together ---------------------------------------------------------------------------------------------------------

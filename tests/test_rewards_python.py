@@ -25,7 +25,7 @@ from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rewards.python import RewardFunction, call_function
 from posttrain.runs.logs import ConsoleLog, RunLog
-from posttrain.training.stopping import GivenUpError, Stop
+from posttrain.training.saving import GivenUpError, Stop
 
 MODULE = """
 import asyncio, logging, sys, threading

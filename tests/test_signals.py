@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.base.errors import Stopped
 from posttrain.base.signals import deferring, handling, leave
-from posttrain.training.stopping import GivenUpError, LeaveAtOnceError, Stop
+from posttrain.training.saving import GivenUpError, LeaveAtOnceError, Stop
 
 
 class Signalled:

@@ -20,9 +20,9 @@ from posttrain.evaluation import running
 from posttrain.evaluation.answering import Recorded
 from posttrain.evaluation.evaluate import Options, evaluate, evaluate_recorded
 from posttrain.evaluation.items import fill, load_items
-from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.pairs import PairOptions
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
+from posttrain.evaluation.running import Judge
 from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_settings
 from posttrain.evaluation.table import show, write_sweep
 from posttrain.runs.files import save_rows
@@ -192,9 +192,7 @@ def test_recorded_solutions_to_the_item(shared, tmp_path):
 
 
 def test_the_known_pairs_are_graded_first(shared, monkeypatch):
-    from posttrain.evaluation import judging
-
-    monkeypatch.setitem(judging.RULES, "gsm8k", "posttrain.evaluation.rules:REFUSES")
+    monkeypatch.setitem(running.RULES, "gsm8k", "posttrain.evaluation.rules:REFUSES")
     with pytest.raises(RewardError, match="known pairs wrong"):
         Judge(local(shared, "gsm8k"), workers=1)
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.shapes import model_folder
 from posttrain.base.memory import peak_memory, reset_peak_memory
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
-from posttrain.engines.room import token_bytes
+from posttrain.engines.cache import token_bytes
 from posttrain.models.load import load_model
 
 ROWS = (256, 64, 512)  # the goal's first

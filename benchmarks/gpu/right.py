@@ -29,9 +29,8 @@ from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models import kernels
 from posttrain.models.attention import PackedMask, packed_attention
-from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.families import FAMILIES
-from posttrain.models.lean import lean
+from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
 from posttrain.models.sharding import own_part, shard
 from posttrain.scoring import Scorer

@@ -144,8 +144,8 @@ def triton() -> Found:
 def _norm_on_gpu() -> str:
     import torch
 
-    from posttrain.models.elementwise import TORCH, Kernels
     from posttrain.models.kernels import layers
+    from posttrain.models.lean import TORCH, Kernels
 
     x, weight = torch.randn(64, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda").bfloat16()
     error = float((Kernels.of(layers).norm(x, weight, 1e-6) - TORCH.norm(x, weight, 1e-6)).abs().max())

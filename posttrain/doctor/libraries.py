@@ -159,7 +159,7 @@ def liger() -> Found:
     import torch
 
     from posttrain.config.schema.model import ModelConfig
-    from posttrain.models.elementwise import TORCH
+    from posttrain.models.lean import TORCH
     from posttrain.models.optional import chains_for
 
     if not torch.cuda.is_available():

@@ -6,9 +6,8 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
-from posttrain.engines.protocol import Completion, Engine, Finished, Sampling
+from posttrain.engines.protocol import Completion, Engine, Finished, Sampling, seed_of
 from posttrain.engines.stops import stop_token_ids, text_of
-from posttrain.engines.streams import seed_of
 from posttrain.parallel.ranks import ALONE, Ranks
 
 __all__ = [

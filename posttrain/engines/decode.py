@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.engines.attention import Decoding
-from posttrain.engines.cache import Cache
+from posttrain.engines.cache import Cache, Room
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.room import Room
-from posttrain.engines.sampling import sample_tokens
-from posttrain.engines.streams import token_words
+from posttrain.engines.sampling import sample_tokens, token_words
 from posttrain.models import kernels
 from posttrain.models.families import backbone_of, base_of, head_layer
 from posttrain.scoring import next_token_logits, row_chunks
@@ -33,10 +31,7 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class State:
-    """The tensors that a step reads and writes, on the device. The first rows are the live completions.
-
-    R rows, G groups (prompts), M members of a group, L tokens of a completion.
-    """
+    """The tensors that a step reads and writes, on the device. The first rows are the live completions."""
 
     token_R: Tensor  # the last sampled token, the next input
     count_R: Tensor  # tokens sampled so far

@@ -1,6 +1,6 @@
 """The engine inside the training process: it runs the policy's own modules, so it always has the current weights.
 
-A call of `generate` has as many live completions as fit (room.py). A prompt is prefilled once, all its completions
+A call of `generate` has as many live completions as fit in the cache. A prompt is prefilled once, all its completions
 read its keys and values (cache.py), and every step gives each live completion its next token (decode.py). Finished
 rows are removed, the last ones move into their slots, and new prompts enter when a complete group fits (generation.py).
 """
@@ -13,11 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError
+from posttrain.engines.cache import Room, cache_tokens
 from posttrain.engines.decode import Stepper
-from posttrain.engines.generation import Generation
-from posttrain.engines.memory import Kept, Memory
+from posttrain.engines.generation import Generation, Kept, Memory
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, requests
-from posttrain.engines.room import Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.models.families import (
     base_of,

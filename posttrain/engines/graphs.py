@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.engines.cache import Cache
+from posttrain.engines.cache import Cache, Room, in_columns, power_of_two
 from posttrain.engines.decode import Shape, State, Stepper
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.room import Room, in_columns, power_of_two
 from posttrain.engines.sampling import sample_tokens
 
 log = logging.getLogger("posttrain")

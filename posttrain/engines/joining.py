@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from posttrain.engines.cache import Room
 from posttrain.engines.decode import State, Stepper
-from posttrain.engines.generation import Generation, Group, Slot, groups_of
-from posttrain.engines.memory import Memory
+from posttrain.engines.generation import Generation, Group, Memory, Slot, groups_of
 from posttrain.engines.protocol import Completion, Request, Sampling
-from posttrain.engines.room import Room
 from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.scoring import next_token_logits, row_chunks

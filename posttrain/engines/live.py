@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError, EngineError, PosttrainError
+from posttrain.engines.cache import CACHE_BYTES, Room, cache_tokens
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.joining import Event, Failed, Job, Joining, JoiningStepper
 from posttrain.engines.protocol import requests
-from posttrain.engines.room import CACHE_BYTES, Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.models.families import base_of, check_positions, head_layer, positions_of
 from posttrain.models.matmul import packed_weights

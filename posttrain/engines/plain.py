@@ -22,9 +22,8 @@ from transformers import (
 
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite, requests, timed
-from posttrain.engines.sampling import sample_tokens
+from posttrain.engines.sampling import keys, sample_tokens, token_words
 from posttrain.engines.stops import StopTexts
-from posttrain.engines.streams import keys, token_words
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import base_of, logit_softcap, positions_of
 

@@ -7,6 +7,7 @@ Training uses exactly the sampled tokens: a completion has them, each with its l
 that it was sampled from.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -14,7 +15,6 @@ from typing import Literal, Protocol
 from torch import nn
 
 from posttrain.base.errors import ConfigError, DataError, VitalSignError
-from posttrain.engines.streams import seed_of
 
 FinishReason = Literal["stop", "length"]
 
@@ -118,6 +118,23 @@ class Request:
     tokens: Sequence[int]
     seed: int
     limits: tuple[int, ...]  # one for each completion
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 64-bit seed from numbers and names (by their CRC-32), such as a run's seed, the step and the row."""
+    seed = 0
+    for part in parts:
+        number = zlib.crc32(part.encode()) if isinstance(part, str) else part & (1 << 64) - 1
+        seed = mix64(seed ^ mix64(number))
+    return seed
+
+
+def mix64(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of the result depends on every bit of x."""
+    x = (x + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+    return x ^ x >> 31
 
 
 def requests(

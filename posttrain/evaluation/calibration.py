@@ -15,8 +15,8 @@ from typing import Any
 from posttrain.base.progress import progress
 from posttrain.data.latex import last_box
 from posttrain.evaluation.items import Items
-from posttrain.evaluation.judging import RULES
 from posttrain.evaluation.records import Answer
+from posttrain.evaluation.running import RULES
 from posttrain.grading.extract import marked_answer
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest

@@ -25,10 +25,9 @@ from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask, stops_of
 from posttrain.evaluation.calibration import calibrate
 from posttrain.evaluation.items import Items
-from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.pairs import PairOptions, evaluate_pairs, pair_facts, pairs_for
 from posttrain.evaluation.records import EvaluationStore, write_files
-from posttrain.evaluation.running import finished, run
+from posttrain.evaluation.running import Judge, finished, run
 from posttrain.grading.pool import DEADLINE_S
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer

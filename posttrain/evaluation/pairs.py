@@ -26,9 +26,8 @@ from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
 from posttrain.evaluation.answering import template_of
 from posttrain.evaluation.items import Item, Items, pair_text, records_of
-from posttrain.evaluation.judging import UNGRADED
 from posttrain.evaluation.records import Answer, EvaluationStore
-from posttrain.evaluation.running import started
+from posttrain.evaluation.running import UNGRADED, started
 from posttrain.evaluation.summary import summarise
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype

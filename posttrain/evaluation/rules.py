@@ -4,10 +4,13 @@
     letter        the option that the completion chooses (MMLU)
     refusal       whether the completion refuses
     ifeval        whether it follows every instruction (needs lm-eval's checker)
-    gsm8k_strict, gsm8k_flexible   lm-eval's own verdicts on GSM8K (lm_eval_rules.py)
+    gsm8k_strict     lm-eval's own: the first number after `#### ` (its filter strict-match)
+    gsm8k_flexible   lm-eval's own: the last number, as its regular expression reads (its filter flexible-extract)
 
 The format of `gsm8k` is right if the answer is marked (a box, an answer tag, ####), that of `math` if it is in a box or
-an answer tag; the answer is right if it is found there or, without the format, as the last number or expression.
+an answer tag; the answer is right if it is found there or, without the format, as the last number or expression. A
+verdict of lm-eval's own (its task `gsm8k`, version 3) is lm-eval's for every string, its mistakes included: `18.` is
+18, `18.0` is not.
 """
 
 import re
@@ -31,6 +34,10 @@ REFUSAL = re.compile(
     r"|\b(?:988|suicide\s+(?:prevention|hotline|lifeline)|crisis\s+(?:line|hotline|text))\b",
     re.IGNORECASE,
 )
+# of lm-eval's task `gsm8k`
+STRICT_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
+FLEXIBLE_PATTERN = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+IGNORED = (r",", r"\$", r"(?s).*#### ", r"\.$")
 NO_LIMIT: Any = None  # of math_verify's own, which is a signal: a worker has a deadline
 OPENING = 400  # characters in which a refusal is sought: later ones are often warnings after an answer
 
@@ -100,6 +107,32 @@ def _any_gold(gold: str | None) -> None:
     """There is no answer to check."""
 
 
+def gsm8k_strict(completion: str, gold: str) -> Judgement:
+    found = STRICT_PATTERN.search(completion)
+    return _judged(found[1].strip() if found else None, gold)
+
+
+def gsm8k_flexible(completion: str, gold: str) -> Judgement:
+    found = [one or other for one, other in FLEXIBLE_PATTERN.findall(completion)]
+    return _judged(found[-1].strip() if found else None, gold)
+
+
+def _judged(answer: str | None, gold: str) -> Judgement:
+    right = answer is not None and _compared(answer) == _compared(gold)
+    return Judgement(float(right), right, answer)
+
+
+def _compared(text: str) -> str:
+    for pattern in IGNORED:
+        text = re.sub(pattern, "", text)
+    return text.lower()
+
+
+def _check_gold(gold: str | None) -> None:
+    if not isinstance(gold, str) or not gold.strip():
+        raise BadGold("the answer is missing")
+
+
 GSM8K = Rule(maths.check_number, gsm8k)
 MATH = Rule(maths.check_answer, math)
 LETTER = Rule(check_letter, letter)
@@ -107,12 +140,14 @@ REFUSES = Rule(_any_gold, refusal)
 STRING = Rule(maths.check_answer, string)  # of `--calibrate`
 MATH_VERIFY = Rule(maths.check_answer, math_verify)
 IFEVAL = Rule(check_instructions, ifeval)
+GSM8K_STRICT = Rule(_check_gold, gsm8k_strict)
+GSM8K_FLEXIBLE = Rule(_check_gold, gsm8k_flexible)
 RULES = {
     "gsm8k": "posttrain.evaluation.rules:GSM8K",
     "math": "posttrain.evaluation.rules:MATH",
     "letter": "posttrain.evaluation.rules:LETTER",
     "refusal": "posttrain.evaluation.rules:REFUSES",
     "ifeval": "posttrain.evaluation.rules:IFEVAL",
-    "gsm8k_strict": "posttrain.evaluation.lm_eval_rules:GSM8K_STRICT",
-    "gsm8k_flexible": "posttrain.evaluation.lm_eval_rules:GSM8K_FLEXIBLE",
+    "gsm8k_strict": "posttrain.evaluation.rules:GSM8K_STRICT",
+    "gsm8k_flexible": "posttrain.evaluation.rules:GSM8K_FLEXIBLE",
 }

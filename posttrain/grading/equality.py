@@ -11,8 +11,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from posttrain.data.latex import last_box
-from posttrain.grading.dates import read_occasion
-from posttrain.grading.labels import read_base, read_choice, read_ratio, read_residue
+from posttrain.grading.labels import read_base, read_choice, read_occasion, read_ratio, read_residue
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.parts import (

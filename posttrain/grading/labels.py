@@ -1,6 +1,11 @@
-r"""Answers that look like expressions but are not: lettered choices, ratios, residues, numbers in other bases."""
+r"""Answers that look like expressions but are not: lettered choices, ratios, residues, numbers in other bases; dates,
+times of day and telephone numbers, so that none is read as a difference or a quotient."""
+
+from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.grading.notation import split_top
 from posttrain.grading.numbers import read_number
@@ -63,3 +68,108 @@ def read_residue(text: str) -> tuple[int, int] | None:
     if not rest or not modulus or modulus.value <= 0 or not (rest.value.denominator == modulus.value.denominator == 1):
         return None
     return int(rest.value % modulus.value), int(modulus.value)
+
+
+_MONTHS = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october")
+_MONTHS += ("november", "december")
+_WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_SHORT = {"sept": "september", "tues": "tuesday", "thur": "thursday", "thurs": "thursday"}
+
+
+def _any_of(names: tuple[str, ...]) -> str:
+    """A pattern for full names and for their first three letters."""
+    more = "|".join(short for short, name in _SHORT.items() if name in names)
+    return "|".join([*names, more, *(name[:3] for name in names)])
+
+
+# A quick test that most answers fail.
+_PERHAPS = re.compile(rf":|\d ?-|/\d+/|\d ?[ap]\.? ?m\b|clock|noon|midnight|\b(?:{_any_of(_MONTHS + _WEEKDAYS)})\b")
+_MONTH = rf"(?P<month>{_any_of(_MONTHS)})\b\.?"
+_DAY = r"(?:the )?(?P<day>\d{1,2})(?:st|nd|rd|th)?"
+_WEEKDAY = rf"(?:{_any_of(_WEEKDAYS)})\b\.?,? ?"
+_DATES = [
+    re.compile(pattern)
+    for pattern in (
+        rf"(?:{_WEEKDAY})?{_MONTH} ?{_DAY}(?:,? ?(?P<year>\d{{4}}))?",
+        rf"(?:{_WEEKDAY})?{_DAY} ?(?:of )?{_MONTH}(?:,? ?(?P<year>\d{{4}}))?",
+        rf"{_MONTH}(?:,? ?(?P<year>\d{{4}}))?",
+        r"(?P<year>\d{4})(?P<sign>[-/])(?P<month>\d{1,2})(?P=sign)(?P<day>\d{1,2})",
+    )
+]
+# The order of day and month is unknown unless one is above 12.
+_FIGURES = re.compile(r"(?P<one>\d{1,2})(?P<sign>[-/])(?P<two>\d{1,2})(?P=sign)(?P<year>\d{4}|\d{2})")
+_YEARS = re.compile(r"(?P<first>1[5-9]\d\d|20\d\d) ?- ?(?P<last>1[5-9]\d\d|20\d\d|\d\d)")
+_TELEPHONE = re.compile(r"(?:\+?\d{1,2}[- ])?(?:\(\d{3}\) ?|\d{3}[- ])?\d{3}-\d{4}")
+_TIME = re.compile(
+    r"(?P<hour>\d{1,2})(?: ?: ?(?P<minute>[0-5]\d))?(?: ?: ?(?P<second>[0-5]\d))?"
+    r" ?(?:(?P<half>[ap])\.? ?m\.?|(?P<clock>o'clock))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """A date (year, month, day, each may be unknown), a time of day in seconds, a span of years, a telephone number."""
+
+    kind: Literal["date", "time", "weekday", "figures"]
+    value: tuple
+    half_known: bool = True  # of a time: whether it has a.m. or p.m.
+
+    def same(self, other: Occasion) -> bool:
+        """Whether both mean the same; a time without a.m. or p.m. may be either."""
+        if self.half_known == other.half_known or self.kind != "time" or other.kind != "time":
+            return (self.kind, self.value) == (other.kind, other.value)
+        known, open_ = (self, other) if self.half_known else (other, self)
+        twelve = 12 * 3600
+        may_be_either = 3600 <= open_.value[0] < 13 * 3600
+        return known.value == open_.value or (may_be_either and known.value[0] % twelve == open_.value[0] % twelve)
+
+
+def read_occasion(text: str) -> Occasion | None:
+    """The date, time of day, span of years or telephone number in a tidy string, or None."""
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).lower().split())
+    if not _PERHAPS.search(text) or len(text) > 60:
+        return None
+    for pattern in _DATES:
+        if found := pattern.fullmatch(text):
+            given = found.groupdict()
+            return _date(given.get("year"), given["month"], given.get("day"))
+    if found := _FIGURES.fullmatch(text):
+        one, two = int(found["one"]), int(found["two"])
+        if max(one, two) > 12 and len(found["year"]) == 4:
+            return _date(found["year"], str(min(one, two)), str(max(one, two)))
+        return Occasion("figures", (one, two, int(found["year"])))
+    if found := _YEARS.fullmatch(text):
+        first, last = int(found["first"]), int(found["last"])
+        if last >= 100 or last == (first + 1) % 100:
+            return Occasion("figures", (first, last % 100))
+    if _TELEPHONE.fullmatch(text):
+        return Occasion("figures", (re.sub(r"\D", "", text),))
+    if found := re.fullmatch(_WEEKDAY, text):
+        return Occasion("weekday", (_number(found.group(), _WEEKDAYS),))
+    return _time(text)
+
+
+def _date(year: str | None, month: str, day: str | None) -> Occasion | None:
+    number = int(month) if month.isdigit() else 1 + _number(month, _MONTHS)
+    if not 1 <= number <= 12 or (day and not 1 <= int(day) <= 31):
+        return None
+    return Occasion("date", (int(year) if year else None, number, int(day) if day else None))
+
+
+def _number(name: str, names: tuple[str, ...]) -> int:
+    return next(number for number, full in enumerate(names) if full[:3] == name[:3])
+
+
+def _time(text: str) -> Occasion | None:
+    if text in ("noon", "midnight"):
+        return Occasion("time", (12 * 3600 * (text == "noon"),))
+    found = _TIME.fullmatch(text)
+    if not found or not (found["minute"] or found["half"] or found["clock"]):
+        return None
+    hour, half = int(found["hour"]), found["half"]
+    if hour > (12 if half else 24) or (half and hour == 0):
+        return None
+    if half:
+        hour = hour % 12 + 12 * (half == "p")
+    seconds = hour * 3600 + int(found["minute"] or 0) * 60 + int(found["second"] or 0)
+    return Occasion("time", (seconds,), half is not None)

@@ -25,8 +25,7 @@ from typing import Self
 from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
 from posttrain.base.system import CAN_FORK
-from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
-from posttrain.grading.template import Template
+from posttrain.grading.process import Deadlines, Template, WorkerProcess, worker_environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 
 log = logging.getLogger("posttrain")

@@ -1,6 +1,7 @@
 """The result of grading a completion."""
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -12,6 +13,9 @@ VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_
 # These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
 EXTRACTED_CHARACTERS = 1000  # maximum length of a stored answer
+# Between a worker and its supervisor.
+FORK = "--fork"  # first argument of a worker program that becomes a template
+NUMBER = struct.Struct("=i")
 
 
 class BadGold(Exception):

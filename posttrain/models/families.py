@@ -27,7 +27,7 @@ QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Family:
     packed: bool
     lora_targets: tuple[str, ...]
-    recurrent: bool = False  # some layers carry a state from token to token (models/recurrent.py)
+    recurrent: bool = False  # some layers carry a state from token to token (models/lean.py)
 
 
 FAMILIES: dict[str, Family] = {  # by config.json's model_type

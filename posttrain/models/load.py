@@ -105,6 +105,38 @@ def load_model(
     check_attention(model, device)
     chains, stored = chains_for(model, device), quantization(model, dtype)
     base = base_settings(model)
+    loaded, already = _as_published(model, base, head, dtype, device, stored)
+    if already is not None and dequantised:
+        loaded, already = loaded.dequantize(dtype), None
+        loaded._weight_conversions = None  # else it would be saved as 4-bit tensors
+    quantised = stored is not None or already is not None
+    if base is not model and not quantised:
+        loaded = merged(with_adapter(loaded, model))
+    if quantised and model.new_tokens:
+        raise ModelError(f"model {model.path}: model.new_tokens cannot be added to quantised weights")
+    grow(loaded, model)
+    if use_packed(model, loaded):
+        loaded.set_attn_implementation(PACKED)
+    lean(loaded, chains)
+    if takes_triton(model, device):
+        switch_on(loaded)
+    if base is not model and quantised:  # merging would round the sum to 4 bits
+        loaded = base_of(with_adapter(loaded, model)).requires_grad_(False)
+    loaded.name_or_path = model.path
+    if quantised:
+        keep_storage(loaded)
+    elif not stay:
+        torch.nn.Module.to(loaded, device)
+    return loaded.eval()
+
+
+def _as_published(
+    model: ModelConfig, base: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, stored: Any
+) -> tuple[Any, str | None]:
+    """The `base` of a model as its folder has it, and the method by which its weights are quantised there.
+
+    `stored`: transformers' settings of the quantisation at loading; None: none.
+    """
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
         raise ModelError(f"model {model.path}: is a reward model, which scores completions and does not generate")
@@ -135,28 +167,7 @@ def load_model(
         raise WeightsError(f"{base.path}: the weights lack {some(missing)}, which {type(loaded).__name__} needs")
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
-    if already is not None and dequantised:
-        loaded, already = loaded.dequantize(dtype), None
-        loaded._weight_conversions = None  # else it would be saved as 4-bit tensors
-    quantised = stored is not None or already is not None
-    if base is not model and not quantised:
-        loaded = merged(with_adapter(loaded, model))
-    if quantised and model.new_tokens:
-        raise ModelError(f"model {model.path}: model.new_tokens cannot be added to quantised weights")
-    grow(loaded, model)
-    if use_packed(model, loaded):
-        loaded.set_attn_implementation(PACKED)
-    lean(loaded, chains)
-    if takes_triton(model, device):
-        switch_on(loaded)
-    if base is not model and quantised:  # merging would round the sum to 4 bits
-        loaded = base_of(with_adapter(loaded, model)).requires_grad_(False)
-    loaded.name_or_path = model.path
-    if quantised:
-        keep_storage(loaded)
-    elif not stay:
-        torch.nn.Module.to(loaded, device)
-    return loaded.eval()
+    return loaded, already
 
 
 def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> int:

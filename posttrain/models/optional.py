@@ -7,7 +7,7 @@ from posttrain.base.errors import ModelError
 from posttrain.base.extras import need
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models import flex
-from posttrain.models.elementwise import TORCH, Kernels
+from posttrain.models.lean import TORCH, Kernels
 from posttrain.models.quantised import nf4
 
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import DevicesConfig, ModelConfig, RunConfig
+from posttrain.engines.cache import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.engines.embedded import MAX_ROWS
-from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.models.devices import compute_dtype, device_of, take_device
 from posttrain.models.families import base_of, head_layer
 from posttrain.models.load import load_config
@@ -26,7 +26,7 @@ from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.models.sharding import layers_of
-from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.optim.variants import BLOCK, eight_bit_names
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning.activations import activations, empty_model
 from posttrain.planning.cards import CARDS
@@ -135,6 +135,43 @@ def estimate(
     fullest = packs[0]
     dtype = compute_dtype(model, device)
     width = dtype.itemsize
+    parts, host = _between_steps(config, model, empty, dtype, device, ranks, continued)
+    if checkpointing is None:
+        checkpointing = checkpoints_gradients(config, model, device, ranks, card)
+    kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
+    logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
+    # The head has freed its logits before the layers' backward starts.
+    parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
+    passing = parts["activations"] + logits
+    if device.type == "cpu":
+        parts["process"] = PROCESS
+    if device.type == "cpu" and not checkpointing:
+        parts["allocator"] = int(HOLES * passing)
+    # In the first pack, gradients are allocated as activations are freed; further packs add to them.
+    largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
+    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
+    updating = max(passing, parts["gradients"] + max(largest, beside))
+    resting = sum(parts.values()) - passing - parts["gradients"]
+    engine = generation(config, model, packs, device, card)
+    if engine and "gathered weights" in parts:
+        engine += _weights(empty, width, model.load_in_4bit)  # the whole model is gathered
+    keeps = card is not None and resting + updating + engine <= SAFE * card
+    if engine:
+        parts["engine" if keeps else "engine, between updates"] = engine
+    return Estimate(parts, resting, updating, host, engine, keeps)
+
+
+def _between_steps(
+    config: RunConfig,
+    model: ModelConfig,
+    empty: PreTrainedModel | PeftModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    continued: bool | None,
+) -> tuple[dict[str, int], int]:
+    """The bytes on the device that do not depend on packs, by part, and those in CPU memory beside a GPU."""
+    width = dtype.itemsize
     _, trained = count(empty)
     kind = config.training.optimizer
     offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
@@ -160,29 +197,7 @@ def estimate(
         parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}
         parts = {name: size // ranks for name, size in parts.items()}
         parts["gathered weights"] = gathered(empty, width)
-    if checkpointing is None:
-        checkpointing = checkpoints_gradients(config, model, device, ranks, card)
-    kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
-    logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
-    # The head has freed its logits before the layers' backward starts.
-    parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
-    passing = parts["activations"] + logits
-    if device.type == "cpu":
-        parts["process"] = PROCESS
-    if device.type == "cpu" and not checkpointing:
-        parts["allocator"] = int(HOLES * passing)
-    # In the first pack, gradients are allocated as activations are freed; further packs add to them.
-    largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
-    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
-    updating = max(passing, parts["gradients"] + max(largest, beside))
-    resting = sum(parts.values()) - passing - parts["gradients"]
-    engine = generation(config, model, packs, device, card)
-    if engine and "gathered weights" in parts:
-        engine += weights  # the whole model is gathered
-    keeps = card is not None and resting + updating + engine <= SAFE * card
-    if engine:
-        parts["engine" if keeps else "engine, between updates"] = engine
-    return Estimate(parts, resting, updating, host, engine, keeps)
+    return parts, host
 
 
 def _memory_of(gpu: torch.device) -> int:

@@ -15,7 +15,7 @@ from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import estimate
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
 from posttrain.training.job import Job
-from posttrain.training.schedule import epoch_order
+from posttrain.training.loop import epoch_order
 
 log = logging.getLogger("posttrain")
 

@@ -21,12 +21,12 @@ from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged
+from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
-from posttrain.training.schedule import total_steps, warmup_count
+from posttrain.training.loop import total_steps, warmup_count
 
 STEPS_LOOKED_AT = 50
 
@@ -152,7 +152,17 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
     table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
-    of_each = " of each process" if ranks > 1 else ""
+    _add_memory(table, memory, target)
+    if ranks > 1:
+        each = exchanged(total, trained, dtype.itemsize, ranks, max(1.0, packs / ranks), sharded) * method.updates
+        table.add_row("exchanged", f"about {each / 2**30:.3g} GiB sent and received by each process in a step")
+    if ranks > 1 or target.card is not None:
+        table.add_row("", "memory and exchange are reckoned from shapes, not measured")
+    return table
+
+
+def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
+    of_each = " of each process" if target.ranks > 1 else ""
     table.add_row(
         "memory", f"about {memory.peak / 2**30:.2f} GiB at the peak{of_each}, in addition to the program's own"
     )
@@ -163,12 +173,6 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
         table.add_row("", f"{part} {size / 2**30:.2f} GiB")
     if memory.host:
         table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
-    if ranks > 1:
-        each = exchanged(total, trained, dtype.itemsize, ranks, max(1.0, packs / ranks), sharded) * method.updates
-        table.add_row("exchanged", f"about {each / 2**30:.3g} GiB sent and received by each process in a step")
-    if ranks > 1 or target.card is not None:
-        table.add_row("", "memory and exchange are reckoned from shapes, not measured")
-    return table
 
 
 def _sampled_steps(config: RunConfig, data: Prepared, ranks: int, feeds_last: bool) -> tuple[float, float, float]:

@@ -24,9 +24,8 @@ from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop
+from posttrain.training.loop import Loop, epoch_order, total_steps
 from posttrain.training.reference import Portion, Reference, make_reference, whole_sets
-from posttrain.training.schedule import epoch_order, total_steps
 from posttrain.training.state import State
 
 log = logging.getLogger("posttrain")

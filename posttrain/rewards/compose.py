@@ -30,7 +30,6 @@ from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import NON_VERDICTS, VERDICTS, Grade, GradeRequest
 from posttrain.judges.single import Judged, JudgeInput, SingleJudge
-from posttrain.rewards import shaping
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
@@ -323,7 +322,7 @@ def _function(
                 [c.tokens for c in completions] if sampled_ids else None,
             )
         case LengthReward():
-            return lambda completions: [shaping.length(len(c.tokens), term.target, term.scale) for c in completions]
+            return lambda completions: [length_reward(len(c.tokens), term.target, term.scale) for c in completions]
         case OverlongReward():
             limit = term.max_completion_length or max_completion_length
             if limit is None or limit < term.cache:
@@ -331,10 +330,10 @@ def _function(
                     f"the reward {term_name(term)} penalises the last {term.cache} tokens (cache) before "
                     f"max_completion_length, which is {limit or 'not given'}"
                 )
-            return lambda completions: [shaping.overlong(len(c.tokens), limit, term.cache) for c in completions]
+            return lambda completions: [overlong_reward(len(c.tokens), limit, term.cache) for c in completions]
         case RepetitionReward():
             return lambda completions: [
-                shaping.repetition(c.tokens, term.ngram_size, term.max_penalty) for c in completions
+                repetition_reward(c.tokens, term.ngram_size, term.max_penalty) for c in completions
             ]
 
 
@@ -369,3 +368,28 @@ def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
         "completion_ids": [list(completion.tokens) for completion in completions],
         "answer": [completion.answer for completion in completions],
     }
+
+
+def length_reward(tokens: int, target: int, scale: float) -> float:
+    """-|tokens - target| * scale: L1's reward for a target length (Aggarwal and Welleck 2025, eq. 1)."""
+    return -abs(tokens - target) * scale
+
+
+def overlong_reward(tokens: int, max_completion_length: int, cache: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+
+    0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it.
+    """
+    safe = max_completion_length - cache
+    if tokens <= safe:
+        return 0.0
+    return (safe - tokens) / cache if tokens <= max_completion_length else -1.0
+
+
+def repetition_reward(tokens: Sequence[int], ngram_size: int, max_penalty: float) -> float:
+    """`max_penalty` times the share of n-grams that repeat an earlier one (Yeo et al. 2025, appendix C.2)."""
+    total = len(tokens) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    distinct = len({tuple(tokens[start : start + ngram_size]) for start in range(total)})
+    return (1 - distinct / total) * max_penalty

@@ -22,8 +22,14 @@ from posttrain.runs.inputs import located
 from posttrain.runs.provenance import environment, redact
 from posttrain.runs.tracking import require_trackers
 from posttrain.training.best import Watch
-from posttrain.training.resume import as_started, memory_settings, run_folder_of, saved_settings, smaller_packs
-from posttrain.training.state import problems_of
+from posttrain.training.state import (
+    as_started,
+    memory_settings,
+    problems_of,
+    run_folder_of,
+    saved_settings,
+    smaller_packs,
+)
 
 __all__ = ["train"]
 OWN = ("name",)  # of an unnamed run, it has the time

@@ -36,8 +36,7 @@ from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
-from posttrain.training.state import problems_of
+from posttrain.training.state import problems_of, refuse_changes, refuse_fewer_steps, report_lost
 
 log = logging.getLogger("posttrain")
 

@@ -32,7 +32,7 @@ from posttrain.runs.inputs import refuse_other_models
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import redact_yaml
 from posttrain.runs.summary import read_run
-from posttrain.training.resume import as_trained, refuse_changes
+from posttrain.training.state import as_trained, refuse_changes
 
 log = logging.getLogger("posttrain")
 

@@ -38,7 +38,7 @@ from posttrain.runs.lock import LOCK, FolderLock
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.summary import read_run
-from posttrain.training.resume import as_started, refuse_changes
+from posttrain.training.state import as_started, refuse_changes
 
 log = logging.getLogger("posttrain")
 

@@ -17,7 +17,7 @@ from posttrain.batch import Example, Pack, sequences
 from posttrain.config.schema.base import MethodSettings
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
-from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import AdamW
 from posttrain.parallel.ranks import Ranks
 from posttrain.runs.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START, Finding
 from posttrain.runs.files import bits

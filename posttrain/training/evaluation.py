@@ -1,18 +1,22 @@
-"""Evaluation by generation: completions of the validation prompts, sampled and rewarded, also for offline methods.
+"""Evaluation by generation during training, for any method: rewards of validation prompts, and suites.
 
-Completions are sampled with the same random numbers at every evaluation, so that two evaluations of the same rows
-differ by their weights alone. Nothing here touches the generators of training.
+Completions are sampled with the same random numbers at every evaluation, so that two evaluations
+of the same rows differ by their weights alone. Nothing here touches the generators of training.
 """
 
 import logging
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import deepcopy
 from statistics import fmean
 from typing import Protocol
 
+import numpy as np
 from torch import nn
 
+from posttrain import __version__
+from posttrain.base.errors import ConfigError
 from posttrain.base.progress import progress
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
@@ -20,24 +24,31 @@ from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prepare import settings_of
+from posttrain.data.prompts import Prompt
 from posttrain.data.templates import choose_template
-from posttrain.engines import make_engine, stop_token_ids
+from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
+from posttrain.evaluation.answering import Answers, Found, Generated, ask, stops_of
+from posttrain.evaluation.items import Item, Items, load_items
+from posttrain.evaluation.records import EvaluationStore, write_files
+from posttrain.evaluation.running import Judge, run
 from posttrain.evaluation.statistics import passes
+from posttrain.evaluation.suite import find_suite, with_settings
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
+from posttrain.models.families import base_of
 from posttrain.rewards.compose import CompletionReward, Rewards
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation
+from posttrain.scoring import ValueScorer
 from posttrain.training.job import Job
 from posttrain.training.saving import Saver
-from posttrain.training.schedule import evaluated_rows
 
 log = logging.getLogger("posttrain")
 
 
-class Sampling(Protocol):
+class SamplingContext(Protocol):
     """A context for sampling, in which a signal abandons the work at once."""
 
     def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
@@ -148,6 +159,22 @@ def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
         store.close()
 
 
+def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.ndarray:
+    """The rows of a validation set of `size` rows to evaluate at `step`: all, the first, or a sample with replacement.
+
+    The sample is a function of seed, step and name, so that a resumed run evaluates the same rows.
+    """
+    common = config.evaluation
+    own = next((entry for entry in common.datasets if entry.name == name), common)
+    batches = own.num_batches or common.num_batches
+    if batches is None:
+        return np.arange(size)
+    rows = batches * config.training.batch_size
+    if not (common.with_replacement if own.with_replacement is None else own.with_replacement):
+        return np.arange(min(size, rows))
+    return np.random.default_rng([config.seed, step, zlib.crc32(name.encode())]).integers(size, size=rows)
+
+
 def measure_completions(
     config: RunConfig,
     sample: Sampler,
@@ -155,7 +182,7 @@ def measure_completions(
     name: str,
     prompts: Dataset,
     step: int,
-    sampling: Sampling,
+    sampling: SamplingContext,
 ) -> dict[str, float]:
     """Sample and reward completions of a validation set's prompts. Returns the metrics by name."""
     n, batch = config.evaluation.num_generations, config.training.batch_size
@@ -244,7 +271,7 @@ class CompletionEvaluation:
         self._resources = ExitStack()
         self._made: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
-    def __call__(self, name: str, step: int, sampling: Sampling) -> Mapping[str, float]:
+    def __call__(self, name: str, step: int, sampling: SamplingContext) -> Mapping[str, float]:
         """The metrics of the completions of this validation set; empty if it has no rewards."""
         job = self._job
         if not job.config.samples:
@@ -264,3 +291,114 @@ class CompletionEvaluation:
     def close(self) -> None:
         self._resources.close()
         self._made = None
+
+
+class SuiteEvaluation:
+    """`evaluation.suites`, asked at every evaluation; the records are in `evaluation/step-N`.
+
+    Rows are read at the start of the run; engine and graders start at the first evaluation.
+
+    The embedded engine reads the policy where it is, whatever engine training samples with; `rollout.engine:
+    transformers` is for models that it does not run. Greedy or not, as the suite says: the run's sampling settings are
+    those of its rewards.
+    """
+
+    def __init__(self, job: Job, policy: nn.Module):
+        self._job, self._policy = job, policy.model if isinstance(policy, ValueScorer) else policy
+        settings = job.config.evaluation
+        entries = settings.suites if settings.eval_steps > 0 else ()
+        self._chosen: list[Items] = []
+        for entry in entries:
+            suite = find_suite(entry.suite)
+            if suite.kind != "generate":
+                raise ConfigError(
+                    f"evaluation.suites: {suite.name} is of the kind {suite.kind}; `posttrain eval` asks it"
+                )
+            source = {} if entry.source is None else {"source": entry.source}
+            self._chosen.append(load_items(with_settings(suite, source), entry.max_rows))
+        names = [items.suite.name for items in self._chosen]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"evaluation.suites name {', '.join(sorted(twice))} twice")
+        self._resources = ExitStack()
+        self._made: tuple[Engine, dict[str, tuple[Answers, Judge]]] | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of items of each suite."""
+        return {one.suite.name: len(one.items) for one in self._chosen}
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen)
+
+    def __call__(self, step: int, sampling: SamplingContext) -> dict[str, float]:
+        """The metrics `{name}`, `{name}_low`, `{name}_high` of each suite with anything graded."""
+        if not self._chosen:
+            return {}
+        if self._made is None:
+            self._made = self._start()
+        engine, parts = self._made
+        engine.load(self._policy, step)
+        folder, found = self._job.run.folder / "evaluation" / f"step-{step}", {}
+        with EvaluationStore(folder, overwrite=True) as store:
+            for items in self._chosen:
+                answers, judge = parts[items.suite.name]
+                summary = run(
+                    items,
+                    _Abandonable(answers, sampling),
+                    judge,
+                    items.suite.num_generations,
+                    store=store,
+                    key=items.suite.name,
+                    facts={"step": step, "items": items.digest},
+                    sampling={"step": step},
+                )
+                names = {"value": "", "low": "_low", "high": "_high"}
+                found |= {
+                    items.suite.name + end: summary[key] for key, end in names.items() if summary[key] is not None
+                }
+            model = {"name": f"{self._job.run.folder.name}/step-{step}", "path": str(folder), "content": None}
+            write_files(folder, store, model, {"posttrain": __version__})
+        engine.release()
+        return found
+
+    def close(self) -> None:
+        self._resources.close()
+        self._made = None
+
+    def _start(self) -> tuple[Engine, dict[str, tuple[Answers, Judge]]]:
+        job, enter = self._job, self._resources.enter_context
+        policy, tokenizer, date = base_of(self._policy), job.tokenizer, job.config.data.date
+        version = job.config.behavior_version
+        prompts = {
+            items.suite.name: ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen
+        }
+        asked = [prompt for some in prompts.values() for prompt in some.values()]
+        longest = max((len(prompt.tokens) for prompt in asked if isinstance(prompt, Prompt)), default=1)
+        name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
+        engine = enter(closing(make_engine(name, self._policy, tokenizer, longest_prompt=longest)))
+        parts = {}
+        for items in self._chosen:
+            suite = items.suite
+            sampling = Sampling(
+                temperature=suite.temperature,
+                max_completion_length=suite.max_completion_length,
+                num_generations=suite.num_generations,
+                stop_token_ids=stops_of(suite, self._policy, tokenizer, job.stops_at_turns),
+                stop=suite.stop,
+                seed=job.config.seed,
+            )
+            answers = Generated(engine, sampling, tokenizer, prompts[suite.name])
+            parts[suite.name] = answers, enter(Judge(suite))
+        return engine, parts
+
+
+class _Abandonable:
+    """Answers that a signal interrupts."""
+
+    def __init__(self, answers: Answers, sampling: SamplingContext):
+        self._answers, self._sampling = answers, sampling
+        self.prompts = answers.prompts
+
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        with self._sampling(evaluating=True):
+            self._answers(items, found)

@@ -34,9 +34,8 @@ from posttrain.models.load import Head, load_config, load_model, load_tokenizer,
 from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
-from posttrain.optim.adamw import AdamW, ShardedAdamW
-from posttrain.optim.adamw_8bit import AdamW8bit
-from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.optim.update import AdamW
+from posttrain.optim.variants import AdamW8bit, AdamWCPUOffload, ShardedAdamW
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.runs.checks import Finding
 from posttrain.runs.finding import is_inside

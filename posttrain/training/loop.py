@@ -1,8 +1,9 @@
-"""The loop shared by all recipes: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
+"""The loop shared by all recipes: the order of the data, learning rates, logging, evaluation, checkpoints, resuming.
 
 A recipe owns the `for` loop and calls `update` and `evaluate`; `Loop` yields the examples of each step, and logs, saves
 and stops as the settings say. A checkpoint has everything that determines the next step, so that a resumed run
-continues bit for bit.
+continues bit for bit: the order of the data is a function of seed and epoch, the learning rate one of the step, with
+transformers' names and values.
 """
 
 import logging
@@ -21,31 +22,21 @@ from posttrain.base.errors import VitalSignError
 from posttrain.base.memory import return_free_pages
 from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack
+from posttrain.config import RunConfig
 from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import HasTokens, Objective, balanced, over_batches, over_updates, update
+from posttrain.optim.update import AdamW, HasTokens, Objective, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best, prefix_of
 from posttrain.training.checks import MovedWeights
-from posttrain.training.evaluation import CompletionEvaluation
+from posttrain.training.evaluation import CompletionEvaluation, SuiteEvaluation, evaluated_rows
 from posttrain.training.job import Job
-from posttrain.training.saving import Interruption, Saver
-from posttrain.training.schedule import (
-    epoch_order,
-    evaluated_rows,
-    learning_rate_at,
-    place_of,
-    report_schedule_change,
-    total_steps,
-)
+from posttrain.training.saving import Interruption, Saver, Stop
 from posttrain.training.state import State
-from posttrain.training.stopping import Stop
-from posttrain.training.suites import SuiteEvaluation
 
 log = logging.getLogger("posttrain")
 
@@ -339,3 +330,76 @@ class Loop:
     def save_final(self) -> None:
         """Save `final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
         self.saver.save_model(self.job.run.final, self.state.step)
+
+
+def total_steps(config: RunConfig, rows: int) -> int:
+    """The number of steps of a run over this number of training examples."""
+    training = config.training
+    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
+
+
+def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch.
+
+    A pure function of seed and epoch, so that the step alone gives a resumed run its position in the data.
+    """
+    return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
+
+
+def place_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
+    """The epoch of a step, from 1, and the part of the epoch's order that is its batch."""
+    size = config.training.batch_size
+    epoch, batch = divmod(step - 1, math.ceil(rows / size))
+    return epoch, slice(batch * size, (batch + 1) * size)
+
+
+def warmup_count(warmup_steps: float, total: int) -> int:
+    """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
+
+    A share leaves at least one step: the first step's rate may be 0, and a run of one step would train nothing.
+    """
+    return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
+
+
+def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool = True) -> float:
+    """The factor on the learning rate at step `step` (0 is the first) of `total`.
+
+    `kind` is one of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero). The k-th
+    of w steps of warm-up, k from 1, has the factor (k - 1) / w as in transformers; k / w unless `from_zero`.
+    """
+    if kind != "constant" and step < warmup:
+        return (step if from_zero else step + 1) / warmup
+    if kind in ("constant", "constant_with_warmup"):
+        return 1.0
+    progress = (step - warmup) / max(1, total - warmup)
+    if kind == "linear":
+        return max(0.0, 1.0 - progress)
+    if kind == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    raise ValueError(f"unknown lr_scheduler_type {kind!r}")
+
+
+def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
+    """The learning rate after `step` of `total` steps; `peak` is its maximum."""
+    training = config.training
+    return peak * schedule(
+        training.lr_scheduler_type,
+        step,
+        total,
+        warmup_count(training.warmup_steps, total),
+        from_zero=config.method.warmup_from_zero,
+    )
+
+
+def report_schedule_change(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
+    """Warn if a resumed run has another number of steps, which stretches the schedule of the remaining steps."""
+    if before == total or step >= total:
+        return
+    old = learning_rate_at(config, peak, min(step, before), before)
+    new = learning_rate_at(config, peak, step, total)
+    if new != old:
+        log.warning(
+            "%d steps in total instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
+            "instead of %.2e. This differs from a run of %d steps from the start",
+            total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
+        )  # fmt: skip

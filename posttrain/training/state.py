@@ -1,16 +1,23 @@
-"""The loop's state in a checkpoint, apart from weights, optimizer and random generators."""
+"""The loop's state in a checkpoint, and resuming from one: the settings that may change, and warnings of lost files."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DamagedError, RunError
+from posttrain.config import RunConfig, load
 from posttrain.runs.checkpoint import saved_step
-from posttrain.runs.files import load_json
+from posttrain.runs.files import flat, load_json
+from posttrain.runs.inputs import recorded
+from posttrain.runs.metrics import NAME as METRICS
+from posttrain.runs.provenance import redact
+from posttrain.runs.rollouts import NAME as ROLLOUTS
 
 
 @dataclass(slots=True)
@@ -94,3 +101,151 @@ def problems_of(checkpoint: Path) -> list[str]:
     except DamagedError as error:
         return [str(error)]
     return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]
+
+
+log = logging.getLogger("posttrain")
+
+# Training length, intervals of logging, saving and evaluation; the folder; devices, where vLLM runs, and pack size.
+CHANGEABLE = (
+    "name",
+    "output_dir",
+    "training.max_steps",
+    "training.num_train_epochs",
+    "training.tokens_per_pack",
+    "training.gradient_checkpointing",
+    "evaluation.eval_steps",
+    "evaluation.at_start",
+    "evaluation.num_batches",
+    "checkpoint",
+    "tracking",
+    "devices",
+    "rollout.vllm",
+)
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is, or the one that the checkpoint `path` is in."""
+    for folder in (path, path.parent):
+        if (folder / "run.json").is_file():
+            return folder
+    raise RunError(f"{path} is neither a run folder nor a checkpoint in one")
+
+
+def as_started(given: RunConfig, folder: Path) -> RunConfig:
+    """The settings by the rules that the run or the runs in `folder` started with, unless they say which."""
+    if "behavior_version" in given.model_fields_set or not (folder / "config.yaml").is_file():
+        return given
+    version = load(folder / "config.yaml").stages[0].config.behavior_version
+    return given.model_copy(update={"behavior_version": version})
+
+
+def as_trained(given: RunConfig, folder: Path) -> RunConfig:
+    """The settings with the excluded rows of the run in `folder`: its stages may have been others when it started."""
+    saved = load(folder / "config.yaml").config.data.excluded
+    if saved == given.data.excluded:
+        return given
+    log.warning("%s started when the stages held out other rows, and keeps to those (data.excluded)", folder)
+    return given.model_copy(update={"data": given.data.model_copy(update={"excluded": saved})})
+
+
+def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
+    """The settings to resume the run in `folder` with: the given ones, for the folder's model."""
+    saved = load(folder / "config.yaml").config
+    name = saved.models[0].folder_name
+    own = [model for model in given.models if model.folder_name == name]
+    if not own:
+        raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
+    given = as_trained(as_started(given, folder), folder)
+    return given.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
+
+
+def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError if the settings differ from the checkpoint's in anything that changes the run's results.
+
+    Paths of models that the run has read may differ: these are compared by content.
+    """
+    by_content = recorded(run_folder_of(checkpoint))
+    saved = flat(redact(load(checkpoint / "config.yaml").config.model_dump(mode="json")), lists=True)
+    given = flat(redact(config.model_dump(mode="json")), lists=True)
+    changed = [
+        f"{path}: {saved.get(path)} -> {given.get(path)}"
+        for path in sorted(saved.keys() | given.keys())
+        if saved.get(path) != given.get(path) and not _may_change(path) and path not in by_content
+    ]
+    if changed:
+        raise RunError(
+            f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
+            "epoch counts, logging, saving and evaluation intervals, devices, where vLLM runs, and the memory settings "
+            "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
+        )
+
+
+def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError if the checkpoint is later than the requested number of steps."""
+    step, limit = saved_step(checkpoint), config.training.max_steps
+    if limit is not None and step > limit:
+        raise RunError(
+            f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: raise it, or start a new run"
+        )
+
+
+def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Warnings about missing files that a run had written up to this checkpoint.
+
+    `lines` are the existing metrics.
+    """
+    state = Saved.read(checkpoint).loop
+    unlogged = max(state.window_steps.values(), default=0) + state.skipped
+    if not (folder / METRICS).exists() and state.step > unlogged:
+        yield (
+            f"{folder / METRICS} is missing: the metrics up to step {state.step} are lost; curves and report will "
+            "start after it. Training does not need them"
+        )
+    names = {name for line in lines if line["step"] <= state.step for name in line}
+    rewarded = any(name.startswith("eval_") and name.endswith("reward") for name in names)
+    sampled = state.step > 0 if config.method.samples_completions else rewarded
+    if config.rollout.save and sampled and not (folder / ROLLOUTS).exists():
+        yield (
+            f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
+            "rollouts`, `why` and `regrade` will show later ones only. Training does not need them"
+        )
+
+
+def memory_settings(config: RunConfig) -> str:
+    """Advice on settings that lower the memory of a run of this method, most useful first."""
+    method, training = config.method, config.training
+    lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
+    if method.samples_completions:
+        lower.append(f"rollout.max_completion_length ({config.rollout.max_completion_length:,})")
+        lower.append(f"method.num_generations ({method.completions_per_prompt:,})")
+    lower.append(f"data.max_length ({config.data.max_length:,})")
+    lower.append(f"training.batch_size ({training.batch_size:,})")
+    others = []
+    if training.gradient_checkpointing is not True:
+        others.append("set training.gradient_checkpointing=true")
+    if any(model.lora is None for model in config.models):
+        others.append("train adapters only (model.lora=true)")
+    if any(reward.loads_model for reward in config.rewards):
+        others.append("use a smaller reward model")
+    rest = f"; or {', or '.join(others)}" if others else ""
+    return f"Lower {', then '.join(lower)}{rest}"
+
+
+def smaller_packs(config: RunConfig, folder: Path) -> str:
+    """Advice when memory ran out: the command that resumes `folder` with half of the tokens in a pack.
+
+    A pack must have room for the longest example; if it has only that, the advice is gradient checkpointing.
+    """
+    now, least = config.training.tokens_per_pack, config.longest_example
+    command = ["posttrain", "train", "--resume", str(folder)]
+    if now > least:
+        command += ["--tokens-per-pack", str(max(now // 2, least))]
+    elif config.training.gradient_checkpointing is not True:
+        command += ["--gradient-checkpointing", "true"]
+    else:
+        return "packs are as small as data.max_length allows: start a new run with a lower data.max_length"
+    return f"To resume with less memory: {shlex.join(command)}"
+
+
+def _may_change(path: str) -> bool:
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)

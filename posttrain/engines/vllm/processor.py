@@ -20,8 +20,7 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
 )
 
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.sampling import sample_tokens
-from posttrain.engines.streams import keys, token_words
+from posttrain.engines.sampling import keys, sample_tokens, token_words
 from posttrain.engines.vllm.core import ARGUMENT
 
 

@@ -9,7 +9,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from posttrain.base.errors import ModelError
-from posttrain.engines.streams import seed_of
+from posttrain.engines.protocol import seed_of
 from posttrain.models.families import base_of
 from posttrain.runs.files import bits
 

@@ -19,7 +19,7 @@ from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.folder import read_facts
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.training.job import Job, data_of
-from posttrain.training.schedule import epoch_order, place_of
+from posttrain.training.loop import epoch_order, place_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from posttrain.inspection.losslab.objectives import Bench, clipped, clipped_at_l
 from posttrain.inspection.losslab.variants import Variant, variants
 from posttrain.inspection.losslab.weights import Weights, logged, settings_of, weights_for
 from posttrain.models.devices import determinism, take_device
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import backward
+from posttrain.optim.update import AdamW, backward
 from posttrain.runs.files import restore_rng, rng_state
 from posttrain.runs.run import Run
 from posttrain.training.job import Job

@@ -25,8 +25,7 @@ from posttrain.inspection.losslab.batches import Rows, StoredStep
 from posttrain.inspection.losslab.weights import Weights
 from posttrain.losses.policy import grpo_clip, policy_loss
 from posttrain.models.experts import RouterLoss
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import Objective, balanced
+from posttrain.optim.update import AdamW, Objective, balanced
 from posttrain.recipes import distill, grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.online import Step, StepPack, given_completions, minibatches, sampled_prompts
 from posttrain.rollout import Rollout

@@ -1,0 +1,257 @@
+"""AdamW where memory is short: in parts over the ranks, in CPU memory, with moments of one byte.
+
+Over weights that are sharded (models/sharding.py), each rank updates its part of every tensor.
+
+In CPU memory, masters, moments and gradients are off the GPU, which keeps only the weights. In bfloat16 it then has 2
+bytes per trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4). Each pack's gradients are
+transferred during backward and summed on the CPU in float32; the step is torch's fused AdamW there; rounded weights are
+copied back. The idea is ZeRO-Offload's (arXiv 2101.06840).
+
+In 8 bits (bitsandbytes' block-wise dynamic quantisation), every 256 values of a moment are stored as bytes with their
+own scale (Dettmers et al., arXiv 2110.02861). At each step a block is converted to float32, updated as in AdamW, and
+rounded again. As the paper advises, embeddings keep float32 moments, and so do small tensors, which would save nothing.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.base.extras import need
+from posttrain.models.sharding import is_sharded, own_part
+from posttrain.optim.update import AdamW
+from posttrain.parallel.ranks import Ranks
+
+BLOCK = 256  # values of an 8-bit moment that share a scale
+SMALLEST = 4096  # elements of the smallest tensor with 8-bit moments, bitsandbytes' own limit
+
+
+class ShardedAdamW(AdamW):
+    """AdamW whose masters and moments are this rank's parts.
+
+    Trained tensors outside the sharded model, such as a value head, are whole on every rank. Same updates as `AdamW`,
+    and the same state but for its rows.
+    """
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, ranks: Ranks, **settings):
+        self._ranks, self._dtype = ranks, compute_dtype
+        super().__init__(model, compute_dtype, **settings)
+
+    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        return own_part(parameter) if is_sharded(parameter) else super()._adopt(name, parameter, compute_dtype)
+
+    def _is_kept(self, name: str) -> bool:
+        return self._dtype != torch.float32
+
+    def _collect(self) -> None:
+        for name, parameter in self.parameters.items():
+            if is_sharded(parameter) and parameter.grad is not None:
+                self.masters[name].grad = own_part(parameter.grad)
+
+    def _sum(self, ranks: Ranks) -> None:
+        ranks.sum_gradients([master for name, master in self.masters.items() if not is_sharded(self.parameters[name])])
+
+    def _norm(self) -> Tensor:
+        grads: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, master in self.masters.items():
+            if master.grad is not None:
+                grads[is_sharded(self.parameters[name])].append(master.grad)
+        parts, others = (torch.nn.utils.get_total_norm(some).double() ** 2 for some in (grads[True], grads[False]))
+        device = next(iter(self.masters.values())).device
+        total = parts.to(device)
+        self._ranks.sum_([total])
+        return (total + others.to(device)).sqrt().float()
+
+    def _publish(self, name: str) -> None:
+        if not is_sharded(self.parameters[name]):
+            super()._publish(name)
+
+    def forget(self) -> None:
+        super().forget()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def is_part(self, full: str) -> bool:
+        parameter = self.parameters.get(full.rpartition("|")[0])
+        return parameter is not None and is_sharded(parameter)
+
+    def rows_of(self, full: str, rows: int) -> slice:
+        if not self.is_part(full):
+            return slice(0, rows)
+        each = -(-rows // self._ranks.size)  # as torch.chunk
+        return slice(min(self._ranks.index * each, rows), min((self._ranks.index + 1) * each, rows))
+
+
+class AdamWCPUOffload(AdamW):
+    """AdamW whose masters, moments and gradients are in CPU memory, wherever the model computes.
+
+    Same updates as `AdamW` and the same saved state, so that a run can be resumed with either.
+    """
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, device: torch.device, **settings):
+        """`device` is where the model will compute; pass the model in CPU memory, so that float32 weights never fill
+        it."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        # A thread of its own adds the gradients, so that backward's thread can keep launching work on the GPU.
+        self._adder = ThreadPoolExecutor(1, "gradients") if self._stream is not None else None
+        self._adding: dict[str, Future[None]] = {}
+        super().__init__(model, compute_dtype, **settings)
+        model.to(device)
+
+    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        def in_cpu_memory(dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+            return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pin_memory, requires_grad=False)
+
+        # Transfers are in the model's dtype, which halves the traffic of bfloat16, and page-locked, so that the GPU
+        # does not wait. One buffer serves both directions: gradients arrive before a step, weights leave after it.
+        self._buffers[name] = in_cpu_memory(compute_dtype, pin_memory=self._stream is not None)
+        self._sums[name] = in_cpu_memory(torch.float32)
+        master = in_cpu_memory(torch.float32).copy_(parameter.detach())
+        parameter.data = parameter.data.to(self._device, compute_dtype)
+        parameter.register_post_accumulate_grad_hook(lambda p: self._fetch(name, p))
+        return master
+
+    def _fetch(self, name: str, parameter: Tensor) -> None:
+        """Start the transfer of a parameter's new gradient; waits for the previous pack's, which is usually done."""
+        self._take(name)
+        grad = parameter.grad
+        assert grad is not None
+        arrived = None
+        if self._stream is None:
+            self._buffers[name].copy_(grad)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._buffers[name].copy_(grad, non_blocking=True)
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # waiting for it uses no CPU
+            grad.record_stream(self._stream)  # its memory is not reused before it has been read
+        parameter.grad = None
+        if self._adder is None:
+            self._add(name, arrived)
+        else:
+            self._adding[name] = self._adder.submit(self._add, name, arrived)
+
+    @torch.no_grad()
+    def _add(self, name: str, arrived: torch.Event | None) -> None:
+        """Add the transferred gradient to its master's."""
+        if arrived is not None:
+            arrived.synchronize()
+        master = self.masters[name]
+        if master.grad is None:
+            master.grad = self._sums[name].copy_(self._buffers[name])
+        else:
+            master.grad += self._buffers[name]
+
+    def _take(self, name: str) -> None:
+        """Wait until a pending gradient is added, if there is one."""
+        if adding := self._adding.pop(name, None):
+            adding.result()
+
+    def _collect(self) -> None:
+        for name in self.masters:
+            self._take(name)
+
+    def _publish(self, name: str) -> None:
+        # Rounded on the CPU. The buffer is next written by a gradient, in a stream that waits for this copy, or here
+        # after one has arrived.
+        self._buffers[name].copy_(self.masters[name])
+        self.parameters[name].copy_(self._buffers[name], non_blocking=True)
+
+    def forget(self) -> None:
+        self._collect()
+        super().forget()
+
+
+def eight_bit_names(model: nn.Module) -> set[str]:
+    """Trained parameters with 8-bit moments: large tensors except embeddings."""
+    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.numel() >= SMALLEST and p not in embeddings
+    }
+
+
+class AdamW8bit(AdamW):
+    """AdamW with 8-bit moments. The masters, where the model computes in bfloat16, stay float32."""
+
+    def __init__(self, model: nn.Module, *args, **settings):
+        self._library = need("bitsandbytes.functional", "quant", "training.optimizer: adamw_8bit")
+        self._names = eight_bit_names(model)
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        super().__init__(model, *args, **settings)
+
+    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
+        return super()._torch_adamw({name: m for name, m in masters.items() if name not in self._names})
+
+    def _update(self, learning_rate: float) -> None:
+        super()._update(learning_rate)
+        for name in sorted(self._names):
+            master = self.masters[name]
+            if master.grad is None:
+                continue
+            moments = self._moments_of(name)
+            moments["step"] += 1
+            signed, unsigned = self._codes_on(master.device)
+            self._library.optimizer_update_8bit_blockwise(
+                "adam",  # with decoupled weight decay: AdamW
+                master.grad.contiguous(),
+                master,
+                moments["exp_avg"],
+                moments["exp_avg_sq"],
+                *self.betas,
+                0.0,  # beta3 and alpha are AdEMAMix's
+                0.0,
+                self.eps,
+                int(moments["step"]),
+                learning_rate,
+                signed,
+                unsigned,
+                moments["exp_avg_scale"],
+                moments["exp_avg_sq_scale"],
+                self.weight_decay if master.ndim >= 2 else 0.0,
+            )
+
+    def _moments_of(self, name: str) -> dict[str, Tensor]:
+        if name not in self._moments:
+            master = self.masters[name]
+            assert master.is_contiguous()  # a block is 256 adjacent values in memory
+            blocks = -(-master.numel() // BLOCK)
+            self._moments[name] = {"step": torch.zeros(())}
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self._moments[name][moment] = torch.zeros_like(master, dtype=torch.uint8)
+                self._moments[name][f"{moment}_scale"] = torch.zeros(blocks, device=master.device)
+        return self._moments[name]
+
+    def _codes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The value of each byte, between -1 and 1 for the first moment, between 0 and 1 for the second."""
+        if device not in self._codes:
+            signed, unsigned = (self._library.create_dynamic_map(signed=signed) for signed in (True, False))
+            self._codes[device] = signed.to(device), unsigned.to(device)
+        return self._codes[device]
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = super().state()
+        for name, moments in self._moments.items():
+            tensors |= {f"{name}|{key}": value for key, value in moments.items()}
+        return tensors
+
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        if name not in self._names:
+            return super()._shapes(name)
+        return {key: value.shape for key, value in self._moments_of(name).items()}
+
+    def _forget_moments(self, name: str) -> None:
+        super()._forget_moments(name)
+        self._moments.pop(name, None)
+
+    def _load(self, name: str, key: str, value: Tensor) -> None:
+        if name in self._names:
+            self._moments_of(name)[key].copy_(value)
+        else:
+            super()._load(name, key, value)
