@@ -408,6 +408,15 @@ def test_importing_and_asking_for_help_loads_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_graders_and_receipts_load_no_torch():
+    """Rules are imported by every grading worker, the receipt by `posttrain why` and the pages."""
+    modules = ("rewards.maths", "rewards.tagged", "evaluation.rules", "grading.pool", "grading.worker", "runs.receipt")
+    code = f"import sys, {', '.join(f'posttrain.{module}' for module in modules)}\n"
+    code += "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_home_folders_are_meant_by_their_short_name(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     settings = ["model=~/tiny", "data.source=x", "method={type: dpo, ref_model: ~/other}"]

@@ -6,9 +6,9 @@ import pytest
 from data_tokenizer import byte_tokenizer, find_layout, prepare
 
 from posttrain.base.errors import DataError
+from posttrain.base.latex import last_box
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data.formats import FORMATS, without_think_tags
-from posttrain.data.latex import last_box
 from posttrain.data.readers import read_files
 from posttrain.data.render import PREFILL
 from posttrain.data.rows import MESSAGE_KEYS, RowError, messages_of, tools_of, without_think

@@ -5,8 +5,8 @@ import re
 from fuzzing import ANY_CHARACTER, fuzzed
 from hypothesis import strategies as st
 
+from posttrain.base.latex import last_box
 from posttrain.config import TagsConfig
-from posttrain.data.latex import last_box
 from posttrain.grading import extract, labels, notation, numbers, parse, parts, sets, units
 from posttrain.grading.equality import _bare, same_answer
 from posttrain.grading.verdict import GradeRequest

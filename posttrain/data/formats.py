@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.base.errors import DataError
-from posttrain.data.latex import last_box
+from posttrain.base.latex import last_box
 from posttrain.data.render import PREFILL
 from posttrain.data.rows import (
     Fields,

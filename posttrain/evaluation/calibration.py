@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.base.latex import last_box
 from posttrain.base.progress import progress
-from posttrain.data.latex import last_box
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.running import RULES

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
-from posttrain.data.latex import last_box
+from posttrain.base.latex import last_box
 from posttrain.grading.labels import read_base, read_choice, read_occasion, read_ratio, read_residue
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number

@@ -2,7 +2,7 @@
 
 import re
 
-from posttrain.data.latex import last_box
+from posttrain.base.latex import last_box
 
 THINK, THINK_END = "<think>", "</think>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"

@@ -39,8 +39,8 @@ _loading = threading.Lock()
 class TokenNumbers:
     """Numbers of the tokens of a completion. None: the method, or the version that wrote the file, has no such number.
 
-    `push` is 0 and `clipped` False where there is none. A token of others (a tool's output) is not `trained`: it was not
-    sampled, and its other numbers are 0.
+    `push` is 0 and `clipped` False where there is none. A token of others (a tool's output) was not sampled: it is not
+    `trained`, and its other numbers are 0.
     """
 
     trained: np.ndarray  # bool
