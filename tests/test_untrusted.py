@@ -197,7 +197,7 @@ def test_text_of_any_way_into_a_console_is_shown_as_it_is(monkeypatch, capsys):
     assert not UNSAFE.search(out) and out.count(SHOWN) >= 4 and out.count(MARKUP) >= 3
 
 
-SPEAK = ("terminal.py", "data/render_worker.py", "engines/vllm/server.py", "doctor/worker.py")
+SPEAK = ("base/terminal.py", "data/render_worker.py", "engines/vllm/server.py", "doctor/worker.py")
 
 
 def test_one_place_writes_to_the_terminal():

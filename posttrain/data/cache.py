@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def _build(place: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
             writer.close()
         with (work / file).open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        facts = {"sha256": digest, "content": writer.content(), "reading": reading.to_json()}
+        facts = {"sha256": digest, "content": writer.content(), "reading": asdict(reading)}
         (work / "facts.json").write_text(json.dumps(facts))
 
     put_folder(place, write, replace=False)  # another run may have built the same entry meanwhile

@@ -35,6 +35,12 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
 
 INTS = pa.list_(pa.int32())
 SEQUENCE = [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("heads", INTS)]
+PAIR = [
+    ("row", pa.int64()),
+    *((name, INTS) for name in ("prompt", "chosen", "rejected", "rejected_prompt")),
+    *(("two_prompts", pa.bool_()), ("margin", pa.float64()), ("tie", pa.bool_())),
+    *((name, INTS) for name in ("heads", "rejected_heads")),
+]
 Item = Trained | Compared
 
 
@@ -305,20 +311,7 @@ class Pairs(Kind):
     """Two completions, chosen and rejected, of one prompt or of one each."""
 
     name, trainer, unit, compares = "pair", "a method of pairs", "pair", True
-    schema = pa.schema(
-        [
-            ("row", pa.int64()),
-            ("prompt", INTS),
-            ("chosen", INTS),
-            ("rejected", INTS),
-            ("rejected_prompt", INTS),
-            ("two_prompts", pa.bool_()),
-            ("margin", pa.float64()),
-            ("tie", pa.bool_()),
-            ("heads", INTS),
-            ("rejected_heads", INTS),
-        ]
-    )
+    schema = pa.schema(PAIR)
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
         return tokeniser.pairs(rows)
@@ -328,8 +321,8 @@ class Pairs(Kind):
         for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
             if not len(reply) or len(prompt) + len(reply) < 2:
                 raise DataError(f"{_where(record)} has nothing to train: {name} has {len(reply)} tokens")
-        lists = [name for name, type in zip(self.schema.names, self.schema.types, strict=True) if type == INTS]
-        return {name: np.asarray(getattr(item, name) or (), np.int32) for name in lists} | {
+        lists = {name: np.asarray(getattr(item, name) or (), np.int32) for name, type in PAIR if type == INTS}
+        return lists | {
             "row": record.row,
             "two_prompts": item.rejected_prompt is not None,
             "margin": item.margin,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -74,9 +74,6 @@ class Reading:
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
     untrained: int = 0  # rows whose messages all have the loss weight 0
     unwritten: dict[str, int] = field(default_factory=dict)  # rows by what the template loses of them
-
-    def to_json(self) -> dict:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:

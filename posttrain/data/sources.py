@@ -142,15 +142,12 @@ def splits_of(source: str) -> list[str]:
         manifest = read_manifest(path)
         return list(manifest["splits"] if manifest else _splits(path, source, None))
     known = known_set(source)
-    if known is None:
-        if not HUB_ID.fullmatch(source):
-            raise DataError(_not_there(source))
-        folder, subset = _snapshot(source)
-        return list(_splits(folder, source, subset))
-    if known.files:
+    if known is None and not HUB_ID.fullmatch(source):
+        raise DataError(_not_there(source))
+    if known is not None and known.files:
         return list(known.files)
-    folder, subset = _snapshot(_with_subset(source, known))
-    ours = {theirs: name for name, theirs in known.splits.items()}
+    folder, subset = _snapshot(_with_subset(source, known) if known else source)
+    ours = {theirs: name for name, theirs in known.splits.items()} if known else {}
     return [ours.get(split, split) for split in _splits(folder, source, subset)]
 
 
@@ -321,13 +318,10 @@ def keep(
     def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
         for split in splits or splits_of(source):
             found = open_source(source, split, max_rows, 0, lambda working, answer: working)
-            revision = _revision(found.paths[0]) if isinstance(found, Files) else None
+            parts = (
+                found.paths[0].parts if isinstance(found, Files) else ()
+            )  # in the hub's cache …/snapshots/{commit}/…
+            revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
             yield split, itertools.islice(found.read(), max_rows), revision
 
     return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
-
-
-def _revision(path: Path) -> str | None:
-    """The commit of a file in the hub's cache, `…/snapshots/{commit}/…`."""
-    parts = path.parts
-    return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None

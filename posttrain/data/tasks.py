@@ -23,7 +23,7 @@ def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, 
     seen: set[str] = set()
     while len(seen) < rows:
         problem, solution, answer = _draw(rng)
-        if problem in seen or _split_of(problem) != split:
+        if problem in seen or split != ("test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"):
             continue
         seen.add(problem)
         yield {"problem": problem, "solution": solution, "answer": str(answer)}
@@ -61,10 +61,6 @@ TASKS: dict[str, Callable[[str, int, int, Compose], Iterator[dict[str, Any]]]] =
     "builtin:arithmetic-preference": arithmetic_preference,
     "builtin:arithmetic-kto": arithmetic_kto,
 }
-
-
-def _split_of(problem: str) -> str:
-    return "test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"
 
 
 def _draw(rng: np.random.Generator) -> tuple[str, str, int]:

@@ -162,7 +162,8 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     several pieces would not stop generation.
     """
     published = PUBLISHED[name]
-    lacking = [token for token in published.tokens if not _is_token(tokenizer, token)]
+    known = tokenizer.get_vocab()
+    lacking = [t for t in published.tokens if t not in known or len(tokenizer.encode(t, add_special_tokens=False)) != 1]
     if lacking:
         raise DataError(
             f"data.template: {name} needs {', '.join(lacking)}, which the tokenizer lacks: use the template "
@@ -176,10 +177,6 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if published.tokens and tokenizer.eos_token != published.tokens[-1]:
         tokenizer.add_special_tokens({"eos_token": published.tokens[-1]})
     tokenizer.chat_template = published.jinja
-
-
-def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
-    return token in tokenizer.get_vocab() and len(tokenizer.encode(token, add_special_tokens=False)) == 1
 
 
 def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -242,8 +239,9 @@ def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) ->
     """A built-in template as Jinja, with the beginning and end of text as this tokenizer has them."""
     preamble, user, opening, reply_opening = _parts(name, tags)
     end = "{{ eos_token }}" if tokenizer.eos_token else ""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return (
-        f"{'{{ bos_token }}' if _begins_with_bos(tokenizer) else ''}"
+        f"{'{{ bos_token }}' if begins else ''}"
         f"{{% if messages[0].role == 'system' %}}{{{{ messages[0].content + '\\n\\n' }}}}"
         f"{{% else %}}{preamble}{{% endif %}}"
         "{% for message in messages %}"
@@ -287,8 +285,3 @@ def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
         "{% else %}{{ '### Instruction:\\n' + message.content + '\\n\\n' }}{% endif %}"
     )
     return preamble, user, _text("### Response:\n"), ""
-
-
-def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts its beginning-of-text token before a plain text."""
-    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]

@@ -3,7 +3,8 @@
 Each check gives a sentence for every fault that it finds, which says what to do.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -83,7 +84,7 @@ def completion_faults(
             continue
         again = list(pieces(whole[len(base) :], tokenizer, base[-CHARACTER:]))
         for tag in tags:
-            for start in _places(text, tag):
+            for start in (match.start() for match in re.finditer(f"(?={re.escape(tag)})", text)):
                 split = [_around(parts, start, start + len(tag)) for parts in (written, again)]
                 if split[0] != split[1]:
                     odd.setdefault(tag, []).append((" ".join(map(repr, split[0])), " ".join(map(repr, split[1]))))
@@ -111,13 +112,6 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _shown(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return " ".join(repr(piece) for _, piece in pieces(ids, tokenizer))
-
-
-def _places(text: str, tag: str) -> Iterator[int]:
-    start = text.find(tag)
-    while start >= 0:
-        yield start
-        start = text.find(tag, start + 1)
 
 
 def _around(parts: Sequence[tuple[int, str]], start: int, end: int) -> list[str]:

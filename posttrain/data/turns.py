@@ -62,7 +62,8 @@ def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: boo
     out = []
     for part, mark in zip(parts, marks, strict=True):
         turns = [_Turn(mark, list(islice(done, len(_jobs(part, index, mark))))) for index in part.indices]
-        after_others = [t for t, i in zip(turns, part.indices, strict=True) if not _follows_own(part, i)]
+        before = [part.job.messages[index - 1]["role"] if index else "" for index in part.indices]
+        after_others = [turn for turn, role in zip(turns, before, strict=True) if role != "assistant"]
         # after a tool's turn there may be none
         openings = sorted({turn.opening for turn in after_others or turns}, key=len, reverse=True)
         found: dict[int, Span] = {}
@@ -110,10 +111,6 @@ def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
         replace(job, messages=upto, generate=True),
         *(replace(job, messages=messages) for messages in plain),
     ]
-
-
-def _follows_own(part: Part, index: int) -> bool:
-    return index > 0 and part.job.messages[index - 1]["role"] == "assistant"
 
 
 def _span(
