@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,25 +61,18 @@ def fetch(address: str, body: dict | None = None, **headers: str) -> str:
         return reply.read().decode()
 
 
-def config(page: str) -> dict:
-    """Gradio's description of a page, with the calls that the page makes."""
-    start = page.index("window.gradio_config = ") + len("window.gradio_config = ")
-    return json.JSONDecoder().raw_decode(page[start:])[0]
-
-
 def shown(address: str, path: str) -> str:
-    """The HTML that a page gets when it is opened in a browser."""
-    page = fetch(address + path)
-    name = path.partition("?")[0].strip("/")
-    call = next(
-        one["id"]
-        for one in config(page)["dependencies"]
-        if any(event == "load" for _, event in one["targets"])
-        and (one.get("rendered_in") or name) == name
-        and one["id"] in config(page)["page"][name]["dependencies"]
-    )
-    query = path.partition("?")[2]
-    fetch(f"{address}/gradio_api/queue/join?{query}", {"data": [], "fn_index": call, "session_hash": "test"})
-    events = fetch(f"{address}/gradio_api/queue/data?session_hash=test")
-    found = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
-    return next(one["output"]["data"][0] for one in found if one["msg"] == "process_completed")
+    """What a page shows, as its script gets it."""
+    return fetch(address + path, **{"X-Shown": ""})
+
+
+def drawn(path: Path) -> list[str]:
+    """The texts of a picture that is SVG without links, scripts, or numbers that are none."""
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    for one in root.iter():
+        assert one.tag.rpartition("}")[2] in ("svg", "style", "rect", "line", "path", "circle", "text", "g"), one.tag
+        assert not any("nan" in value or "inf" in value for name, value in one.items() if name != "aria-label"), (
+            one.items()
+        )
+    return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from pages import drawn
 from test_judge import server  # noqa: F401  a fixture
 from test_online import EXACT
 
@@ -32,13 +33,6 @@ PLAIN = Answer(
     tokens=1,
     finish_reason="stop",
 )
-
-
-@pytest.fixture(autouse=True)
-def blank_picture(request, monkeypatch):
-    """The picture is drawn where a test is marked `pictures`."""
-    if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("posttrain.evaluation.comparing.page.picture", lambda comparison: b"")
 
 
 def answered(scores, **changes):
@@ -93,7 +87,6 @@ def recorded(shared, tmp_path_factory):
     return home, rows
 
 
-@pytest.mark.pictures
 def test_recorded_solutions(recorded, tmp_path, capsys):
     """GSM8K's recorded solutions: every number by hand, every flipped item with both texts, in 80 columns."""
     home, rows = recorded
@@ -122,7 +115,8 @@ def test_recorded_solutions(recorded, tmp_path, capsys):
     assert max(map(len, out.partition("written")[0].splitlines())) <= 80
     page = (tmp_path / "out/compare.html").read_text()
     assert "6b_verification above 175b_finetuning" in page and row["question"].split("\n")[0][:20] in page
-    assert (tmp_path / "out/compare.png").stat().st_size > 10_000
+    texts = drawn(tmp_path / "out/compare.svg")
+    assert {"6b_verification", "175b_finetuning", "175b_finetuning − 6b_verification"} <= set(texts)
 
 
 def test_three_sides_and_holm(recorded, tmp_path, capsys):
@@ -375,7 +369,7 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
     scored = [evaluation(tmp_path / name, answers) for name, answers in zip("cd", graded, strict=True)]
     both = compared(tmp_path, *scored, flags=["--judge", settings])
     assert len(both["judged"]) == 1 and only(both)["losses"] == 4
-    (tmp_path / "out/compare.png").write_bytes(b"of an earlier comparison")
+    (tmp_path / "out/compare.svg").write_bytes(b"of an earlier comparison")
     empty = [{"prompt": f"q{i}", "completions": ["", "second"]} for i in range(30)]
     save_rows(tmp_path / "silent.jsonl", [*empty, {"prompt": "q30", "error": "too long"}])
     save_rows(tmp_path / "same.jsonl", [*empty[:4], *theirs[4:]])
@@ -383,7 +377,7 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
                              flags=["--judge", settings])["judged"]  # fmt: skip
     assert (first["wins"], first["not_judged"]) == (30, {}) and (second["wins"], second["ties"]) == (24, 4)
     assert [one["p_adjusted"] for one in (first, second)] == pytest.approx(holm([first["p"], second["p"]]))
-    assert not (tmp_path / "out/compare.png").exists()
+    assert not (tmp_path / "out/compare.svg").exists()
     assert main(["compare", *map(str, sides)]) == 1 and "no scored suite" in capsys.readouterr().err
     for wrong in ("gpt-4", "{model: m}"):
         assert main(["compare", *scored, "--judge", wrong]) != 0
@@ -463,7 +457,6 @@ def test_what_is_refused(tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
-@pytest.mark.pictures
 def test_what_models_write_is_inert(tmp_path, capsys):
     nasty = "<script>alert(1)</script>\x1b[2J$x^2$"
     texts = {"completion": nasty, "prompt": nasty, "extracted": nasty, "gold": nasty}
@@ -473,12 +466,10 @@ def test_what_models_write_is_inert(tmp_path, capsys):
     page, out = (tmp_path / "out/compare.html").read_text(), capsys.readouterr().out
     assert page.count("<script") == 1 and SCRIPT in page and "&lt;script&gt;alert(1)" in page
     assert "\x1b" not in page + out and r"\x1b[2J" in out
+    assert any(said.startswith("<script>") for said in drawn(tmp_path / "out/compare.svg"))
 
 
-@pytest.mark.pictures
 def test_five_thousand_items_take_under_two_seconds(tmp_path, capsys):
-    import matplotlib.figure  # noqa: F401  imports are not measured
-
     random = np.random.default_rng(4)
     for name in ("a", "b"):
         folder = evaluation(tmp_path / name, answered([0.0]), count=5000)

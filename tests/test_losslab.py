@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from pages import drawn
 from test_online import train
 from test_recipes import dpo, run
 
@@ -192,7 +193,7 @@ def test_equal_rewards_have_no_direction(sampled, tmp_path, capsys):
     found = json.loads((folder / "losses-step-2.json").read_text())
     assert [one["grad_norm"] for one in found["losses"]][:2] == [0, 0] and found["losses"][2]["grad_norm"] > 0
     assert found["cosines"] == [[None] * 3, [None] * 3, [None, None, 1.0]]
-    assert (folder / "losses-step-2.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn(folder / "losses-step-2.svg").count("–") == 8
 
 
 def test_wrong_runs_and_steps_are_refused(sampled, pairs, tmp_path, monkeypatch):
@@ -320,7 +321,8 @@ def test_the_command_shows_and_writes(pairs, tmp_path, monkeypatch, capsys):
     assert found["losses"][0]["grad_norm"] == pytest.approx(found["logged_grad_norm"], rel=1e-5)
     matrix = torch.tensor(found["cosines"])
     assert torch.equal(matrix, matrix.T) and matrix.diagonal().eq(1).all()
-    assert (tmp_path / "losses-step-2.png").stat().st_size > 5_000
+    texts, count = drawn(tmp_path / "losses-step-2.svg"), len(found["losses"])
+    assert texts.count("1.00") >= count and len(texts) == 1 + 2 * count + count**2
     for arguments, message in (
         (["nowhere", "--step", "1"], "no such folder"),
         ([str(pairs), "--step", "0"], "greater than or equal to 1"),

@@ -47,7 +47,7 @@ def jsonl(path: Path) -> list[dict]:
 
 
 def check_that_the_folder_is_whole(folder):
-    for name in (*(f"{stage}.yaml" for stage in STAGES), "results.json", "curves.png", "report.html", "answers.jsonl"):
+    for name in (*(f"{stage}.yaml" for stage in STAGES), "results.json", "curves.svg", "report.html", "answers.jsonl"):
         assert (folder / name).stat().st_size > 300, name
     for stage in STAGES:
         assert json.loads((folder / stage / "run.json").read_text())["state"] == "finished"

@@ -1,16 +1,20 @@
 """What people see: progress, curves."""
 
 import io
+import json
 import re
 import struct
 import warnings
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from posttrain.base.progress import progress
 from posttrain.base.words import counted, model_name
-from posttrain.reports.curves import _series, write_curves
+from posttrain.reports.curves import write_curves
+from posttrain.reports.panels import PANELS, lines_of
+from posttrain.reports.series import Series
 from posttrain.runs.headline import headlines
 from posttrain.runs.progress import TrainingProgress, duration
 
@@ -114,6 +118,12 @@ def measured(steps: int) -> list[dict]:
     return [*lines, {"step": steps, "eval_loss": 0.6, "eval_helpful_loss": 0.5, "eval_rewards/accuracies": 0.75}]
 
 
+def logged(folder: Path, metrics: list[dict]) -> Series:
+    """The curves of a run that logged these lines."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    return Series(folder).refresh()
+
+
 def size_of(png: bytes) -> tuple[int, int]:
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", png[16:24])
@@ -133,28 +143,31 @@ def size_of(png: bytes) -> tuple[int, int]:
 def test_curves_of_any_run(tmp_path, metrics):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_curves(metrics, tmp_path / "curves.png", "toy $\\frac$ <b>")
+        logged(tmp_path, metrics)
+        write_curves(tmp_path, tmp_path / "curves.png", "toy $\\frac$ <b>")
     drawn = (tmp_path / "curves.png").read_bytes()
     assert size_of(drawn)[0] >= 500
     if len(metrics) > 100:
         assert size_of(drawn)[0] > 1500  # three panels wide
-    assert write_curves(metrics, tmp_path / "again.png", "toy $\\frac$ <b>") is None
+    assert write_curves(tmp_path, tmp_path / "again.png", "toy $\\frac$ <b>") is None
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 
-def test_curves_put_every_name_where_it_belongs():
-    series = _series(
+def test_curves_put_every_name_where_it_belongs(tmp_path):
+    series = logged(
+        tmp_path,
         [
             {"step": 1, "loss": 1.0, "mean_token_accuracy": 0.1, "eval_mean_token_accuracy": 0.2, "accuracy": 0.3},
             {"step": 1, "eval_my_data_rewards/margins": 0.4, "eval_accuracy": 0.5, "eval_runtime": 9.0, "odd": 1.0},
             {"step": 1, "nll_loss": 2.0, "eval_nll_loss": 2.0, "eval_my_data_nll_loss": 2.0},
-        ]
+        ],
     )
-    assert {name: {whose: values for whose, (_, values) in of.items()} for name, of in series.items()} == {
-        "loss": {"train": [1.0]},
-        "mean_token_accuracy": {"train": [0.1], "validation": [0.2]},
-        "accuracy": {"train": [0.3], "validation": [0.5]},
-        "rewards/margins": {"my_data": [0.4]},
+    lines = {panel.title: list(lines_of(panel, series, "step")) for panel in PANELS}
+    assert {title: {line.label: line.ys for line in of} for title, of in lines.items() if of} == {
+        "Loss": {"train": [1.0]},
+        "Token accuracy": {"train": [0.1], "validation": [0.2]},
+        "Accuracy: chosen above rejected": {"train": [0.3], "validation": [0.5]},
+        "Margin: chosen − rejected": {"my_data": [0.4]},
     }
 
 

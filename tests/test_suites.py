@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import drawn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError, RewardError, RunError
@@ -791,7 +792,7 @@ def test_a_sweep_is_drawn(tmp_path):
         for t, value in ((0, 0.5), (1, 0.4), (2, None))
     }  # fmt: skip
     path = write_sweep({"model": {"name": "m"}, "suites": suites}, tmp_path)
-    assert path is not None and path.read_bytes()[1:4] == b"PNG"
+    assert path == tmp_path / "sweep.svg" and "s 0.4" in drawn(path)
 
 
 # --- other programs ---

@@ -6,6 +6,7 @@ import random
 import shutil
 
 import pytest
+from pages import drawn
 from test_compare import run_of
 from test_online import EXACT
 
@@ -15,7 +16,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.runner import sweep as trials
 from posttrain.runner.sweep_records import Sweep, Trial, read_sweep
-from posttrain.runner.sweep_show import over_seeds, write_picture
+from posttrain.runner.sweep_show import over_seeds
 from posttrain.runner.sweep_space import Range, names_of, read_space, short_names, split_values
 from posttrain.runner.sweep_stopping import is_hopeless, median_to_beat
 from posttrain.runs.files import load_json, save_json
@@ -43,12 +44,6 @@ def home(sums_home, tmp_path_factory):
     }  # fmt: skip
     (folder / "sums.json").write_text(json.dumps(sections))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing takes longer than a trial: sweep.png is drawn by one test."""
-    monkeypatch.setattr(trials, "write_picture", lambda sweep: None)
 
 
 def swept(home, name, *arguments):
@@ -186,8 +181,8 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
         assert trial.best == min(losses) and trial.best_step == losses.index(min(losses))
     assert found.best is found.trials[0] and f"best: {root / found.best.name}" in out.replace("\n", "")
     assert out.index(" 01 ") < out.index(" 02 ") and max(map(len, out.splitlines()[:-1])) <= 80
-    write_picture(found)
-    assert (root / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    texts = drawn(root / "sweep.svg")
+    assert {"1e-3", "1e-9"} <= set(texts) and any("by learning_rate" in said for said in texts)
     assert main(["runs", "show", str(root / found.best.name)]) == 0
     stamp = (root / found.best.name / "results.json").stat().st_mtime_ns
     assert swept(home, "rates", f"{RATE}=1e-2,1e-3,1e-9", "--resume")[0] == 0
@@ -301,7 +296,6 @@ def test_the_spread_over_seeds(tmp_path):
 def test_finished_trials_are_compared_item_by_item(tmp_path, capsys, monkeypatch):
     """Settings against the best ones, with the seeds of each as its runs. Without rewards there is no comparison, but
     a ranking."""
-    monkeypatch.setattr("posttrain.evaluation.comparing.page.picture", lambda comparison: b"")
     rows = []
     for rate, low in (("1e-5", 0.0), ("1e-3", 0.5)):
         for seed in range(2):

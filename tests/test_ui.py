@@ -1,5 +1,8 @@
 """`posttrain ui` over HTTP: every page answers, what guards it, and what its process does not load."""
 
+import base64
+import hashlib
+import http.client
 import json
 import re
 import shutil
@@ -7,6 +10,7 @@ import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from pages import fetch, free_port, served, shown
@@ -84,7 +88,7 @@ def test_events_that_no_page_sends_are_no_error_of_the_server(ui):
     sent = [(path, event) for event in events for path in ("run/predict", "queue/join", "cancel", "reset", "call/x")]
     for path, body in [*sent, ("upload", {}), ("upload/", {}), ("run/predict", [None]), ("queue/join", {"data": 5})]:
         request = urllib.request.Request(
-            f"{address}/gradio_api/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{address}/chat/gradio_api/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             status = urllib.request.urlopen(request, timeout=30).status
@@ -100,6 +104,77 @@ def test_events_that_no_page_sends_are_no_error_of_the_server(ui):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             connection.sendall("\r\n".join(["GET / HTTP/1.1", *headers, "Connection: close", "", ""]).encode())
             assert connection.recv(100).split()[1] == b"403", headers
+
+
+def posted(address: str, body: str, **headers: str) -> tuple[int, str, str]:
+    """The status, the place and the content of the answer to a form."""
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    path = address.removeprefix(f"http://{urlsplit(address).netloc}")
+    connection.request("POST", path, body.encode(errors="surrogateescape"), kind | headers)
+    answer = connection.getresponse()
+    place = answer.headers.get("Location") or answer.headers.get("Content-Location", "")
+    return answer.status, place, answer.read().decode()
+
+
+def test_pages_work_without_a_script_and_allow_no_other(ui):
+    """Whole pages with links and forms; the policy names the two hashes of script and style, and compiles nothing."""
+    address, _ = ui
+    for path, words in PAGES.items():
+        with urllib.request.urlopen(address + path, timeout=30) as reply:
+            page, policy = reply.read().decode(), reply.headers["Content-Security-Policy"]
+        assert words in page and page.count("<script>") == 1 and " style=" not in page and " onclick=" not in page
+        assert "unsafe" not in policy and "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        for name in ("script", "style"):
+            source = page.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+            digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+            assert f"{name}-src 'sha256-{digest}';" in policy
+    with urllib.request.urlopen(f"{address}/chat?a=x", timeout=30) as reply:
+        assert "'unsafe-eval'" in reply.headers["Content-Security-Policy"] and "window.gradio_config" in str(
+            reply.read()
+        )
+    found = fetch(f"{address}/?find=no+such+run&state=&method=")
+    assert "0 of 1 run" in found, "a form that is sent as it is"
+
+
+def test_content_that_a_page_has_is_not_sent_again(ui):
+    address, _ = ui
+    version = re.search(r'data-version="([^"]+)"', shown(address, "/evaluations"))
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{address}/evaluations", headers={"X-Shown": version[1]}), timeout=30
+    ) as reply:
+        assert (reply.status, reply.read()) == (204, b"")
+    assert "<html" in fetch(f"{address}/evaluations") and "<html" not in shown(address, "/evaluations")
+
+
+def test_actions_are_forms_of_these_pages(ui, runs):
+    address, _ = ui
+    fields = "method.type=sft&model.path=%2Fno%2Fmodel&data.source=gsm8k&training.max_steps="
+    status, place, _ = posted(f"{address}/new", f"{fields}&act=plan")
+    assert status == 303 and place == "/new?method.type=sft&model.path=%2Fno%2Fmodel&data.source=gsm8k"
+    status, place, page = posted(f"{address}/new?seed=3", "act=start", **{"X-Shown": "0"})
+    assert status == 200 and place == "/new?seed=3" and "are not whole yet" in page and "<html" not in page
+    assert posted(f"{address}/new", "act=start")[0] == 200, "refused: the page says why"
+    assert "There is no run" in posted(f"{address}/data?run=..%2Fx", "act=read")[2]
+    for body in (
+        "",
+        "act=",
+        "act=read",
+        "act=__class__",
+        "act=%00",
+        "a" * 9000,
+        "&" * 900,
+        "act=start&act=plan&=%ED%A0%80",
+    ):
+        assert posted(f"{address}/new", body)[0] in (200, 303, 400, 413), body
+    for body in ("\udcff\udc80", "%ff%fe=%00"):
+        assert posted(f"{address}/new", body)[0] == 400
+    assert posted(f"{address}/new", "act=plan", **{"Content-Type": "application/json"})[0] == 415
+    assert posted(f"{address}/run?run=saved", "act=plan")[0] == 405
+    for origin in ("http://evil.example", "null"):
+        assert posted(f"{address}/new", f"{fields}&act=start", Origin=origin)[0] == 403
+    assert posted(f"{address}/new", "act=plan", Origin=address)[0] == 200
+    assert not (runs / "configs").exists()
 
 
 def test_what_cannot_be_served_is_said(runs, tmp_path, capsys):

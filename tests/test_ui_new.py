@@ -125,7 +125,7 @@ def test_another_method_has_its_own_choices(browser, address):
         chosen = page.locator("form select").evaluate_all("all => all.filter(one => one.value).map(one => one.name)")
         assert chosen == ["method.type", "model.lora"]
         page.go_back()
-        page.wait_for_function("document.querySelector('select[name=\"method.type\"]').value === 'dpo'")
+        page.locator('select[name="method.type"] option[value="dpo"]:checked').wait_for(state="attached")
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])

@@ -125,6 +125,34 @@ def test_answers_side_by_side_and_hostile_text_is_inert(browser, address):
         page.get_by_text("onerror").first.wait_for()
 
 
+def test_without_a_script_forms_and_links_load_whole_pages(browser, address):
+    context = browser.new_context(java_script_enabled=False)
+    context.set_default_timeout(15_000)
+    page = context.new_page()
+    page.goto(address)
+    page.get_by_label("Find").fill("oth")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_text("1 of 2 runs").wait_for()
+    page.get_by_role("link", name="choose other").click()
+    page.get_by_label("Over").select_option("tokens")
+    page.locator("section").get_by_role("button", name="Show").click()
+    page.get_by_role("heading", name="1 run over tokens").wait_for()
+    assert "find=oth" in page.url and "x=tokens" in page.url, "what other controls chose is kept"
+    page.get_by_role("navigation", name="pages").get_by_role("link", name="New run").click()
+    page.locator('input[name="model.path"]').fill("/no/such/model")
+    page.locator('input[name="data.source"]').fill("nowhere.jsonl")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("button", name="Start").wait_for()
+    page.locator('input[name="name"]').fill("typed-last")
+    page.get_by_role("button", name="Plan").click()
+    assert "name=typed-last" in page.url, "an action takes what is typed, and its page can be loaded again"
+    while page.get_by_text("Planning:").count():
+        page.wait_for_timeout(300)
+        page.reload()
+    page.get_by_text("no such folder").first.wait_for()
+    context.close()
+
+
 def test_a_run_is_followed_and_its_end_is_said(browser, address, runs):
     """A run that is written by a process which is killed; a second tab sees the same."""
     live = runs / "live"

@@ -12,7 +12,6 @@ from posttrain.base.errors import EngineError, RunError
 from posttrain.config import DataConfig
 from posttrain.data import prepare
 from posttrain.serving.client import ScoredToken
-from posttrain.serving.process import ModelServers
 from posttrain.serving.talk import together
 from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import cells, token_map, write_vote
@@ -106,17 +105,15 @@ def test_votes_are_training_data(shared, tmp_path):
 def test_a_vote_names_the_models_that_answered(tmp_path):
     """Whatever the controls say by then; and nothing answers in place of model A."""
     from posttrain.ui import chat
-    from posttrain.ui.view import Place
 
-    place = Place(tmp_path, Viewer(tmp_path, tmp_path / "cache"), ModelServers(1))
     asked = [{"role": "user", "content": "Who?"}]
     sides = [[*asked, {"role": "assistant", "content": name}] for name in ("Tim", "Tom")]
-    said = chat._voted(place, chat.Answered(("one", "two"), "Be brief."), sides, 1)
+    said = chat._voted(tmp_path, chat.Answered(("one", "two"), "Be brief."), sides, 1)
     assert "1 preference, training data" in said
     row = json.loads((tmp_path / "votes.jsonl").read_text())
     assert (row["chosen_model"], row["rejected_model"]) == ("two", "one") and row["prompt"][0]["content"] == "Be brief."
-    assert "Ask two models first" in chat._voted(place, None, sides, 0)
-    assert "Ask two models first" in chat._voted(place, chat.Answered(("one",), ""), sides, 0)
+    assert "Ask two models first" in chat._voted(tmp_path, None, sides, 0)
+    assert "Ask two models first" in chat._voted(tmp_path, chat.Answered(("one",), ""), sides, 0)
     assert chat.Asked("", "b", "", "", "auto", 0.7, 1, 8, None).models == []
 
 

@@ -12,7 +12,7 @@ from posttrain.data import Selection, overview
 from posttrain.ui.address import address
 from posttrain.ui.commands import Answer, Commands
 from posttrain.ui.data_page import CHECK, check, data_page, read
-from posttrain.ui.viewer import Viewer, rendered
+from posttrain.ui.viewer import Viewer, perform, rendered
 
 ROWS = [{"prompt": f"Say {n}<b>", "completion": " é" * (1 + n % 7)} for n in range(30)]
 
@@ -60,6 +60,11 @@ def viewer(tmp_path, monkeypatch, capsys) -> Viewer:
     made = Viewer(tmp_path / "runs", tmp_path / "cache/ui")
     made.commands = Explored(capsys, tmp_path)
     return made
+
+
+def acted(act, viewer: Viewer, address: str) -> str:
+    """What the page shows after a button was pressed."""
+    return f"{perform(act, viewer, address) or ''}{rendered(data_page, viewer, address)}"
 
 
 def test_an_overview_is_the_data_that_trains(tmp_path):
@@ -115,7 +120,7 @@ def test_the_page_reads_a_run_by_itself_and_shows_its_rows(viewer):
     assert "examples 21 to 26 of 26" in last and last.count("<h3>Row ") == 6
     alone = rendered(data_page, viewer, address("/data", run="one", row=7, set="train"))
     assert alone.count("<h3>Row 7<") + alone.count("There is no such example") == 1
-    checked = rendered(data_page, viewer, address("/data", run="one"), check)
+    checked = acted(check, viewer, address("/data", run="one"))
     assert viewer.commands.asked[-1] == CHECK and "row, exact duplicate" in checked and "suites not checked" in checked
 
 
@@ -124,14 +129,14 @@ def test_settings_in_an_address_are_read_when_asked_for(viewer, tmp_path):
     given = {"method.type": "sft", "model.path": f"{tmp_path}/model", "data.source": f"{tmp_path}/rows.jsonl"}
     at = address("/data", **given, **{"data.template": "none"})
     page = rendered(data_page, viewer, at)
-    assert 'data-act="read"' in page and viewer.commands.asked == []
-    assert "<dd>31</dd>" in rendered(data_page, viewer, at, read)
+    assert 'value="read"' in page and viewer.commands.asked == []
+    assert "<dd>31</dd>" in acted(read, viewer, at)
     rendered(data_page, viewer, f"{at}&sort=longest")
     assert len(viewer.commands.asked) == 2, "another order of what was read is no new question"
     missing = address("/data", **given | {"data.source": "nowhere.jsonl"})
-    page = rendered(data_page, viewer, missing, read)
+    page = acted(read, viewer, missing)
     assert "nowhere.jsonl" in page and "Read again" in page and len(viewer.commands.asked) == 3
-    assert "these settings are not whole" in rendered(data_page, viewer, "/data?method.type=sft", read)
+    assert "these settings are not whole" in acted(read, viewer, "/data?method.type=sft")
     assert "There is no run ../x" in rendered(data_page, viewer, "/data?run=../x")
     assert ">one</a>" in rendered(data_page, viewer, "/data")
 

@@ -12,7 +12,7 @@ from posttrain.ui.address import Query, address, parse
 from posttrain.ui.commands import Answer, Commands, Launches
 from posttrain.ui.draft import draft, fields_of
 from posttrain.ui.new_page import new_page, start
-from posttrain.ui.viewer import Viewer, rendered
+from posttrain.ui.viewer import Viewer, perform, rendered
 
 WHOLE = {
     "model.path": "a/b", "data.source": "rows.jsonl", "training.max_steps": "20", "training.learning_rate": "3e-4",
@@ -63,7 +63,7 @@ def test_every_method_has_a_form_of_its_settings(tmp_path):
         page = new_page(viewer, asked(**{"method.type": method}))
         for setting in fields_of(method):
             assert page.count(f'name="{setting.path}"') == 1, setting.path
-        assert "Still needed: " in page and 'data-act="start"' not in page
+        assert "Still needed: " in page and 'value="start"' not in page
     hostile = new_page(viewer, asked(**{"name": '"><script>x</script>', "model.path": "<img src=x>", "evil": "1"}))
     assert "<script" not in hostile and "<img" not in hostile and "evil" not in hostile
 
@@ -74,8 +74,8 @@ def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
     assert draft(asked(**WHOLE), tmp_path).name == "sft-b-2"
     taken = address("/new", **WHOLE, name="sft-b")
     assert "There is a run sft-b already" in rendered(new_page, viewer, taken)
-    assert "there is a run sft-b already" in rendered(new_page, viewer, taken, start)
-    assert "are not whole yet" in rendered(new_page, viewer, "?name=x", start)
+    assert "there is a run sft-b already" in str(perform(start, viewer, taken))
+    assert "are not whole yet" in str(perform(start, viewer, "?name=x"))
     assert not (tmp_path / "configs").exists()
 
 

@@ -90,7 +90,7 @@ def chat(
     if unread := next((name for name, value in given.items() if value is not None), None):
         raise UsageError(f"{unread} is for --terminal: the page has its own settings")
     need("gradio", "ui", "posttrain chat without --terminal")
-    from posttrain.ui.serve import serve
+    from posttrain.ui.app import serve
 
     root = folder.expanduser()
     root.mkdir(parents=True, exist_ok=True)

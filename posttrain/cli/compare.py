@@ -103,7 +103,7 @@ def compare(
     folder = output or Path("comparisons") / _folder_name([side.name for side in made])
     write(found, folder, judged)
     show(found, PlainConsole(), judged)
-    say(f"written: {folder}/compare.html, compare.json{', compare.png' if found.suites else ''}")
+    say(f"written: {folder}/compare.html, compare.json{', compare.svg' if found.suites else ''}")
 
 
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:

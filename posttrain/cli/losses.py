@@ -46,7 +46,7 @@ def losses(
     checkpoint. Each loss has a row: its value, the norm of its gradient, the cosine with the gradient of the run's own
     loss (1: the same direction, 0: unrelated, -1: the opposite), and the share of tokens clipped. Nothing is trained.
 
-    The run folder gets losses-step-N.json, and losses-step-N.png with the cosines of all pairs.
+    The run folder gets losses-step-N.json, and losses-step-N.svg with the cosines of all pairs.
 
       posttrain losses runs/grpo --step 40
       posttrain losses runs/grpo --step 40 --loss dapo --set epsilon=0.1,0.4

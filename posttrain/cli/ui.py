@@ -34,6 +34,6 @@ def ui(
     from posttrain.base.extras import need
 
     need("gradio", "ui", "posttrain ui")
-    from posttrain.ui.serve import serve
+    from posttrain.ui.app import serve
 
     serve(folder.expanduser(), host, port, token, browser=not no_browser)

@@ -10,9 +10,8 @@ from rich.table import Table
 from posttrain.base.console import PlainConsole
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted
-from posttrain.reports.curves import plain_axes, png_of
-from posttrain.reports.design import LIGHT
-from posttrain.runs.atomic import write_file
+from posttrain.reports.chart import Line, chart
+from posttrain.reports.drawing import write_drawings
 
 FEW_GROUPS = 8  # in one line; more have a table
 Summaries = Mapping[str, Mapping[str, Any]]  # folder -> summary
@@ -134,46 +133,30 @@ def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
-    """`sweep.png`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
+    """`sweep.svg`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
 
     None if the evaluation has no sweep.
     """
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), dpi=120, layout="constrained", facecolor=LIGHT.ground)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     axis = "temperature" if len({suite["sampling"]["temperature"] for suite in swept}) > 1 else "top_p"
     other = "top_p" if axis == "temperature" else "temperature"
     several = len({suite["sampling"][other] for suite in swept}) > 1
-    highest = 1.0
+    scores, costs = [], []
     lines = dict.fromkeys((suite["suite"], suite["sampling"][other]) for suite in swept)
-    for number, (name, value) in enumerate(lines):
-        colour = LIGHT.series[number % len(LIGHT.series)]
+    for colour, (name, value) in enumerate(lines):
         line = [s for s in swept if s["suite"] == name and s["sampling"][other] == value and s["value"] is not None]
         line.sort(key=lambda suite: suite["sampling"][axis])
         at = [suite["sampling"][axis] for suite in line]
         label = f"{name}, {other} {value:g}" if several else name
-        scores = [suite["value"] for suite in line]
-        ends = [(s["value"], s["value"]) if s["low"] is None else (s["low"], s["high"]) for s in line]
-        errors = [
-            [max(score - low, 0.0) for score, (low, _) in zip(scores, ends, strict=True)],
-            [max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)],
-        ]
-        above.errorbar(at, scores, yerr=errors, marker="o", capsize=3, color=colour, label=label)
-        costs = [suite["tokens"] / max(suite["answers"], 1) for suite in line]
-        highest = max([highest, *costs])
-        below.plot(at, costs, marker="o", color=colour)
-    above.set_ylabel("score, 95 % interval", color=LIGHT.ink)
-    above.legend(frameon=False, labelcolor=LIGHT.ink)
-    below.set_ylabel("tokens an answer", color=LIGHT.ink)
-    below.set_ylim(0, 1.1 * highest)
-    below.set_xlabel(axis, color=LIGHT.ink)
-    for axes in (above, below):
-        plain_axes(axes)
-    figure.suptitle(visible(str(summary["model"]["name"])), parse_math=False, color=LIGHT.ink)
-    path = folder / "sweep.png"
-    write_file(path, png_of(figure))
+        bars = [(s["value"], s["value"]) if s["low"] is None else (s["low"], s["high"]) for s in line]
+        scores.append(Line(label, at, [suite["value"] for suite in line], colour, bars=bars))
+        costs.append(Line(label, at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], colour))
+    drawings = [
+        chart(scores, f"{summary['model']['name']}: score over {axis}, 95 % interval", x_label=axis, ends=True),
+        chart(costs, f"tokens an answer over {axis}", x_label=axis, ends=True, zero=[0.0]),
+    ]
+    path = folder / "sweep.svg"
+    write_drawings(path, drawings, columns=1)
     return path

@@ -97,7 +97,7 @@ def claim(folder: Path, overwrite: bool) -> None:
             raise RunError(f"{folder} has a quickstart: replace it (--overwrite), or give another --output-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("results.json", "answers.jsonl", "curves.png", "report.html"):
+        for name in ("results.json", "answers.jsonl", "curves.svg", "report.html"):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The quickstart's output: results, `curves.png`, report, table, next steps."""
+"""The quickstart's output: results, `curves.svg`, report, table, next steps."""
 
 import platform
 import shlex
@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import PercentFormatter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,15 +15,11 @@ from rich.table import Table
 from posttrain.quickstart.replies import COLUMNS, TAGS, Measured, Problem, Reply, paired, rows, telling
 from posttrain.reports import page
 from posttrain.reports.chart import Interval, chart, intervals
-from posttrain.reports.curves import plain_axes, png_of
-from posttrain.reports.design import LIGHT
-from posttrain.reports.markup import Markup
+from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.reports.panels import Panel, lines_of
 from posttrain.reports.report import SIZE, smoothing
 from posttrain.reports.series import Series
-from posttrain.runs.atomic import write_file
 from posttrain.runs.files import load_json, save_json, save_rows
-from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 
 LONGEST = 60  # characters of a reply shown
@@ -66,18 +58,18 @@ class Outcome:
 
 
 def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
-    """`answers.jsonl`, `results.json`, `curves.png` and `report.html`."""
+    """`answers.jsonl`, `results.json`, `curves.svg` and `report.html`."""
     folder = outcome.folder
     save_rows(folder / "answers.jsonl", answers(outcome))
     results = {stage: load_json(folder / stage / "results.json") for stage in STAGES}
     save_json(folder / "results.json", summary(outcome, results))
-    metrics = {stage: read_metrics(folder / stage) for stage in STAGES}
-    write_file(folder / "curves.png", picture(metrics, outcome.measured))
+    curves = list(figures(outcome))
+    write_drawings(folder / "curves.svg", curves, columns=3)
     sections = [
         page.Text("What happened", WHAT),
         page.Table("Results", ["", *COLUMNS], rows(outcome.measured), HOW),
         page.Text("In short", in_short(outcome)),
-        page.charts("Curves", figures(outcome)),
+        page.charts("Curves", curves),
         page.Table("Examples", ["problem", "answer", *SHOWN], examples(outcome), "Working, then solution."),
         page.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
         *(page.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),
@@ -86,7 +78,7 @@ def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     page.write_page(folder / "report.html", "posttrain quickstart", sections)
 
 
-def figures(outcome: Outcome) -> Iterator[Markup]:
+def figures(outcome: Outcome) -> Iterator[Drawing]:
     """The main metric of every stage over its steps, then right answers with 95 % intervals."""
     for stage, (title, metric) in STAGES.items():
         lines = list(lines_of(Panel(title, (metric,)), Series(outcome.folder / stage).refresh(), "step"))
@@ -208,51 +200,3 @@ def next_steps(folder: Path) -> list[tuple[str, str]]:
         (f"posttrain plan {dpo} model.lora=true", "what a run would take, here with adapters"),
         ("posttrain config new dpo", "a commented settings file for your own model and data"),
     ]
-
-
-def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[str, Measured]) -> bytes:
-    """A PNG: a panel per stage with its metric over the steps, then right answers with 95 % intervals.
-
-    `metrics` has the lines of every stage's `metrics.jsonl`.
-    """
-    figure = Figure((14, 7), dpi=110, facecolor=LIGHT.ground, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    panels = figure.subplots(2, 3).flatten()
-    for axes, (stage, (title, metric)) in zip(panels, STAGES.items(), strict=False):
-        curve(axes, metrics[stage], metric)
-        style(axes, title)
-        if metric.endswith(("accuracy", "accuracies")):
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_xlabel("step", color=LIGHT.ink, fontsize=9)
-    panels[0].legend(fontsize=9, frameon=False, labelcolor=LIGHT.ink)
-    bars(panels[-1], measured)
-    return png_of(figure)
-
-
-def curve(axes: Axes, lines: Sequence[dict[str, Any]], name: str) -> None:
-    """A metric in training as a line, in validation as dots joined by dashes."""
-    for key, label, look in ((name, "training", "-"), (f"eval_{name}", "validation", "o--")):
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        colour = LIGHT.series[0 if label == "training" else 1]
-        axes.plot(*zip(*points, strict=True), look, color=colour, lw=1.4, ms=4, label=label)
-
-
-def bars(axes: Axes, measured: Mapping[str, Measured]) -> None:
-    """Right answers on held-out problems."""
-    for at, model in enumerate(measured.values()):
-        low, high = model.right.interval
-        value = model.right.value
-        axes.bar(at, value, color=LIGHT.series[at], width=0.6)
-        axes.errorbar(at, value, [[value - low], [high - value]], color=LIGHT.ink, capsize=5, lw=1.4)
-        axes.text(at, high + 0.015, f"{value:.1%}", color=LIGHT.ink, ha="center", fontsize=11, fontweight="bold")
-    axes.set_xticks(range(len(measured)), list(measured))
-    axes.set_ylim(0, 1.05)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    style(axes, "Right answers, held-out problems")
-    axes.tick_params(axis="x", labelsize=11, length=0)
-    axes.grid(False, axis="x")
-
-
-def style(axes: Axes, title: str) -> None:
-    axes.set_title(title, color=LIGHT.ink, fontsize=11, loc="left")
-    axes.set_facecolor(LIGHT.ground)
-    plain_axes(axes)

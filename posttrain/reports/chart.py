@@ -1,22 +1,23 @@
-"""Curves as inline SVG. The page's script reads `data-points`: values under the pointer, and where a click leads.
+"""Charts: curves, dots, and means with their intervals.
 
-Means and differences have their intervals as inline SVG, too.
+The script of pages (`hover.js`) reads `data-points`: values under the pointer, and where a click leads.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.reports.design import LIGHT
+from posttrain.reports.drawing import Drawing, Key, Scale, labels, scale_of, ticks
 from posttrain.reports.markup import Markup, el, short
 from posttrain.reports.series import smoothed, thinned
 
 HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for charts inside the variable `element`
 COLOURS = len(LIGHT.series)  # classes c0 … of the style sheet
 POINTS = 400  # of a line
-UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels from ten of them
+SIZE = (460, 200)  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 8, 22
 INTERVALS, ROW, EDGE = 380, 38, 8  # pixels: width of the figure, height of a row, margin
 LONGEST = 34  # characters of a label
@@ -29,19 +30,7 @@ class Line:
     ys: Sequence[float]
     colour: int = 0
     dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """From values to pixels."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+    bars: Sequence[tuple[float, float]] = ()  # an interval for each value
 
 
 def chart(
@@ -55,27 +44,25 @@ def chart(
     keys: bool = True,
     ends: bool = False,
     most: int = POINTS,
-    size: tuple[int, int] = (460, 200),
-) -> Markup:
-    """A figure with its lines, raw ones faint under smoothed ones; dashed lines, which have few points, as they are.
+    size: tuple[int, int] = SIZE,
+    zero: Sequence[float] = (),
+) -> Drawing:
+    """Lines over an axis, raw ones faint under smoothed ones; dashed lines, which have few points, as they are.
 
     `go`: an address that a point's x is appended to. `share`: the values lie between 0 and 1. `keys`: name the lines;
-    with `ends` also their last values. `most`: points of a line.
+    with `ends` also their last values. `most`: points of a line. `zero`: values that the y axis must reach.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
-    caption = el(
-        "figcaption",
-        el("span", title, class_="title"),
-        _legend(shown, ends) if keys and (ends or len(shown) > 1) else None,
-    )
+    named = [_key(line, ends, len(shown) > 1 or line.label != "train") for line in shown if ends or len(shown) > 1]
     if not shown:
-        return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
+        return Drawing(title, size, [], "no values yet")
     width, height = size
     smoothed_lines = [(line, smoothed(line.ys, 0.0 if line.dashed else smooth)) for line in shown]
     x = scale_of([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
-    values = [_usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in smoothed_lines]
-    y = scale_of([value for of in values for value in of], height - BOTTOM, TOP, pad=0.06, share=share)
-    parts = _axes(x, y, width, height, whole=x_label == "step")
+    values = [usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in smoothed_lines]
+    reach = [value for of in values for value in of] + [end for line in shown for bar in line.bars for end in bar]
+    y = scale_of([*reach, *zero], height - BOTTOM, TOP, pad=0.06, share=share)
+    parts = _axes(x, y, width, height, _steps(x) if x_label == "step" else ticks(x.low, x.high, 5))
     points = []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -83,24 +70,37 @@ def chart(
             parts.append(_path(*thinned(line.xs, line.ys, most), x, y, f"{style} raw"))
         xs, ys = thinned(line.xs, ys, most)
         parts.append(_path(xs, ys, x, y, style))
+        parts += [
+            el("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}m-3 0h6", class_=style)
+            for at, (low, high) in zip(line.xs, line.bars, strict=False)
+        ]
         values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
         points.append(
             {"label": line.label, "c": line.colour % COLOURS, "x": [float(f"{v:.7g}") for v in xs], "y": values}
         )
-    facts = json.dumps(
-        {
-            "scale": [x.low, x.high, x.start, x.end],
-            "width": width,
-            "label": x_label,
-            "lines": points,
-            "smooth": smooth > 0,
-        }
-    )
-    picture = el(
-        "svg", *parts, el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9),
-        viewBox=f"0 0 {width} {height}", role="img", tabindex="0", aria_label=_described(title, shown),
+    facts = {"scale": [x.low, x.high, x.start, x.end], "width": width, "label": x_label, "lines": points}
+    cross = el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9)
+    return Drawing(
+        title, size, parts, "; ".join(map(_described, shown)), named if keys else (), hover=[cross],
+        attributes={"data_points": json.dumps(facts | {"smooth": smooth > 0}), "data_at": go},
     )  # fmt: skip
-    return el("figure", caption, picture, class_="chart", data_points=facts, data_at=go)
+
+
+def scatter(
+    points: Sequence[tuple[float, float, bool]], title: str, places: Mapping[float, str], size: tuple[int, int] = SIZE
+) -> Drawing:
+    """Dots at x and y, those whose third value is false hollow; `places` are the labels of the x axis."""
+    if not points:
+        return Drawing(title, size, [], "no values yet")
+    width, height = size
+    x = scale_of([*places, *(point[0] for point in points)], LEFT, width - RIGHT, pad=0.06)
+    y = scale_of([point[1] for point in points], height - BOTTOM, TOP, pad=0.08)
+    dots = [
+        el("circle", cx=f"{x(at):.1f}", cy=f"{y(value):.1f}", r=3.5, class_="dot c0" if full else "line c0")
+        for at, value, full in points
+    ]
+    said = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
+    return Drawing(title, size, [*_axes(x, y, width, height, places), *dots], said)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -115,29 +115,7 @@ def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
     return el("svg", path, end, viewBox=f"0 0 {width} {height}", class_="spark", role="img", aria_label=said)
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values between the two, about as many as asked for."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / max(1, about)
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def scale_of(values: Sequence[float], start: float, end: float, pad: float, share: bool = False) -> Scale:
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    if share and low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
-    margin = pad * (high - low)
-    return Scale(low - margin, high + margin, start, end)
-
-
-def _usual(values: Sequence[float]) -> list[float]:
+def usual(values: Sequence[float]) -> list[float]:
     """The values without a rare spike that would flatten the rest: it leaves the picture at the top."""
     finite = sorted(value for value in values if math.isfinite(value))
     if len(finite) < 60:
@@ -155,33 +133,23 @@ def _middle(values: Sequence[float]) -> list[float]:
     return finite[rare : len(finite) - rare]
 
 
-def _axes(x: Scale, y: Scale, width: int, height: int, whole: bool) -> list[Markup]:
+def _steps(x: Scale) -> list[float]:
+    """Whole numbers of an axis of steps."""
+    return [value for value in ticks(x.low, x.high, 5) if value == int(value)] or [math.ceil(x.low)]
+
+
+def _axes(x: Scale, y: Scale, width: int, height: int, places: Sequence[float] | Mapping[float, str]) -> list[Markup]:
+    """Grid lines with their values, and the places of the x axis, which may have labels of their own."""
     parts = []
     levels = ticks(y.low, y.high, 4)
     for value, label in zip(levels, labels(levels), strict=True):
         at = f"{y(value):.1f}"
         parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
         parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
-    places = ticks(x.low, x.high, 5)
-    if whole:
-        places = [value for value in places if value == int(value)] or [math.ceil(x.low)]
-    for value, label in zip(places, labels(places), strict=True):
+    named = places if isinstance(places, Mapping) else dict(zip(places, labels(places), strict=True))
+    for value, label in named.items():
         parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
     return parts
-
-
-def labels(values: Sequence[float]) -> list[str]:
-    """Short labels that tell the values apart."""
-    largest = max(map(abs, values), default=0.0)
-    size, unit = next(((size, unit) for size, unit in UNITS if largest >= 10 * size), (1.0, ""))
-    clean = [0.0 if abs(value) < 1e-9 * largest else value / size for value in values]
-    made = [f"{value:.4g}{unit}" if value else "0" for value in clean]
-    if 0 < largest < 1e-2:
-        for digits in range(4):
-            made = [f"{value:.{digits}e}".replace("e-0", "e-") if value else "0" for value in clean]
-            if len(set(made)) == len(set(clean)):
-                break
-    return made
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
@@ -197,23 +165,14 @@ def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: s
     return el("path", d="".join(steps), class_=style)
 
 
-def _legend(lines: Sequence[Line], ends: bool) -> Markup:
-    return el("span", *(_key(line, ends, len(lines) > 1 or line.label != "train") for line in lines), class_="legend")
-
-
-def _key(line: Line, ends: bool, named: bool) -> Markup:
+def _key(line: Line, ends: bool, named: bool) -> Key:
     last = next((value for value in reversed(line.ys) if math.isfinite(value)), math.nan)
-    parts = [line.label] if named else []
-    parts += [" " if named else "", el("b", f"{last:.4g}")] if ends else []
-    return el("span", *parts, class_=f"key c{line.colour % COLOURS}{' dashed' if line.dashed else ''}")
+    return Key(line.label if named else "", f"{last:.4g}" if ends else "", line.colour % COLOURS, line.dashed)
 
 
-def _described(title: str, lines: Sequence[Line]) -> str:
-    ends = []
-    for line in lines:
-        finite = [value for value in line.ys if math.isfinite(value)]
-        ends.append(f"{line.label} from {finite[0]:.4g} to {finite[-1]:.4g}")
-    return f"{title}: {'; '.join(ends)}"
+def _described(line: Line) -> str:
+    finite = [value for value in line.ys if math.isfinite(value)]
+    return f"{line.label} from {finite[0]:.4g} to {finite[-1]:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +188,7 @@ class Interval:
     dots: Sequence[float] = ()  # of single runs
 
 
-def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Markup:
+def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Drawing:
     """A figure with a line for each value, its label above it and its number at the right; with `zero` a line at 0."""
     reach = [one for row in rows for one in (row.value, row.low, row.high, *row.dots) if one is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
@@ -238,12 +197,8 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: st
     parts = _axis(x, bottom, zero)
     for number, row in enumerate(rows):
         parts += _row(row, x, ROW * number)
-    said = "; ".join(f"{row.label} {_said(row)}" for row in rows)
-    picture = el(
-        "svg", *parts, viewBox=f"0 0 {INTERVALS} {bottom + 20}", role="img", aria_label=f"{title}: {said}", tabindex="0"
-    )
-    caption = el("figcaption", el("span", title, class_="title"), el("span", note, class_="quiet") if note else None)
-    return el("figure", caption, picture, class_="chart intervals")
+    described = "; ".join(f"{row.label} {_said(row)}" for row in rows)
+    return Drawing(title, (INTERVALS, bottom + 20), parts, described, note=note)
 
 
 def _axis(x: Scale, bottom: int, zero: bool) -> list[Markup]:

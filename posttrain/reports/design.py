@@ -92,6 +92,14 @@ def text_on(ground: str) -> str:
     return max("#000000", "#ffffff", key=lambda ink: contrast(ink, ground))
 
 
+def diverging(value: float) -> str:
+    """The colour of a value from -1 to 1."""
+    low, middle, high = ([int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in DIVERGING)
+    share = min(1.0, abs(value))
+    mixed = (round(m + share * (e - m)) for m, e in zip(middle, high if value > 0 else low, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
 def _variables(scheme: Scheme) -> str:
     """`--ground: …; --c0: …`"""
     colours = {one.name: getattr(scheme, one.name) for one in fields(scheme) if one.name != "series"}

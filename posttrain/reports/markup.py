@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from posttrain.runs.logs import harmless
 
@@ -23,6 +23,8 @@ def text(value: object) -> Markup:
     """Any value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut with a count."""
     if isinstance(value, Markup):
         return value
+    if not isinstance(value, str) and (html_of := getattr(value, "__html__", None)):  # a drawing
+        return html_of()
     whole = str(value)
     more = len(whole) - LONGEST
     shown = html.escape(harmless(whole[:LONGEST]))
@@ -56,6 +58,11 @@ def table(
     return el("div", made, class_="wide", tabindex="0", role="region", aria_label="table")
 
 
+def cards(facts: Mapping[str, Child]) -> Markup:
+    """The most important numbers, each with its name."""
+    return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in facts.items()), class_="cards")
+
+
 def number(value: object, digits: int = 4) -> str:
     """A number in a few digits; a dash for none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -77,8 +84,7 @@ def message(said: str, kind: str = "note") -> Markup:
 
 
 def link(label: Child, address: str, **attributes: object) -> Markup:
-    """A link that changes the page in place; other tabs and bookmarks get the same address."""
-    return el("a", label, href=address, data_go=True, **attributes)
+    return el("a", label, href=address, **attributes)
 
 
 def _name(key: str) -> str:

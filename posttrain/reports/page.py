@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.reports.chart import HOVER
 from posttrain.reports.design import CSS
-from posttrain.reports.markup import Markup, el, join, number
+from posttrain.reports.markup import Child, Markup, cards, el, join, number, table
 from posttrain.runs.atomic import cannot_write, write_file
 from posttrain.runs.files import flat
 
@@ -24,9 +24,20 @@ MOST_BYTES = 2_000_000
 # rows.
 LIMITS = (20_000, 5_000, 1_000, 200)
 NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # in a cell
-SCRIPT = f"(() => {{\nconst element = document.body;\n{HOVER}}})();\n"
-DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+
+
+def script_in(element: str, *sources: str) -> str:
+    """One script whose constant `element` is what the expression selects; nothing of it is global."""
+    return f"(() => {{\nconst element = {element};\n{''.join(sources)}}})();\n"
+
+
+def digest(source: str) -> str:
+    """A script or style sheet in a Content-Security-Policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+
+
+SCRIPT = script_in("document.body", HOVER)
+POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {digest(SCRIPT)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class Html:
 Section = Facts | Table | Text | Html
 
 
-def charts(title: str, figures: Iterable[Markup], note: str = "") -> Html:
+def charts(title: str, figures: Iterable[Child], note: str = "") -> Html:
     """Figures side by side; those of one section point at the same step together."""
     return Html(title, el("div", *figures, class_="charts") if (figures := list(figures)) else Markup(""), note)
 
@@ -82,16 +93,16 @@ def messages(title: str, said: Iterable[str]) -> Html:
     return Html(title, join(el("p", one, class_="message warning") for one in said))
 
 
-def write_page(path: Path, title: str, sections: Iterable[Section], cards: Mapping[str, str] | None = None) -> None:
+def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Mapping[str, str] | None = None) -> None:
     """Write a page with these sections, those without content omitted, atomically.
 
-    `cards`: the most important numbers, at the top. Long strings and tables are cut, with a count of what was cut, so
+    `numbers`: the most important ones, at the top. Long strings and tables are cut, with a count of what was cut, so
     that the page stays under 2 MB. Raises RunError if the file cannot be written.
     """
     shown = [section for section in sections if not _is_empty(section)]
     html = ""
     for limit in LIMITS:
-        html = _page(title, cards or {}, shown, limit)
+        html = _page(title, numbers or {}, shown, limit)
         if len(html.encode(errors="backslashreplace")) < MOST_BYTES:
             break
     try:
@@ -116,32 +127,37 @@ def _is_empty(section: Section) -> bool:
     return not getattr(section, content[type(section)])
 
 
-def _page(title: str, cards: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:
+def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:
     links = [el("a", section.title, href=f"#s{place}") for place, section in enumerate(sections)]
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = el("header", el("h1", title), el("p", f"posttrain report, {written}"))
-    top = [el("div", el("dt", name), el("dd", value)) for name, value in cards.items()]
     less = f"This page would be large: strings are cut to {limit:,} characters, tables to {limit // 10:,} rows."
     body = [
         head,
         el("p", less, class_="note") if limit < LIMITS[0] else None,
-        el("dl", *top, class_="cards") if top else None,
+        cards(numbers) if numbers else None,
         el("nav", *links) if len(links) > 1 else None,
         *(_section(f"s{place}", section, limit) for place, section in enumerate(sections)),
     ]
+    policy = Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">')
+    return document(title, join(body, "\n"), CSS, SCRIPT, policy, "view")
+
+
+def document(title: str, body: Markup, style: str, script: str, head: Markup, class_: str = "") -> str:
+    """A whole page with its style sheet and script."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+{head}
 {el("title", title)}
-<style>{CSS}</style>
+<style>{style}</style>
 </head>
-<body class="view">
-{join(body, chr(10))}
-<script>{SCRIPT}</script>
+<body class="{class_}">
+{body}
+<script>{script}</script>
 </body>
 </html>
 """
@@ -164,26 +180,16 @@ def _body(section: Section, limit: int) -> Markup:
             ]
             return join([el("dl", *rows, class_="facts"), _more(len(facts), limit)])
         case Table():
-            return _table(section, limit)
+            rows = section.rows[: limit // 10]
+            numbers = [at for at, column in enumerate(zip(*rows, strict=True)) if _are_numbers(column)]
+            cells = ([_cell(one, limit) for one in row] for row in rows)
+            return join([table(section.header, cells, numbers), _more(len(section.rows), limit)])
         case Text():
             return el(
                 "pre" if section.code else "p", cut(section.text, limit), class_=None if section.code else "prose"
             )
         case Html():
             return section.body
-
-
-def _table(table: Table, limit: int) -> Markup:
-    """Columns of numbers are aligned to the right."""
-    rows = table.rows[: limit // 10]
-    right = ["number" if _are_numbers(column) else None for column in zip(*rows, strict=True)]
-    head = [el("th", name, class_=align, scope="col") for name, align in zip(table.header, right, strict=True)]
-    body = [
-        el("tr", *(el("td", _cell(one, limit), class_=align) for one, align in zip(row, right, strict=True)))
-        for row in rows
-    ]
-    made = el("table", el("thead", el("tr", *head)), el("tbody", *body))
-    return join([el("div", made, class_="wide", tabindex="0"), _more(len(table.rows), limit)])
 
 
 def _more(count: int, limit: int) -> Markup | None:

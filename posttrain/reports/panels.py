@@ -1,6 +1,6 @@
 """The panels of a run's curves: which metrics share a chart, on pages and in `curves.png`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from posttrain.reports.chart import Line
@@ -39,32 +39,30 @@ PANELS = (
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Learning rate", ("learning_rate",), small=True),
 )
-ORDER = {"train": 0, "validation": 1}  # then other datasets in their order
-KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
+KNOWN = {name for panel in PANELS for name in panel.metrics}
 
 
 def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
-    """The panel's metrics of training, and the same of validation, dashed."""
-    several = len([name for name in panel.metrics if name in series.names]) > 1
+    """The panel's metrics of training, and the same of validation, dashed.
+
+    `eval_{name}_{metric}` is that metric on the data set `name`, `eval_{metric}` on the validation set.
+    """
+    names = series.names
+    metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
+    several = len([name for name in panel.metrics if name in names]) > 1
     colour = 0
     for name in panel.metrics:
         short = name.rpartition("/")[2].removesuffix("_reward")
-        for kind in [name, *_validations(name, series.names)]:
-            if kind in series.names:
+        for kind in [name, *(kind for kind in names if _owner(kind, metrics) == name)]:
+            if kind in names:
                 whose = "" if kind == name else kind.removeprefix("eval_").removesuffix(name).strip("_") or "validation"
                 label = f"{short} {whose}".strip() if several else whose or "train"
                 yield Line(label, *series.points(kind, axis), colour=colour, dashed=kind != name)
                 colour += 1
 
 
-def _validations(name: str, names: Sequence[str]) -> list[str]:
-    return [
-        one
-        for one in names
-        if one.startswith("eval_") and (one == f"eval_{name}" or one.endswith(f"_{name}")) and _owner(one) == name
-    ]
-
-
-def _owner(metric: str) -> str:
-    """The known metric that a validation's name ends with, the longest: nll_loss before loss."""
-    return next((name for name in KNOWN if metric.endswith(f"_{name}")), "")
+def _owner(kind: str, metrics: Iterable[str]) -> str | None:
+    """The metric that a validation's name ends with, the longest: nll_loss before loss. None for one of training."""
+    if not kind.startswith("eval_"):
+        return None
+    return max((metric for metric in metrics if kind.endswith(f"_{metric}")), key=len, default=None)

@@ -4,7 +4,7 @@ What is missing or damaged is said on the page; everything else is shown.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -113,18 +113,20 @@ def _when(time: datetime | None) -> str:
 
 
 def alarms(runs: Sequence[ReportedRun]) -> Html:
+    """Every alarm of the runs."""
+    several = len(runs) > 1
+    return messages(
+        "Alarms", [f"{run.name}: {said}" if several else said for run in runs for said in alarms_of(run.series)]
+    )
+
+
+def alarms_of(series: Series) -> Iterator[str]:
     """Every alarm that was raised, how often and since when, with what helps."""
-    found = []
-    for run in runs:
-        of = f"{run.name}: " if len(runs) > 1 else ""
-        for name in (name for name in run.series.names if name.startswith("alarms/")):
-            steps, counts = run.series.points(name)
-            seen = [(step, count) for step, count in zip(steps, counts, strict=True) if math.isfinite(count) and count]
-            if seen:
-                short = name.removeprefix("alarms/")
-                raised = f"in {counted(int(seen[-1][1]), 'step')}, first seen at step {seen[0][0]:,.0f}"
-                found.append(f"{of}{short}, {raised}: {advice(short)}.")
-    return messages("Alarms", found)
+    for name in (name for name in series.names if name.startswith("alarms/")):
+        raised = [(step, count) for step, count in zip(*series.points(name), strict=True) if count > 0]
+        if raised:
+            short, (first, _), (_, count) = name.removeprefix("alarms/"), raised[0], raised[-1]
+            yield f"{short}, in {counted(int(count), 'step')}, first seen at step {first:,.0f}: {advice(short)}."
 
 
 def checks(run: ReportedRun) -> Table:

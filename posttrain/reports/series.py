@@ -6,7 +6,6 @@ import bisect
 import math
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -113,22 +112,6 @@ class Series:
             if value is not None:
                 found[name] = value
         return found
-
-
-class Kept:
-    """The series of the runs that were looked at last."""
-
-    def __init__(self, most: int = 24):
-        self._most, self._lock = most, threading.Lock()
-        self._kept: OrderedDict[Path, Series] = OrderedDict()
-
-    def of(self, folder: Path) -> Series:
-        with self._lock:
-            series = self._kept.setdefault(folder, Series(folder))
-            self._kept.move_to_end(folder)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        return series.refresh()
 
 
 def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
+from posttrain.reports.drawing import Drawing
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS
@@ -126,7 +127,7 @@ def _longest(run: ReportedRun) -> int:
     return max((len(run.series.points(name)[0]) for name in run.series.names if name[:5] != "eval_"), default=0)
 
 
-def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Markup]:
+def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
     """A chart for each metric that at least two runs have, with a line for each of them."""
     first = [name for run in runs for name in OF_METHOD.get(run.method, ())]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))

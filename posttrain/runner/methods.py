@@ -16,7 +16,6 @@ from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.errors import RunError
 from posttrain.evaluation.comparing.differences import Comparison, Options, compare, verdict
 from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
-from posttrain.evaluation.comparing.picture import interval_bar
 from posttrain.evaluation.comparing.sides import Side
 from posttrain.evaluation.comparing.sources import Scores, Source, read_validation
 from posttrain.evaluation.paired import Paired, paired_difference
@@ -24,10 +23,7 @@ from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, Line, chart, intervals
-from posttrain.reports.curves import plain_axes, png_of
-from posttrain.reports.design import LIGHT
-from posttrain.reports.markup import Markup
-from posttrain.runs.atomic import write_file
+from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
@@ -126,34 +122,8 @@ def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
     return shown
 
 
-def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
-    """A PNG: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure((11, 0.6 + max(3.2, 0.42 * len(entries) + 1.2)), dpi=110, facecolor=LIGHT.ground)
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    curves, ends = figure.subplots(1, 2)
-    for at, entry in enumerate(entries):
-        colour, line = LIGHT.series[at % len(LIGHT.series)], "-" if at < len(LIGHT.series) else "--"
-        curves.plot(*zip(*entry.curve, strict=True), line, color=colour, lw=1.4, marker="o", ms=3, label=entry.name)
-        interval_bar(ends, at, entry.reward.value, entry.reward.low, entry.reward.high, colour)
-    if start is not None:
-        ends.axvline(start.value, color=LIGHT.ink, lw=1, ls=":")
-        ends.text(start.value, 0.6, " before training", color=LIGHT.ink, fontsize=8, va="bottom")
-    ends.set_yticks([-at for at in range(len(entries))], [entry.name for entry in entries])
-    ends.set_ylim(-len(entries) + 0.4, 1.1)
-    curves.legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
-    curves.set_xlabel("step", color=LIGHT.ink, fontsize=9)
-    ends.set_xlabel("reward at the end, 95 % interval", color=LIGHT.ink, fontsize=9)
-    curves.set_title("Reward on held-out prompts", color=LIGHT.ink, fontsize=11, loc="left")
-    for axes in (curves, ends):
-        plain_axes(axes)
-    return png_of(figure)
-
-
-def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Markup]:
-    """For the page: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
+def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Drawing]:
+    """Reward on the validation prompts over the steps, and at the end with 95 % intervals."""
     lines = [
         Line(entry.name, *zip(*entry.curve, strict=True), colour=at % COLOURS, dashed=at >= COLOURS)
         for at, entry in enumerate(entries)
@@ -174,7 +144,7 @@ def shared_prompts(runs: Sequence[ComparedRun]) -> tuple[int, int]:
 
 
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
-    """Write `comparison.json`, `.png` and `.html` of these finished runs to the folder, and print the tables.
+    """Write `comparison.json`, `.svg` and `.html` of these finished runs to the folder, and print the tables.
 
     One run alone is compared with its start only.
     """
@@ -182,7 +152,7 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
         (read_finished(name, path) for name, path in folders.items()), key=lambda run: -run.entry.reward.value
     )
     entries, start = [run.entry for run in runs], runs[0].start
-    table, png = methods_table(entries, start), methods_picture(entries, start)
+    table = methods_table(entries, start)
     (shared, every), note = shared_prompts(runs), ""
     if len(runs) > 1:
         table.caption = note = f"validation prompts: {shared:,} of {every:,} shared"
@@ -210,5 +180,5 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
         "pairs": pairs,
     }
     save_json(folder / "comparison.json", facts)
-    write_file(folder / "comparison.png", png)
+    write_drawings(folder / "comparison.svg", figures)
     pages.write_page(folder / "comparison.html", "Comparison of methods", page)

@@ -229,7 +229,7 @@ def finish(job: Job, loop: Loop) -> None:
     run.set_counters({"skipped_steps": state.skipped})
     run.set_state("finished")
     title = f"{job.config.method.type} of {job.model.folder_name}"
-    write_curves(lines, run.folder / "curves.png", title)
+    write_curves(run.folder, run.folder / "curves.png", title)
     write_report(run.folder, title)
     log.info("done, %s in %s: %s", counted(state.step, "step"), duration(state.seconds), run.folder)
 

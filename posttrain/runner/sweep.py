@@ -29,7 +29,7 @@ from posttrain.runner.sweep_records import (
     joined,
     read_sweep,
 )
-from posttrain.runner.sweep_show import table, write_picture
+from posttrain.runner.sweep_show import PICTURE, table, write_picture
 from posttrain.runner.sweep_space import Settings, short_names
 from posttrain.runner.sweep_stopping import Curve, curve_of, is_hopeless
 from posttrain.runs.files import load_json
@@ -202,7 +202,7 @@ def _empty(root: Path) -> None:
         if (root / trial.name / "run.json").is_file():
             remove_run(root / trial.name)
     shutil.rmtree(root / COMPARISON, ignore_errors=True)
-    for name in ("sweep.png", NAME):
+    for name in (PICTURE, NAME):
         (root / name).unlink(missing_ok=True)
 
 

@@ -2,21 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
 
-from posttrain.reports.curves import plain_axes, png_of
-from posttrain.reports.design import LIGHT
+from posttrain.reports.chart import Line, chart, scatter
+from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.runner.sweep_records import ENDED, FINISHED, STOPPED, WAITING, Sweep, Trial, mean_of
 from posttrain.runner.sweep_space import short_names
 from posttrain.runner.sweep_stopping import curve_of
-from posttrain.runs.atomic import write_file
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 
-PICTURE = "sweep.png"
+PICTURE = "sweep.svg"
 PANELS = 3  # settings with a panel of their own
 MOST_TICKS = 6  # values with a tick of their own
 MANY = 10  # times from the smallest to the largest value, for a logarithmic axis
@@ -58,68 +57,44 @@ def planned(sweep: Sweep) -> Table:
 
 
 def write_picture(sweep: Sweep) -> None:
-    """Write sweep.png: the metric over the steps, and at the end by each swept setting."""
-    write_file(sweep.root / PICTURE, picture(sweep))
-
-
-def picture(sweep: Sweep) -> bytes:
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.ticker import MaxNLocator
-
+    """Write sweep.svg: the metric over the steps, and at the end by each of the first swept settings."""
     ended = [trial for trial in sweep.ranked() if trial.state in ENDED]
-    names = dict(list(short_names(list(sweep.trials[0].settings)).items())[:PANELS])
-    figure = Figure((4.5 * (1 + len(names)), 3.6), dpi=110, facecolor=LIGHT.ground)
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    curves, *panels = figure.subplots(1, 1 + len(names), squeeze=False)[0]
-    for place, trial in enumerate(ended):
+    names = list(short_names(list(sweep.trials[0].settings)).items())[:PANELS]
+    title = f"{sweep.metric} over the steps: the best blue, stopped early dashed"
+    drawings = [chart(list(_curves(sweep, ended)), title, keys=False)]
+    drawings += [_by_setting(sweep, path, name, ended) for path, name in names]
+    write_drawings(sweep.root / PICTURE, drawings)
+
+
+def _curves(sweep: Sweep, ended: Sequence[Trial]) -> Iterator[Line]:
+    """The metric of each trial, the best above the others."""
+    for place, trial in reversed(list(enumerate(ended))):
         points = curve_of(read_metrics(sweep.root / trial.name), sweep.metric)
         points = [point for point in points if point[0] > 0] or points  # before training all are equal
-        line = [math.nan if value is None else value for _, value in points]
-        colour, width = (LIGHT.series[0], 2.0) if place == 0 else (LIGHT.ink, 0.8)
-        style = ":" if trial.state == STOPPED else "-"
-        curves.plot(
-            [step for step, _ in points],
-            line,
-            style,
-            color=colour,
-            lw=width,
-            alpha=1 if place == 0 else 0.5,
-            marker="o",
-            ms=3,
-        )
-    curves.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    curves.set_xlabel("step", color=LIGHT.ink, fontsize=9)
-    curves.set_title(f"{sweep.metric} (best blue, stopped early dotted)", color=LIGHT.ink, fontsize=10, loc="left")
-    for axes, (path, name) in zip(panels, names.items(), strict=True):
-        _scatter(axes, path, ended)
-        axes.set_xlabel(name, color=LIGHT.ink, fontsize=9)
-    for axes in (curves, *panels):
-        plain_axes(axes)
-    return png_of(figure)
+        values = [math.nan if value is None else value for _, value in points]
+        yield Line(trial.name, [step for step, _ in points], values, min(place, 1), trial.state == STOPPED)
 
 
-def _scatter(axes, path: str, trials: list[Trial]) -> None:
-    """The last values by one setting: on a number line where all its values are numbers."""
+def _by_setting(sweep: Sweep, path: str, name: str, trials: Sequence[Trial]) -> Drawing:
+    """The last values by one setting: on a number line where all its values are numbers. Hollow: stopped early."""
     known = [trial for trial in trials if trial.value is not None]
     texts = [trial.settings[path] for trial in known]
-    numbers = [_float(text) for text in texts]
-    whole = [number for number in numbers if number is not None]
-    if len(whole) == len(texts) and whole:
-        if min(whole) > 0 and max(whole) >= MANY * min(whole):
-            axes.set_xscale("log")
-        places = whole
-        ticks = dict(zip(whole, texts, strict=True))
-        if len(ticks) <= MOST_TICKS:
-            axes.set_xticks(list(ticks), ticks.values())
-            axes.minorticks_off()
+    numbers = [number for number in map(_float, texts) if number is not None]
+    if len(numbers) < len(texts):
+        places = [float(list(dict.fromkeys(texts)).index(text)) for text in texts]
+    elif numbers and min(numbers) > 0 and max(numbers) >= MANY * min(numbers):
+        places, name = [math.log10(number) for number in numbers], f"{name} (logarithmic)"
     else:
-        order = list(dict.fromkeys(texts))
-        places = [float(order.index(text)) for text in texts]
-        axes.set_xticks(range(len(order)), order)
-    for place, trial in zip(places, known, strict=True):
-        face = LIGHT.series[0] if trial.state == FINISHED else "none"
-        axes.plot(place, trial.value, "o", color=LIGHT.series[0], markerfacecolor=face, ms=5)
+        places = numbers
+    labels = dict(sorted(zip(places, texts, strict=True)))
+    while len(labels) > MOST_TICKS:
+        labels = dict(list(labels.items())[::2])
+    points = [
+        (place, trial.value, trial.state == FINISHED)
+        for place, trial in zip(places, known, strict=True)
+        if trial.value is not None
+    ]
+    return scatter(points, f"{sweep.metric} by {name}", labels)
 
 
 def _float(text: str) -> float | None:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode
 
-from posttrain.reports.markup import Child, Markup, el
+from posttrain.base.words import counted
+from posttrain.reports.markup import Child, Markup, el, link
 
 LONGEST, MOST = 8_000, 200  # characters and values that are read
 BIG = 1 << 53
+MOST_PAGES = 10_000  # of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class Query:
             return None
         return value if math.isfinite(value) and abs(value) < BIG else None
 
+    @property
+    def page(self) -> int:
+        return min(self.integer("page") or 0, MOST_PAGES)
+
     def but(self, path: str = "", **changes: object) -> str:
         """The address with other values; None removes one, a list gives several."""
         kept = [(key, value) for key, value in self.pairs if key not in changes]
@@ -52,10 +58,8 @@ class Query:
         return f"{path}?{urlencode(kept)}"
 
 
-def parse(address: object) -> Query:
+def parse(address: str) -> Query:
     """The query of an address or what follows its `?`; what cannot be read is dropped."""
-    if not isinstance(address, str):
-        return Query()
     _, mark, rest = address.partition("?")
     try:
         pairs = parse_qsl((rest if mark else address).partition("#")[0][:LONGEST], max_num_fields=MOST)
@@ -68,8 +72,17 @@ def address(path: str, **values: object) -> str:
     return Query().but(path, **values)
 
 
+# The first button of a form is the one that Enter presses. It is visible only without script.
+SHOW = el("button", "Show", class_="show")
+
+
 def form(path: str, *fields: Child) -> Markup:
-    return el("form", *fields, action=path, method="get", data_go=True, class_="controls")
+    return el("form", SHOW, *fields, action=path, method="get", class_="controls")
+
+
+def act(name: str, label: str, form: str, **attributes: object) -> Markup:
+    """A button that posts its form, by id, with the action of this name."""
+    return el("button", label, form=form, formmethod="post", name="act", value=name, **attributes)
 
 
 def hidden(query: Query, *names: str) -> list[Markup]:
@@ -103,6 +116,15 @@ def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
         for one in choices
     ]
     return el("fieldset", el("legend", label), el("span", *options, class_="steps"))
+
+
+def pager(query: Query, path: str, size: int, total: int, what: str) -> Markup:
+    """How many there are, which of them are shown, and links to those before and after."""
+    page, last = query.page, min(total, size * (query.page + 1))
+    said = (f"{size * page + 1:,} to {last:,} of " if total > size else "") + f"{counted(total, what)} "
+    before = link("← before", query.but(path, page=page - 1)) if page else None
+    after = link("after →", query.but(path, page=page + 1)) if last < total else None
+    return el("p", said, before, " ", after, class_="quiet")
 
 
 def _labelled(label: str, control: Markup, class_: str = "") -> Markup:

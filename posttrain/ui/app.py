@@ -1,88 +1,164 @@
-"""The application: the pages in Gradio, each on an address of its own, and the reports of runs."""
+"""The application: pages by plain routes, the chat page in Gradio, the reports of runs; and how it is served.
 
-import warnings
-from collections.abc import Callable
-from functools import partial
+A page is a function of its address. GET answers with the whole page or, to the page's own script, with what it shows
+now; POST performs the action of a button, which only pages of this site can send (`guard`).
+"""
+
+import contextlib
+import sys
+import threading
+import webbrowser
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fastapi
-import gradio as gr
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
+from posttrain.base.errors import ConfigError
+from posttrain.base.system import is_loopback
+from posttrain.base.terminal import say
+from posttrain.reports.markup import el
 from posttrain.runs.files import is_regular
-from posttrain.serving.process import ModelServers
-from posttrain.ui import chat
+from posttrain.serving.listening import bounded_server, listen
+from posttrain.ui.address import Query, parse
 from posttrain.ui.data_page import check, data_page, read
 from posttrain.ui.evaluations_page import evaluations_page
+from posttrain.ui.frame import FAVICON, POLICY, framed
 from posttrain.ui.guard import Guard
 from posttrain.ui.new_page import new_page, plan, start
 from posttrain.ui.rollouts_page import rollouts_page
 from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page
-from posttrain.ui.theme import FAVICON, HEAD, THEME
-from posttrain.ui.view import Place, view
-from posttrain.ui.viewer import Viewer
+from posttrain.ui.viewer import Act, Render, Viewer, perform, rendered
 
-MODELS = 3  # in memory at a time: two that answer, and one that scores
-# Title -> address, page, whether the bar at the top has it. The first is the front page.
-PAGES: dict[str, tuple[str, Callable[[Place], object], bool]] = {
-    "Runs": ("/", partial(view, render=runs_page, seconds=3), True),
-    "Run": ("/run", partial(view, render=run_page, seconds=3), False),
-    "Rollouts": ("/rollouts", partial(view, render=rollouts_page, seconds=5), True),
-    "Evaluations": ("/evaluations", partial(view, render=evaluations_page, seconds=10), True),
-    "Data": ("/data", partial(view, render=data_page, seconds=2, acts={"read": read, "check": check}), True),
-    "Chat": ("/chat", chat.page, True),
-    "New run": ("/new", partial(view, render=new_page, seconds=2, acts={"plan": plan, "start": start}), True),
-}
+SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them
+READING_S = 10.0  # then the first page waits for the rest
+SHORTEST = 8  # characters of a token
+SHOWN = "x-shown"  # of a request by a page's script: the version of the content that the page shows
+HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
 # The file is the run's, which may be a stranger's: it may run its own scripts, in an origin of its own.
-POLICY = (
+REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "font-src data:"
 )
 
 
-def pages(place: Place) -> gr.Blocks:
-    """All pages in one Gradio application."""
-    (first, (_, front, _)), *others = PAGES.items()
-    with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
-        gr.Navbar(main_page_name=first)
-        front(place)
-    for title, (path, page, in_bar) in others:
-        with blocks.route(title, path, show_in_navbar=in_bar):
-            gr.Navbar(main_page_name=first)
-            page(place)
-    return blocks
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: what it shows, how often that is renewed, and the actions of its buttons by name."""
+
+    render: Render
+    seconds: int
+    acts: Mapping[str, Act] = field(default_factory=dict)
 
 
-def application(place: Place, token: str | None = None, local: bool = True) -> fastapi.FastAPI:
+PAGES = {
+    "/": Page(runs_page, 3),
+    "/run": Page(run_page, 3),
+    "/rollouts": Page(rollouts_page, 5),
+    "/evaluations": Page(evaluations_page, 10),
+    "/data": Page(data_page, 2, {"read": read, "check": check}),
+    "/new": Page(new_page, 2, {"plan": plan, "start": start}),
+}
+
+
+def application(viewer: Viewer, token: str | None = None, local: bool = True) -> fastapi.FastAPI:
     """The ASGI application: the pages, the reports of runs, and what guards them."""
+    from posttrain.ui import chat  # Gradio takes seconds to import
+
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    add_report(app, place)
-    blocks = pages(place)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that several pages are not rendered by a Node server, unasked
-        app = gr.mount_gradio_app(
-            app, blocks, path="/", footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
-            mcp_server=False, enable_monitoring=False, theme=THEME, head=HEAD, favicon_path=str(FAVICON),
-            max_file_size="16mb", app_kwargs={"openapi_url": None, "docs_url": None, "redoc_url": None},
-        )  # fmt: skip
+    for path, page in PAGES.items():
+        add_page(app, viewer, path, page)
+    app.add_route("/favicon.ico", lambda _: FileResponse(FAVICON, media_type="image/svg+xml"))
+    add_report(app, viewer)
+    chat.mount(app, viewer)
     app.add_middleware(Guard, token=token, local=local)
     return app
 
 
-def add_report(app: fastapi.FastAPI, place: Place) -> None:
+def add_page(app: fastapi.FastAPI, viewer: Viewer, path: str, page: Page) -> None:
+    async def answer(request: Request) -> Response:
+        form = (await request.body()).decode(errors="replace")
+        return await run_in_threadpool(_answer, request, form, viewer, path, page)
+
+    app.add_route(path, answer, methods=["GET", "POST"] if page.acts else ["GET"])
+
+
+def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) -> Response:
+    """The page at an address, or to its script what it shows: 204 if the script has that already.
+
+    A form's action is performed first, on the values of the address and the form. The message of one that was refused
+    is not part of the version: it stays until the page's content changes.
+    """
+    address, refused, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
+    headers = dict(HEADERS)
+    if request.method == "POST":
+        fields = parse(f"?{form}")
+        act = page.acts.get(fields.one("act"))
+        if act is None:
+            return PlainTextResponse("This page has no such action.", 400)
+        address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
+        refused = perform(act, viewer, address)
+        if refused is None and seen is None:
+            return RedirectResponse(address, 303)
+        headers["Content-Location"] = address
+    content = rendered(page.render, viewer, address)
+    version = str(hash(content))
+    if seen == version and request.method != "POST":
+        return Response(status_code=204)
+    shown = el("div", None if refused == content else refused, content, class_="shown", data_version=version)
+    html = framed(path, shown, page.seconds) if seen is None else shown
+    return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
+
+
+def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
     """Serve `/report?run=NAME`: the report of a run, as its own page without any right on this one."""
 
     @app.get("/report")
     def report(run: str = "") -> Response:
-        row = place.viewer.runs.find(run)
+        row = viewer.runs.find(run)
         file = row and row.folder / "report.html"
         if file is None or not is_regular(file):
             return PlainTextResponse(
                 "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`.", 404
             )
-        return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+        return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
 
 
-def place_of(root: Path) -> Place:
-    return Place(root, Viewer(root), ModelServers(MODELS))
+def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
+    """Serve the pages until Ctrl-C; a browser opens the address `page` of them. Raises ConfigError if the address
+    cannot be used, or needs a token."""
+    local = is_loopback(host)
+    check_access(root, host, token)
+    listening = listen(host, port)
+    sys.setswitchinterval(SWITCH_S)
+    viewer = Viewer(root)
+    reading = threading.Thread(target=viewer.warm, daemon=True)  # so that the first page is quick
+    reading.start()
+    app = application(viewer, token or None, local)
+    reading.join(READING_S)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}{page}"
+    say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
+    if browser:
+        threading.Timer(0.5, webbrowser.open, [address]).start()
+    server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # open pages wait for events without an end
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+
+
+def check_access(root: Path, host: str, token: str | None) -> None:
+    """Raises ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file: name the folder that has the runs")
+    if not root.exists():
+        raise ConfigError(f"there is no folder {root}: name the one that has the runs (output_dir in the settings)")
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"--host {host} lets other machines in: give a --token (or POSTTRAIN_UI_TOKEN), which the page asks for, "
+            "or keep 127.0.0.1 and forward the port (ssh -L)"
+        )
+    if token and len(token) < SHORTEST:
+        raise ConfigError(f"the token has {len(token)} characters, which can be guessed: give at least {SHORTEST}")

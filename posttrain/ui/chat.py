@@ -2,28 +2,79 @@
 
 import random
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from fastapi import FastAPI
 
 from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.words import counted
+from posttrain.reports import design
 from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client
+from posttrain.serving.process import ModelServers
 from posttrain.serving.talk import Talk, together
-from posttrain.ui.view import Place
-from posttrain.ui.viewer import models_below
+from posttrain.ui.frame import HEAD, STYLE, bar
+from posttrain.ui.guard import CHAT
+from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
 
 VOTES = "votes.jsonl"  # in the folder of runs
+AT_WORK = 3  # models in memory at a time: two that answer, and one that scores
 ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
+# Colour of the palette -> Gradio's variables that take it, in light and dark alike: the palette itself changes.
+THEME = {
+    "ground": """
+        body_background_fill background_fill_primary block_background_fill input_background_fill
+        button_primary_text_color button_primary_text_color_hover checkbox_label_background_fill
+        table_even_background_fill table_odd_background_fill""",
+    "ink": """
+        body_text_color block_title_text_color button_secondary_text_color checkbox_label_text_color
+        table_text_color""",
+    "quiet": """
+        body_text_color_subdued block_label_text_color block_info_text_color input_placeholder_color""",
+    "raised": """
+        background_fill_secondary block_label_background_fill button_secondary_background_fill color_accent_soft
+        checkbox_label_background_fill_selected panel_background_fill code_background_fill""",
+    "line": """
+        border_color_primary block_border_color input_border_color button_secondary_background_fill_hover
+        button_secondary_border_color panel_border_color table_border_color""",
+    "accent": """
+        input_border_color_focus button_primary_background_fill button_primary_background_fill_hover
+        button_primary_border_color link_text_color link_text_color_hover link_text_color_active
+        link_text_color_visited color_accent border_color_accent checkbox_background_color_selected
+        checkbox_border_color_selected checkbox_border_color_focus slider_color stat_background_fill""",
+}
+QUIET: Any = {"show_progress": "hidden", "api_visibility": "private"}  # of events
 History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models that one can talk to: those of the runs, and those at work."""
+
+    viewer: Viewer
+    servers: ModelServers
+
+    def client(self, model: str, template: str) -> Client:
+        path = models_below(self.viewer).get(model, model)
+        options = ["--template", template] if template in TEMPLATES[1:] else []
+        return self.servers.client(path, options)
+
+    def named(self, query: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """The models of the runs now, and the values of A, B and the reward model in an address: /chat?a=MODEL."""
+        choices = list(models_below(self.viewer))
+        named = [str(query.get(name, "")) for name in "abr"]
+        named[0] = named[0] or (choices[0] if choices else "")
+        return choices, named
 
 
 @dataclass(frozen=True)
@@ -53,122 +104,145 @@ class Asked:
         """A, and B if there is one; none without A."""
         return [model for model in (self.model_a, self.model_b) if model] if self.model_a else []
 
-    def talks(self, place: Place, histories: Sequence[History], seed: int) -> list[Talk]:
+    def talks(self, models: Models, histories: Sequence[History], seed: int) -> list[Talk]:
         settings = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "max_tokens": int(self.max_tokens),
             "seed": seed,
         }
-        clients = [_client(place, model, self.template) for model in self.models]
+        clients = [models.client(model, self.template) for model in self.models]
         return [
             Talk(client, dict(settings), self.system or None, turns_of(history))
             for client, history in zip(clients, histories, strict=False)
         ]
 
 
-def page(place: Place) -> None:
-    with gr.Row(equal_height=True):
-        model_a = _models("Model A", "of a run, a folder, or a hub id")
-        model_b = _models("Model B", "to compare with, or none")
-        reward = _models("Reward model", "scores each reply, or none")
-    with gr.Accordion("Settings", open=False), gr.Row():
-        system = gr.Textbox(label="System prompt", lines=1)
-        template = gr.Dropdown(TEMPLATES, value="auto", label="Template")
-        temperature = gr.Slider(0, 2, 0.7, step=0.05, label="Temperature")
-        top_p = gr.Slider(0.05, 1, 1, step=0.05, label="top_p")
-        max_tokens = gr.Number(256, label="Longest reply (tokens)", precision=0, minimum=1)
-        seed = gr.Number(None, label="Seed", precision=0, minimum=0, placeholder="new each time")
-    controls = [model_a, model_b, reward, system, template, temperature, top_p, max_tokens, seed]
+def mount(app: FastAPI, viewer: Viewer) -> None:
+    """Add the chat page to an application, at its address. Gradio's other services are off."""
+    with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
+        gr.HTML(bar(CHAT), apply_default_css=False, padding=False)
+        page(Models(viewer, ModelServers(AT_WORK)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that pages are not rendered by a Node server, unasked
+        gr.mount_gradio_app(
+            app, blocks, path=CHAT, footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
+            mcp_server=False, enable_monitoring=False, theme=theme(), head=f"{HEAD}<style>{STYLE}</style>",
+            max_file_size="16mb", app_kwargs={"openapi_url": None, "docs_url": None, "redoc_url": None},
+        )  # fmt: skip
+
+
+def theme() -> gr.themes.Base:
+    """The project's design as a Gradio theme: system fonts, so that no page asks another host for anything."""
+    sans, mono = ([name.strip().strip('"') for name in font.split(",")] for font in (design.FONT, design.MONO))
+    made = gr.themes.Base(font=sans, font_mono=mono, radius_size="sm", spacing_size="md", text_size="md")
+    values = {name: f"var(--{colour})" for colour, names in THEME.items() for name in names.split()}
+    known = vars(made)
+    dark = {f"{name}_dark": value for name, value in values.items() if f"{name}_dark" in known}
+    return made.set(**values, **dark, block_shadow="none", button_primary_shadow="none", button_secondary_shadow="none")
+
+
+def page(models: Models) -> None:
+    """The page's components and what they do."""
+    controls = _controls(models)
     with gr.Row():
         sides = [_chatbot("Model A"), _chatbot("Model B", visible=False)]
-    status = gr.HTML(apply_default_css=False, elem_classes=["view"])
+    status = _view()
     with gr.Row():
         question = gr.Textbox(
-            label="Question",
-            show_label=False,
-            placeholder="Ask something",
-            lines=1,
-            max_lines=8,
-            scale=12,
+            label="Question", show_label=False, placeholder="Ask something", lines=1, max_lines=8, scale=12,
             autofocus=True,
-        )
+        )  # fmt: skip
         send = gr.Button("Send", variant="primary", scale=1, min_width=90)
         stop = gr.Button("Stop", scale=1, min_width=90)
     with gr.Row():
         again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Take back", "Clear"))
         better = [gr.Button(f"{name} is better", size="sm", min_width=90, visible=False) for name in "AB"]
+    _panels(models, controls, sides)
+
+    def ask(*values: Any) -> Iterator[Any]:
+        *given, a, b, said = values
+        yield from _answered(models, Asked(*given), [a, b], str(said or "").strip())
+
+    def once_more(*values: Any) -> Iterator[Any]:
+        *given, a, b = values
+        yield from _answered(models, Asked(*given), [without_reply(a), without_reply(b)], None)
+
+    def vote(better: int, answered: Answered | None, a: Any, b: Any) -> str:
+        return _voted(models.viewer.root, answered, [a, b], better)
+
+    answered = gr.State(None)  # by which models, for a vote
+    changed = [*sides, question, status, answered]
+    asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **QUIET)
+    repeating = again.click(once_more, [*controls, *sides], changed, **QUIET)
+    stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **QUIET)
+    back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **QUIET)
+    clear.click(lambda: ([], [], "", None), None, [*sides, status, answered], **QUIET)
+    for number, button in enumerate(better):
+        button.click(partial(vote, number), [answered, *sides], status, **QUIET)
+    model_b = controls[1]
+    model_b.change(lambda name: [gr.update(visible=bool(name))] * 3, model_b, [sides[1], *better], **QUIET)
+
+
+def _controls(models: Models) -> list[Any]:
+    """The inputs whose values `Asked` has, in its order."""
+    with gr.Row(equal_height=True):
+        chosen = [
+            gr.Dropdown([""], value="", label=label, info=info, allow_custom_value=True)
+            for label, info in (
+                ("Model A", "of a run, a folder, or a hub id"),
+                ("Model B", "to compare with, or none"),
+                ("Reward model", "scores each reply, or none"),
+            )
+        ]
+    with gr.Accordion("Settings", open=False), gr.Row():
+        settings = [
+            gr.Textbox(label="System prompt", lines=1),
+            gr.Dropdown(TEMPLATES, value="auto", label="Template"),
+            gr.Slider(0, 2, 0.7, step=0.05, label="Temperature"),
+            gr.Slider(0.05, 1, 1, step=0.05, label="top_p"),
+            gr.Number(256, label="Longest reply (tokens)", precision=0, minimum=1),
+            gr.Number(None, label="Seed", precision=0, minimum=0, placeholder="new each time"),
+        ]
+
+    def listed(request: gr.Request) -> list[Any]:
+        """The lists, with the values in them: Gradio shows a value that its list lacks, and sends another."""
+        choices, named = models.named(request.query_params)
+        return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
+
+    def selected(request: gr.Request) -> list[str]:
+        return models.named(request.query_params)[1]
+
+    gr.on(None, listed, None, chosen, **QUIET).then(selected, None, chosen, **QUIET)
+    return [*chosen, *settings]
+
+
+def _panels(models: Models, controls: list[Any], sides: list[Any]) -> None:
+    """The tokens of the last reply, and what the model reads."""
     with gr.Accordion("Tokens of the last reply", open=False):
         with gr.Row():
             whose = gr.Radio(["A", "B"], value="A", label="Reply of")
             colour = gr.Radio(list(COLOURS), value="difference", label="Colour")
             show = gr.Button("Show tokens", size="sm")
-        tokens = gr.HTML(apply_default_css=False, elem_classes=["view"])
+        tokens = _view()
     with gr.Accordion("What the model reads", open=False):
         read = gr.Button("Show the prompt", size="sm")
-        prompt = gr.HTML(apply_default_css=False, elem_classes=["view"])
-
-    def ask(*values: Any) -> Iterator[Any]:
-        *given, a, b, said = values
-        yield from _answered(place, Asked(*given), [a, b], str(said or "").strip())
-
-    def once_more(*values: Any) -> Iterator[Any]:
-        *given, a, b = values
-        yield from _answered(place, Asked(*given), [without_reply(a), without_reply(b)], None)
-
-    def vote(better: int, answered: Answered | None, a: Any, b: Any) -> str:
-        return _voted(place, answered, [a, b], better)
+        prompt = _view()
 
     def explain(whose: str, colour: str, *values: Any) -> str:
         *given, a, b = values
-        return _guarded(lambda: _explained(place, Asked(*given), [a, b], 1 if whose == "B" else 0, str(colour)))
+        return _guarded(lambda: _explained(models, Asked(*given), [a, b], 1 if whose == "B" else 0, str(colour)))
 
     def rendered(*values: Any) -> str:
         *given, a, b = values
-        return _guarded(lambda: _prompts(place, Asked(*given), [a, b]))
+        return _guarded(lambda: _prompts(models, Asked(*given), [a, b]))
 
-    def listed(request: gr.Request) -> list[Any]:
-        return _choices(place, request)
-
-    def selected(request: gr.Request) -> list[str]:
-        return _named(place, request)[1]
-
-    def chosen(name: str | None) -> list[Any]:
-        return [gr.update(visible=bool(name))] * 3
-
-    quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
-    answered = gr.State(None)  # by which models, for a vote
-    changed = [*sides, question, status, answered]
-    asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **quiet)
-    repeating = again.click(once_more, [*controls, *sides], changed, **quiet)
-    stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **quiet)
-    back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **quiet)
-    clear.click(lambda: ([], [], "", None), None, [*sides, status, answered], **quiet)
-    for number, button in enumerate(better):
-        button.click(partial(vote, number), [answered, *sides], status, **quiet)
-    show.click(explain, [whose, colour, *controls, *sides], tokens, **quiet)
-    read.click(rendered, [*controls, *sides], prompt, **quiet)
-    model_b.change(chosen, model_b, [sides[1], *better], **quiet)
-    chosen_models = [model_a, model_b, reward]
-    gr.on(None, listed, None, chosen_models, **quiet).then(selected, None, chosen_models, **quiet)
+    show.click(explain, [whose, colour, *controls, *sides], tokens, **QUIET)
+    read.click(rendered, [*controls, *sides], prompt, **QUIET)
 
 
-def _models(label: str, info: str) -> gr.Dropdown:
-    return gr.Dropdown([""], value="", label=label, info=info, allow_custom_value=True)
-
-
-def _named(place: Place, request: gr.Request) -> tuple[list[str], list[str]]:
-    """The models there are now, and the values of A, B and the reward model that the address names: /chat?a=MODEL."""
-    choices = list(models_below(place.viewer))
-    named = [str(request.query_params.get(name, "")) for name in "abr"]
-    named[0] = named[0] or (choices[0] if choices else "")
-    return choices, named
-
-
-def _choices(place: Place, request: gr.Request) -> list[Any]:
-    """The lists, with the values in them: Gradio shows a value that its list lacks, and sends another."""
-    choices, named = _named(place, request)
-    return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
+def _view() -> gr.HTML:
+    return gr.HTML(apply_default_css=False, elem_classes=["view"])
 
 
 def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
@@ -178,7 +252,7 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
     )  # fmt: skip
 
 
-def _answered(place: Place, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
+def _answered(models: Models, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
     """The chatbots, the question, the status and who answers, as the replies come: to `said` or the last question."""
     histories = [list(history or []) for history in histories]
     if not asked.models:
@@ -190,7 +264,7 @@ def _answered(place: Place, asked: Asked, histories: list[History], said: str | 
     seed = int(asked.seed) if asked.seed is not None else random.getrandbits(31)
     yield *histories, gr.skip(), message(f"Loading {' and '.join(asked.models)} …"), gr.skip()
     try:
-        talks = asked.talks(place, histories, seed)
+        talks = asked.talks(models, histories, seed)
         replies = [talk.again() if said is None else talk.ask(said) for talk in talks]
         asks = [] if said is None else [{"role": "user", "content": shown(said)}]
         now: list[History] = [[*history, *asks, {"role": "assistant", "content": ""}] for history in histories]
@@ -200,7 +274,7 @@ def _answered(place: Place, asked: Asked, histories: list[History], said: str | 
             said_so_far[side] += piece
             now[side][-1]["content"] = shown(said_so_far[side])
             yield *_sides(now, len(talks)), gr.skip(), gr.skip(), gr.skip()
-        yield *_sides(now, len(talks)), gr.skip(), _facts(place, asked, talks, seed), gr.skip()
+        yield *_sides(now, len(talks)), gr.skip(), _facts(models, asked, talks, seed), gr.skip()
     except PosttrainError as error:
         yield *histories, said or "", message(message_of(error), "error"), gr.skip()
 
@@ -209,17 +283,17 @@ def _sides(now: Sequence[History], count: int) -> list[Any]:
     return [now[side] if side < count else gr.skip() for side in range(2)]
 
 
-def _facts(place: Place, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
+def _facts(models: Models, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
     """What is known about the last replies: their rewards, and the seed."""
     said = [f"seed {seed}"]
     if asked.reward:
-        client = _client(place, asked.reward, "auto")
+        client = models.client(asked.reward, "auto")
         rewards = client.rewards([talk.messages for talk in talks])
         said += [f"reward of {name} {value:.3f}" for name, value in zip("AB", rewards, strict=False)]
     return el("p", " · ".join(said), class_="quiet")
 
 
-def _voted(place: Place, answered: Answered | None, histories: Sequence[History], better: int) -> str:
+def _voted(root: Path, answered: Answered | None, histories: Sequence[History], better: int) -> str:
     def write() -> str:
         a, b = ([*map(dict, turns_of(history or []))] for history in histories)
         replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
@@ -230,7 +304,7 @@ def _voted(place: Place, answered: Answered | None, histories: Sequence[History]
         system = [{"role": "system", "content": answered.system}] if answered.system else []
         replies, models = (a[-1]["content"], b[-1]["content"]), answered.models
         facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
-        file = place.root / VOTES
+        file = root / VOTES
         count = write_vote(file, [*system, *a[:-1]], replies[better], replies[1 - better], facts)
         return message(
             f"Written to {file}: {counted(count, 'preference')}, training data for `posttrain train --method dpo`."
@@ -239,21 +313,21 @@ def _voted(place: Place, answered: Answered | None, histories: Sequence[History]
     return _guarded(write)
 
 
-def _explained(place: Place, asked: Asked, histories: Sequence[History], side: int, colour: str) -> str:
+def _explained(models: Models, asked: Asked, histories: Sequence[History], side: int, colour: str) -> str:
     turns = turns_of(histories[side] or [])
     if not turns or turns[-1]["role"] != "assistant":
         return message("There is no reply yet.", "warning")
     system = [{"role": "system", "content": asked.system}] if asked.system else []
-    scored = [_client(place, one, asked.template).score([*system, *turns], ALTERNATIVES) for one in asked.models]
+    scored = [models.client(one, asked.template).score([*system, *turns], ALTERNATIVES) for one in asked.models]
     second = scored[1].completion if len(scored) > 1 else None
     found = cells(scored[0].completion, second)
     return token_map(found, colour if colour in COLOURS else "difference", asked.models)
 
 
-def _prompts(place: Place, asked: Asked, histories: Sequence[History]) -> str:
+def _prompts(models: Models, asked: Asked, histories: Sequence[History]) -> str:
     parts = []
     for model, history in zip(asked.models, histories, strict=False):
-        talk = Talk(_client(place, model, asked.template), {}, asked.system or None, turns_of(history or []))
+        talk = Talk(models.client(model, asked.template), {}, asked.system or None, turns_of(history or []))
         parts.append(el("div", el("p", model, class_="quiet"), el("pre", text(talk.prompt())), class_="side"))
     return el("div", *parts, class_="sides") if parts else message("Choose model A first.", "warning")
 
@@ -263,12 +337,6 @@ def _guarded(work: Any) -> str:
         return work()
     except PosttrainError as error:
         return message(message_of(error), "error")
-
-
-def _client(place: Place, model: str, template: str) -> Client:
-    path = models_below(place.viewer).get(model, model)
-    options = ["--template", template] if template in TEMPLATES[1:] else []
-    return place.servers.client(path, options)
 
 
 def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

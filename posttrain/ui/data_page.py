@@ -10,15 +10,16 @@ from typing import Any
 from posttrain.base.errors import ConfigError
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
-from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.runs.files import read_regular
-from posttrain.ui.address import Query, address, choice, entry, form, hidden
+from posttrain.ui.address import Query, act, address, choice, entry, form, hidden
 from posttrain.ui.commands import Answer
 from posttrain.ui.draft import draft
+from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer
 from posttrain.ui.votes import seen
 
-PATH = "/data"
+PATH, FORM = "/data", "acts"
 SORTS = {"row": "as in the data", "longest": "longest first", "shortest": "shortest first"}
 PAGE, BLOCK = 10, 50  # examples shown, and read at a time
 LISTED = 100  # dropped rows
@@ -47,9 +48,10 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
     if allowed and commands.find("explore", found.text, asked) is None:
         commands.ask("explore", found.text, asked)
     shown, waiting = _answer(commands.find("explore", found.text, asked))
+    acts = el("form", id=FORM, method="post", action=query.but(PATH))  # of the buttons
     if shown is None:
-        return join([found.title, waiting])
-    body = [_cards(shown), _lengths(shown), _dropped(shown), _checks(viewer, found), _rows(shown, query)]
+        return join([found.title, acts, waiting])
+    body = [acts, _cards(shown), _lengths(shown), _dropped(shown), _checks(viewer, found), _rows(shown, query)]
     return join([found.title, *body])
 
 
@@ -94,11 +96,11 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
 
 
 def _choice(viewer: Viewer, name: str) -> Markup:
-    rows = [[link(one.name, address(PATH, run=one.name)), one.method, one.data] for one in viewer.runs.rows()]
+    rows = viewer.runs.rows()
     said = f"There is no run {name}." if name else "The data of which run?" if rows else "No run here has data yet."
     hint = el("p", "The page ", el("a", "New run", href="/new"), " shows the data of settings before a run.",
               class_="quiet")  # fmt: skip
-    return join([el("h1", "Data"), message(said), hint, table(["run", "method", "data"], rows) if rows else None])
+    return join([el("h1", "Data"), message(said), hint, run_links(rows, PATH)])
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -115,13 +117,13 @@ def _asked(query: Query) -> tuple[str, ...]:
 def _answer(answer: Answer | None) -> tuple[dict[str, Any] | None, Markup]:
     """What was found; None while it is not there, and why."""
     if answer is None:
-        button = el("button", "Read the data", type="button", data_act="read", class_="primary")
+        button = act("read", "Read the data", FORM, class_="primary")
         said = " reads and tokenises it as a run would (a data set of the hub is downloaded)"
         return None, el("p", button, el("span", said, class_="quiet"))
     if answer.code is None:
         return None, message("The data is read and tokenised …")
     if answer.code:
-        again = el("p", el("button", "Read again", type="button", data_act="read"))
+        again = el("p", act("read", "Read again", FORM))
         where = "Relative paths in the settings are looked up in the folder where posttrain ui was started."
         said = message(answer.said or "Reading the data failed without a message.", "error")
         return None, join([said, el("p", where, class_="quiet"), again])
@@ -141,11 +143,10 @@ def _parsed(said: str) -> dict[str, Any]:
 
 def _cards(shown: Mapping[str, Any]) -> Markup:
     report, train = shown["reports"]["train"], shown["sets"]["train"]
-    cards = {"rows read": report["read"]} | {f"{name} examples": one["examples"] for name, one in shown["sets"].items()}
-    cards |= {"rows dropped": len(report["malformed"]) + report["overlong_dropped"], "train tokens": train["total"]}
+    facts = {"rows read": report["read"]} | {f"{name} examples": one["examples"] for name, one in shown["sets"].items()}
+    facts |= {"rows dropped": len(report["malformed"]) + report["overlong_dropped"], "train tokens": train["total"]}
     shape = f"Read as {', '.join(dict.fromkeys(report['formats']))}."
-    facts = (el("div", el("dt", name), el("dd", number(value))) for name, value in cards.items())
-    return join([el("p", shape, class_="quiet"), el("dl", *facts, class_="cards")])
+    return join([el("p", shape, class_="quiet"), cards({name: number(value) for name, value in facts.items()})])
 
 
 def _lengths(shown: Mapping[str, Any]) -> Markup:
@@ -202,7 +203,7 @@ def _checks(viewer: Viewer, found: Settings) -> Markup:
     title = el("h2", "Checks of the rows")
     if answer is not None and answer.code is None:
         return join([title, message("The rows are compared …")])
-    button = el("button", "Check" if answer is None else "Check again", type="button", data_act="check")
+    button = act("check", "Check" if answer is None else "Check again", FORM)
     if answer is None:
         said = " duplicates, validation rows in training, questions of evaluation suites, length bias"
         return join([title, el("p", button, el("span", said, class_="quiet"))])

@@ -3,11 +3,11 @@
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from posttrain.base.errors import PosttrainError
 from posttrain.evaluation.comparing.differences import Comparison, Options, compare
@@ -19,9 +19,8 @@ from posttrain.runs.checkpoint import MODELS
 BESIDE = "evaluations"  # where `posttrain eval` puts those of models outside runs, beside `runs`
 DEPTH = 5
 AGE_S = 2.0
-KEPT = 6  # evaluations whose answers are held in memory
+KEPT, COMPARED = 6, 2  # evaluations whose answers, and comparisons that are held in memory
 RESAMPLES = 2_000  # of the bootstrap: a page shall not wait
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class Evaluations:
         self._lock = threading.Lock()
         self._listed: tuple[float, list[Evaluation]] = (-AGE_S, [])
         self._read: dict[Path, tuple[object, Evaluation]] = {}
-        self._sources: OrderedDict[Any, Any] = OrderedDict()
+        self._source = lru_cache(KEPT)(lambda folder, changed: read_source(str(folder)))
+        self._comparison = lru_cache(COMPARED)(self._compare)
 
     def all(self) -> list[Evaluation]:
         """The latest first."""
@@ -61,25 +61,15 @@ class Evaluations:
 
     def source(self, one: Evaluation) -> Source:
         """Its answers. Raises RunError if it is unfinished or damaged."""
-        return self._kept(("source", one.folder, stamp(one.folder)), lambda: read_source(str(one.folder)))
+        return self._source(one.folder, stamp(one.folder))
 
     def comparison(self, several: Sequence[Evaluation]) -> Comparison:
         """Each against the first. Raises RunError if they have no suite in common."""
-        named = [(one.name, self.source(one)) for one in several]
-        key = ("comparison", *(one.folder for one in several), *(stamp(one.folder) for one in several))
-        return self._kept(key, lambda: compare(make_sides(named), Options(resamples=RESAMPLES)))
+        return self._comparison(tuple((one.name, one.folder, stamp(one.folder)) for one in several))
 
-    def _kept(self, key: object, make: Callable[[], Made]) -> Made:
-        with self._lock:
-            if key in self._sources:
-                self._sources.move_to_end(key)
-                return self._sources[key]
-        made = make()
-        with self._lock:
-            self._sources[key] = made
-            while len(self._sources) > KEPT:
-                self._sources.popitem(last=False)
-        return made
+    def _compare(self, several: Sequence[tuple[str, Path, float]]) -> Comparison:
+        sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in several])
+        return compare(sides, Options(resamples=RESAMPLES))
 
     def _one(self, changed: float, place: Path, folder: Path) -> Evaluation:
         kept = self._read.get(folder)

@@ -9,8 +9,8 @@ from posttrain.evaluation.comparing.differences import Difference, Suite, verdic
 from posttrain.evaluation.comparing.items import Flip
 from posttrain.evaluation.comparing.page import HOW, differences_table, interval, notes, values_table
 from posttrain.evaluation.records import Answer
-from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
-from posttrain.ui.address import Query, address, choice, form, hidden, search
+from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
+from posttrain.ui.address import Query, address, choice, form, hidden, pager, search
 from posttrain.ui.evaluations import Evaluation
 from posttrain.ui.viewer import Viewer
 
@@ -110,20 +110,27 @@ def _one(viewer: Viewer, one: Evaluation, query: Query) -> Markup:
     kept = [answer for answer in answers if _fits(answer, query)]
     items = [_item(answer.item, answer.prompt, answer.gold, [("", answer)]) for answer in _paged(kept, query)]
     return join(
-        [title, _facts(facts), _four_classes(facts), _groups(facts), controls, _pages(len(kept), query), *items]
+        [
+            title,
+            _facts(facts),
+            _four_classes(facts),
+            _groups(facts),
+            controls,
+            pager(query, PATH, PAGE, len(kept), "item"),
+            *items,
+        ]
     )
 
 
 def _facts(facts: Mapping[str, Any]) -> Markup:
     low, high = _float(facts.get("low")), _float(facts.get("high"))
-    cards = {str(facts.get("metric", "mean")): number(facts.get("value"), 3), "95 % interval": interval(low, high)}
+    shown = {str(facts.get("metric", "mean")): number(facts.get("value"), 3), "95 % interval": interval(low, high)}
     for name in ("items", "answers", "graded", "truncated"):
         if facts.get(name) is not None:
-            cards[name] = number(facts[name])
+            shown[name] = number(facts[name])
     ungraded = facts.get("ungraded") or {}
     missing = [f"{reason}: {count:,}" for reason, count in ungraded.items()] if isinstance(ungraded, dict) else []
-    shown = el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in cards.items()), class_="cards")
-    return join([shown, message(f"Not graded: {'; '.join(missing)}", "warning") if missing else None])
+    return join([cards(shown), message(f"Not graded: {'; '.join(missing)}", "warning") if missing else None])
 
 
 def _four_classes(facts: Mapping[str, Any]) -> Markup | None:
@@ -202,7 +209,7 @@ def _compared(viewer: Viewer, chosen: Sequence[Evaluation], query: Query) -> Mar
                 "details", el("summary", "How this was tested"), el("p", HOW), *(el("p", line) for line in notes(suite))
             ),
             controls,
-            _pages(len(items), query),
+            pager(query, PATH, PAGE, len(items), "item"),
             *blocks,
         ]
     )
@@ -242,17 +249,7 @@ def _says(words: Sequence[str], *texts: str | None) -> bool:
 
 
 def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:
-    first = PAGE * min(query.integer("page") or 0, 100_000)
-    return items[first : first + PAGE]
-
-
-def _pages(total: int, query: Query) -> Markup:
-    page = min(query.integer("page") or 0, 100_000)
-    last = min(total, PAGE * (page + 1))
-    said = (f"{PAGE * page + 1:,} to {last:,} of " if total > PAGE else "") + f"{counted(total, 'item')} "
-    before = link("← before", query.but(PATH, page=page - 1)) if page else None
-    after = link("after →", query.but(PATH, page=page + 1)) if last < total else None
-    return el("p", said, before, " ", after, class_="quiet")
+    return items[PAGE * query.page : PAGE * (query.page + 1)]
 
 
 def _item(item: str, prompt: str, gold: str | None, answers: Sequence[tuple[str, Answer]]) -> Markup:

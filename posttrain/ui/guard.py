@@ -14,21 +14,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import visible
 from posttrain.serving.guard import ambiguous, host_name, is_foreign
+from posttrain.ui.address import LONGEST
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
 MOST_BYTES = 16 << 20  # of an event
+FORM = "application/x-www-form-urlencoded"
+CHAT = "/chat"  # Gradio's page
 UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's route, which would write what anyone sends to a disk
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
-POLICY = (
+CHAT_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; frame-src 'self'; frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
 )
+POLICY = "default-src 'none'; frame-ancestors 'none'"  # of answers that bring none
 HEADERS = {
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"content-security-policy": POLICY.encode(),
+    b"referrer-policy": b"same-origin",  # with no-referrer, forms of these pages would have no origin either
 }
 
 
@@ -48,7 +51,10 @@ class Guard:
             return
 
         body: list[Message] = []
-        event, started = scope["type"] == "http" and scope["method"] == "POST", False
+        chat = scope["path"] == CHAT or scope["path"].startswith(f"{CHAT}/")
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        event, started = chat and posted, False
+        headers = HEADERS | {b"content-security-policy": (CHAT_POLICY if chat else POLICY).encode()}
 
         async def guarded(message: Message) -> None:
             nonlocal started
@@ -57,15 +63,21 @@ class Guard:
                 if event and message["status"] == 500:  # Gradio's, for inputs that a page would not send
                     message["status"] = 400
                 there = {name.lower() for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *((k, v) for k, v in HEADERS.items() if k not in there)]
+                message["headers"] = [*message["headers"], *((k, v) for k, v in headers.items() if k not in there)]
             await send(message)
 
-        if event:
-            body = await _received(receive)
-            if not _is_text(b"".join(message.get("body", b"") for message in body)):
-                await PlainTextResponse("The event is not JSON, or half of a surrogate pair is in it.", 400)(
-                    scope, receive, guarded
-                )
+        if posted:
+            body = await _received(receive, MOST_BYTES if chat else LONGEST)
+            whole = b"".join(message.get("body", b"") for message in body)
+            wrong = None
+            if chat and not _is_text(whole):
+                wrong = PlainTextResponse("The event is not JSON, or half of a surrogate pair is in it.", 400)
+            elif not chat and HTTPConnection(scope).headers.get("content-type", "").partition(";")[0] != FORM:
+                wrong = PlainTextResponse("An action is the form of a page.", 415)
+            elif not chat and len(whole) > LONGEST:
+                wrong = PlainTextResponse(f"The form has more than {LONGEST:,} characters.", 413)
+            if wrong is not None:
+                await wrong(scope, receive, guarded)
                 return
 
         async def received() -> Message:
@@ -84,7 +96,7 @@ class Guard:
     def _refusal(self, asked: HTTPConnection) -> Response | None:
         if (unclear := ambiguous(asked.scope["headers"])) is not None:
             return PlainTextResponse(unclear, 403)
-        if UPLOADS.match(asked.scope["path"]):
+        if UPLOADS.search(asked.scope["path"]):
             return PlainTextResponse("No page uploads files.", 404)
         host = asked.headers.get("host", "")
         if self.local and not is_loopback(host_name(host)):
@@ -103,10 +115,10 @@ class Guard:
         return HTMLResponse(_login(bool(given)), 401)
 
 
-async def _received(receive: Receive) -> list[Message]:
-    """All parts of a body, up to MOST_BYTES."""
+async def _received(receive: Receive, most: int) -> list[Message]:
+    """All parts of a body, until they have more than so many bytes."""
     parts, size, more = [], 0, True
-    while more and size <= MOST_BYTES:
+    while more and size <= most:
         parts.append(await receive())
         size += len(parts[-1].get("body", b""))
         more = parts[-1].get("more_body", False)

@@ -10,12 +10,12 @@ from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, flow
 from posttrain.config.schema.datasets import KNOWN
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, message
-from posttrain.ui.address import Query, address, choice
+from posttrain.ui.address import SHOW, Query, act, address, choice
 from posttrain.ui.commands import CONFIGS, Launch
 from posttrain.ui.draft import METHOD, NAME, Draft, draft, fields_of
 from posttrain.ui.viewer import Viewer, models_below
 
-PATH = "/new"
+PATH, FORM = "/new", "draft"
 ESSENTIAL = (
     NAME, "model.path", "model.lora", "data.source", "data.validation.ratio", "rewards", "training.learning_rate",
     "training.max_steps", "training.num_train_epochs", "training.batch_size",
@@ -63,6 +63,7 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
     ]
     return el(
         "form",
+        SHOW,
         choice(METHOD, "method", METHOD_NAMES, made.method),
         el("div", *(_field(one, made) for one in essential), class_="fields"),
         el("h2", "All other settings"),
@@ -71,7 +72,7 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
         action=PATH,
         method="get",
-        data_go=True,
+        id=FORM,
         autocomplete="off",
     )
 
@@ -157,7 +158,7 @@ def _state(viewer: Viewer, made: Draft) -> Markup:
         return join([*(message(line, "error") for line in lines), needed])
     if (viewer.root / made.name).exists():
         return message(f"There is a run {made.name} already: give another name.", "error")
-    return el("p", el("button", "Start", type="button", data_act="start", class_="primary"), " ", el("b", made.name))
+    return el("p", act("start", "Start", FORM, class_="primary"), " ", el("b", made.name))
 
 
 def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
@@ -172,7 +173,7 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
     if not launch.ended:
         return message(f"{name} is starting: its output is in {launch.log}.")
     said = launch.log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if launch.log.is_file() else ""
-    again = el("p", el("button", "Start again", type="button", data_act="start"))
+    again = el("p", act("start", "Start again", FORM))
     return join([message(f"{name} did not start (exit status {launch.process.returncode}):", "error"),
                  el("pre", said), again])  # fmt: skip
 
@@ -180,12 +181,15 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
 def _plan(viewer: Viewer, made: Draft) -> Markup:
     answer = viewer.commands.find("plan", made.text)
     if answer is None:
-        button = el("button", "Plan", type="button", data_act="plan")
-        return el("p", button, el("span", " examples, tokens, steps and memory, before anything runs", class_="quiet"))
+        return el(
+            "p",
+            act("plan", "Plan", FORM),
+            el("span", " examples, tokens, steps and memory, before anything runs", class_="quiet"),
+        )
     if answer.code is None:
         return message("Planning: the data is read and tokenised …")
     if answer.code:
-        again = el("p", el("button", "Plan again", type="button", data_act="plan"))
+        again = el("p", act("plan", "Plan again", FORM))
         return join([message(answer.said or "The plan failed without a message.", "error"), again])
     return join([el("h2", "Plan"), el("pre", answer.said)])
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
+from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.receipt import (
     NOT_SAMPLED,
@@ -102,14 +102,13 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):
         chosen = pushed[0] if pushed else 0 if tokens else None
-    cards = (el("div", el("dt", name), el("dd", value)) for name, value in _facts(completion).items())
     choices = []
     for name in colours:
         current = "true" if name == colouring else None
         choices.append(el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current)))
     return join(
         [
-            el("dl", *cards, class_="cards"),
+            cards(_facts(completion)),
             el("details", _prompt_title(group), el("pre", group.text)),
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
             heat(texts, colours[colouring], COLOURINGS[colouring], numbers, pushed, chosen, query),
@@ -216,13 +215,12 @@ def _metrics(series: Series, step: int) -> Markup | None:
         return message("The metrics of this step have not been logged.")
     first = [name for name in FIRST if name in found]
     at = int(found.pop("step"))
-    cards = [el("div", el("dt", name), el("dd", number(found[name]))) for name in first]
     rows = [[name, number(value)] for name, value in found.items()]
     mean = f" They are means of the steps up to {at}." if at != step else ""
     every = el(
         "details", el("summary", f"All {len(rows)} metrics.{mean}"), table(["metric", "value"], rows, numbers=(1,))
     )
-    return join([el("dl", *cards, class_="cards"), every])
+    return join([cards({name: number(found[name]) for name in first}), every])
 
 
 def _facts(completion: CompletionReceipt) -> dict[str, object]:

@@ -6,12 +6,14 @@ from typing import Any
 
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
+from posttrain.reports.drawing import Drawing
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.address import Query, address, choice, entry, form, hidden, search
+from posttrain.ui.address import Query, address, choice, entry, form, hidden, pager, search
 from posttrain.ui.receipt import completion_view, group_view, step_view
+from posttrain.ui.runs_page import run_links
 from posttrain.ui.search import SORTS, Found, Wanted, words_of
 from posttrain.ui.viewer import Viewer
 
@@ -25,7 +27,7 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
     if row is None or not row.has_rollouts:
         return _choice(viewer, query.one("run"), row)
     step, prompt, rollout = (query.integer(name) for name in ("step", "prompt", "rollout"))
-    series = viewer.series.of(row.folder)
+    series = viewer.series(row.folder)
     if step is None:
         return join([_head(row), _overview(row, series), _search(viewer, row, query)])
     with StoredRun(row.folder, looking=True) as stored:
@@ -46,8 +48,7 @@ def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
         said = f"There is no run {name}."
     else:
         said = "The rollouts of which run?" if having else "No run here has rollouts (rollouts.sqlite)."
-    rows = [[link(one.name, address(PATH, run=one.name)), one.method, one.model, f"{one.step:,}"] for one in having]
-    return join([message(said), table(["run", "method", "model", "steps"], rows, numbers=(3,)) if rows else None])
+    return join([message(said), run_links(having, PATH)])
 
 
 def _head(row: RunSummary) -> Markup:
@@ -85,7 +86,7 @@ def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
 def _overview(row: RunSummary, series: Series) -> Markup:
     go = address(PATH, run=row.name) + "&step="
 
-    def of(title: str, metrics: Mapping[str, str], share: bool = False) -> Markup | None:
+    def of(title: str, metrics: Mapping[str, str], share: bool = False) -> Drawing | None:
         there = [(name, label) for name, label in metrics.items() if name in series.names]
         lines = [Line(label, *series.points(name), colour=at) for at, (name, label) in enumerate(there)]
         return chart(lines, title, go=go, share=share) if lines else None
@@ -153,9 +154,8 @@ def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
         choice("sort", "Order", list(SORTS), sort),
         hidden(query, "run"),
     )
-    page = min(query.integer("page") or 0, 10_000)
-    found = index.search(wanted(query), PAGE, PAGE * page)
-    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, found, page, query))
+    found = index.search(wanted(query), PAGE, PAGE * query.page)
+    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, found, query))
 
 
 def wanted(query: Query) -> Wanted:
@@ -185,7 +185,7 @@ def _progress(index: Any) -> Markup | None:
     return None
 
 
-def _results(row: RunSummary, found: Found, page: int, query: Query) -> Markup:
+def _results(row: RunSummary, found: Found, query: Query) -> Markup:
     texts = _texts(row, found.rows)
     words = words_of(query.one("find"))
     body = []
@@ -204,14 +204,7 @@ def _results(row: RunSummary, found: Found, page: int, query: Query) -> Markup:
                 marked(said, words) if said is not None else el("span", "no longer stored", class_="quiet"),
             ]
         )
-    first = PAGE * page
-    where = f"{first + 1:,} to {first + len(body):,} of " if found.total > PAGE and body else ""
-    more = [
-        link("← before", query.but(PATH, page=page - 1)) if page else None,
-        " " if page else None,
-        link("after →", query.but(PATH, page=page + 1)) if first + len(body) < found.total else None,
-    ]
-    said = el("p", f"{where}{counted(found.total, 'completion')} ", *more, class_="quiet")
+    said = pager(query, PATH, PAGE, found.total, "completion")
     header = ["step · prompt · completion", "reward", "advantage", "tokens", "ended by", "verdict", "completion"]
     return join([said, table(header, body, numbers=(1, 2, 3), class_="results") if body else None])
 

@@ -4,15 +4,14 @@ import shlex
 
 from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import chart
-from posttrain.reports.markup import Markup, el, join, message, number, table
+from posttrain.reports.markup import Markup, cards, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of
-from posttrain.reports.report import data_said
+from posttrain.reports.report import alarms_of, data_said
 from posttrain.reports.series import AXES, Series
-from posttrain.runs.checks import advice
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, slider
-from posttrain.ui.runs_page import SMOOTH, badge
+from posttrain.ui.runs_page import SMOOTH, badge, run_links
 from posttrain.ui.viewer import Viewer
 
 PATH = "/run"
@@ -23,11 +22,10 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     name = query.one("run")
     row = viewer.runs.find(name)
     if row is None:
-        known = [el("li", el("a", one.name, href=address(PATH, run=one.name))) for one in viewer.runs.rows()[:20]]
         said = f"There is no run {name}." if name else "Which run?"
-        return join([message(said), el("ul", *known)])
-    series = viewer.series.of(row.folder)
-    above = [_head(row), _cards(row, series), _alarms(row), _curves(row, series, query)]
+        return join([message(said), run_links(viewer.runs.rows(), PATH)])
+    series = viewer.series(row.folder)
+    above = [_head(row), _cards(row, series), _alarms(series), _curves(row, series, query)]
     return join([*above, _checks(row), _data(row), _log(row)])
 
 
@@ -46,13 +44,15 @@ def _head(row: RunSummary) -> Markup:
     links.append(el("a", "Compare", href=address("/", chosen=row.name)))
     command = replay_command(row)
     copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
+    written = el("noscript", el("code", command))
     title = el("h1", row.name, " ", badge(row.state))
     about = el("p", f"{row.method} of {row.model} on {row.data}", class_="quiet")
     note = el("p", el("b", row.hashtags), " ", row.note) if row.tags or row.note else None
     kind = "error" if row.state in ("failed", "damaged") else "warning"
     why = message(row.explanation, kind) if row.explanation else None
     killed = message(KILLED, "warning") if row.state == "killed" else None
-    return join([title, about, note, el("p", *(part for one in links for part in (one, " · ")), copy), why, killed])
+    above = el("p", *(part for one in links for part in (one, " · ")), copy, written)
+    return join([title, about, note, above, why, killed])
 
 
 KILLED = (
@@ -62,27 +62,23 @@ KILLED = (
 
 
 def _cards(row: RunSummary, series: Series) -> Markup:
-    cards = {
+    facts = {
         row.metric or "result": number(row.result),
         "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
     }
     if row.eta:
-        cards["time left"] = row.eta
+        facts["time left"] = row.eta
     if row.ended and row.seconds is not None:
-        cards["time"] = duration(row.seconds)
-    cards["disk"] = in_units(row.size)
+        facts["time"] = duration(row.seconds)
+    facts["disk"] = in_units(row.size)
     if row.started_at:
-        cards["started"] = f"{row.started_at:%m-%d %H:%M}"
-    return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in cards.items()), class_="cards")
+        facts["started"] = f"{row.started_at:%m-%d %H:%M}"
+    return cards(facts)
 
 
-def _alarms(row: RunSummary) -> Markup | None:
-    if not row.alarms:
-        return None
-    lines = [
-        message(f"{name}, in {counted(count, 'step')}: {advice(name)}", "warning") for name, count in row.alarms.items()
-    ]
-    return join([el("h2", "Alarms"), *lines])
+def _alarms(series: Series) -> Markup | None:
+    lines = [message(said, "warning") for said in alarms_of(series)]
+    return join([el("h2", "Alarms"), *lines]) if lines else None
 
 
 def _curves(row: RunSummary, series: Series, query: Query) -> Markup:

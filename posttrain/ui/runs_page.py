@@ -8,7 +8,7 @@ from posttrain.reports.chart import COLOURS, Line, chart, spark
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
 from posttrain.reports.panels import PANELS
 from posttrain.reports.series import AXES
-from posttrain.reports.several import differing as differing_settings
+from posttrain.reports.several import differing
 from posttrain.runs.checks import advice
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
@@ -117,6 +117,12 @@ def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     return [toggle, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
 
 
+def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
+    """The runs to choose from for the page at `path`, the latest first."""
+    cells = [[link(row.name, address(path, run=row.name)), row.method, row.model, row.data] for row in rows[:SHOWN]]
+    return table(["run", "method", "model", "data"], cells) if cells else None
+
+
 def badge(state: str, problem: str = "") -> Markup:
     made = el("span", state, class_=f"badge {state if state in STATES else ''}")
     return el("details", el("summary", made), el("p", problem)) if problem else made
@@ -150,7 +156,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
         slider("smooth", "Smoothing", SMOOTH, smooth),
         hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all"),
     )
-    several = [(row, viewer.series.of(row.folder)) for row in chosen]
+    several = [(row, viewer.series(row.folder)) for row in chosen]
     charts = []
     for panel in PANELS:
         name = next((m for m in panel.metrics if any(m in series.names for _, series in several)), None)
@@ -168,7 +174,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
         keys,
         controls,
         el("div", *charts, class_="charts") if charts else message("These runs have no metrics yet."),
-        differing(chosen),
+        settings_that_differ(chosen),
     )
 
 
@@ -178,13 +184,12 @@ def _key(row: RunSummary, at: int, chosen: Sequence[RunSummary], query: Query) -
     return el("span", el("a", row.name, href=address("/run", run=row.name)), " ", remove, class_=f"key c{at}")
 
 
-def differing(chosen: Sequence[RunSummary]) -> Markup | None:
+def settings_that_differ(chosen: Sequence[RunSummary]) -> Markup | None:
     """The settings in which the chosen runs differ."""
     if len(chosen) < 2:
         return None
     unread = [run.name for run in chosen if not run.config]
-    differing = differing_settings([run.config for run in chosen])
-    rows = [[el("code", name), *map(_value, values)] for name, *values in differing]
+    rows = [[el("code", name), *map(_value, values)] for name, *values in differing([run.config for run in chosen])]
     said = f"The settings of {', '.join(unread)} cannot be read." if unread else None
     body = table(["setting", *(row.name for row in chosen)], rows) if rows else message("Their settings are the same.")
     return join([el("h3", "Settings that differ"), message(said, "warning") if said else None, body])

@@ -1,101 +1,95 @@
-// Links and forms marked data-go change the address and ask the server for what it shows; the rest of the page stays.
-const show = (address, push) => {
-  if (push) history.pushState(null, '', address);
-  element.classList.add('waiting');
-  trigger('click', { address: location.search });
+// Links, forms and a timer change a page in place: the server answers with what it shows at the new address. Without this
+// script they load whole pages.
+const shown = () => element.querySelector('.shown');
+let asked = null, typing = 0, leaving = false; // the request at work, the timer of a search field
+const load = async (address, { push = false, keep = true, timed = false, body = null } = {}) => {
+  const url = new URL(address, location.href), mine = new AbortController();
+  if (push && url.href !== location.href) history.pushState(null, '', url);
+  if (!timed) { clearTimeout(typing); element.classList.add('waiting'); }
+  asked?.abort();
+  asked = mine;
+  try {
+    const headers = { 'x-shown': shown().dataset.version };
+    const reply = await fetch(url, { method: body ? 'POST' : 'GET', body, headers, signal: mine.signal });
+    const text = await reply.text();
+    if (asked !== mine) return;
+    if (!reply.ok) throw new Error(text);
+    if (reply.headers.has('content-location')) history.replaceState(null, '', reply.headers.get('content-location'));
+    if (reply.status === 200) put(text, keep);
+  } catch {
+    if (asked === mine && !timed && !leaving) location.assign(url); // the whole page says what is wrong
+  } finally {
+    if (asked === mine) { asked = null; element.classList.remove('waiting'); }
+  }
 };
+const addressOf = (form) => {
+  const values = [...new FormData(form)].filter(([, value]) => value !== '');
+  return `${location.pathname}?${new URLSearchParams(values)}`;
+};
+
+// New content replaces the old, part by part, where they differ. What is open stays open; what had the focus has it again,
+// with what was typed meanwhile.
+const nameOf = (one) => one.id || (one.name && `${one.name}=${/radio|submit/.test(one.type) ? one.value : ''}`) || one.getAttribute('href');
+const put = (text, keep) => {
+  const made = document.createElement('template');
+  made.innerHTML = text;
+  const now = made.content.firstElementChild, field = document.activeElement, { value, selectionStart } = field;
+  const open = [...element.querySelectorAll('details[open] > summary')].map((one) => one.textContent);
+  for (const one of now.querySelectorAll('details > summary')) {
+    if (open.includes(one.textContent)) one.parentElement.open = true;
+  }
+  swap(shown(), now);
+  if (field.isConnected || !nameOf(field)) return;
+  const again = [...element.querySelectorAll('a, button, input, select')].find((one) => nameOf(one) === nameOf(field));
+  again?.focus({ preventScroll: true });
+  if (!keep || !/^(text|search)$/.test(again?.type)) return;
+  again.value = value;
+  again.setSelectionRange(selectionStart, selectionStart);
+};
+const swap = (old, now) => {
+  if (old.isEqualNode(now)) return;
+  const parts = [...now.children];
+  if (!old.matches('.shown, .drafting') || old.children.length !== parts.length) { old.replaceWith(now); return; }
+  Object.assign(old.dataset, now.dataset);
+  [...old.children].forEach((part, at) => swap(part, parts[at]));
+};
+
 element.addEventListener('click', (event) => {
-  const copied = event.target.closest('[data-copy]');
+  const copied = event.target.closest('[data-copy]'), link = event.target.closest('a'), figure = event.target.closest('figure[data-at]');
   if (copied) {
     const said = copied.textContent;
     navigator.clipboard.writeText(copied.dataset.copy).then(() => {
       copied.textContent = 'Copied';
       setTimeout(() => { copied.textContent = said; }, 1500);
     });
-    return;
+  } else if (link) {
+    if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+    if (link.origin !== location.origin || link.pathname !== location.pathname) return;
+    event.preventDefault();
+    load(link.href, { push: true, keep: false });
+  } else if (figure && event.target.closest('svg')) { // a point of a curve; posttrain/reports/hover.js has `nearest`
+    const url = new URL(figure.dataset.at + nearest(figure, event).x, location.href);
+    url.pathname === location.pathname ? load(url, { push: true }) : location.assign(url);
   }
-  const act = event.target.closest('[data-act]')?.dataset.act;
-  if (act) {
-    const form = element.querySelector('form[data-go]');
-    clearTimeout(typing);
-    if (form) history.replaceState(null, '', addressOf(form));
-    element.classList.add('waiting');
-    trigger('submit', { address: location.search, act });
-    return;
-  }
-  if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
-  const link = event.target.closest('a[data-go]');
-  const url = link && new URL(link.href);
-  if (!url || url.origin !== location.origin || url.pathname !== location.pathname) return;
+});
+element.addEventListener('submit', (event) => {
   event.preventDefault();
-  typed = null;
-  show(url.href, true);
+  const form = event.target, by = event.submitter;
+  if (!by?.value) load(addressOf(form), { push: true });
+  else load(form.getAttribute('action'), { body: new URLSearchParams(new FormData(form, by)) });
 });
-const addressOf = (form) => {
-  const values = [...new FormData(form)].filter(([, value]) => value !== '');
-  return `${location.pathname}?${new URLSearchParams(values)}`;
-};
-const submit = (form) => show(addressOf(form), true);
-element.addEventListener('submit', (event) => { event.preventDefault(); submit(event.target); });
 // A field to type in is read as one types: its change is no news, and would replace a button that is being pressed.
-element.addEventListener('change', (event) => {
-  if (event.target.form && event.target.type !== 'search') submit(event.target.form);
+element.addEventListener('change', ({ target }) => {
+  if (target.isConnected && target.form && target.type !== 'search') load(addressOf(target.form), { push: true });
 });
-let typing = 0, typed = null;
-element.addEventListener('input', (event) => {
-  if (event.target.type !== 'search') return;
-  typed = event.target.value;
-  caret = event.target.selectionStart;
+element.addEventListener('input', ({ target }) => {
+  if (target.type !== 'search') return;
   clearTimeout(typing);
-  const name = event.target.name; // by then the field may have been replaced
-  typing = setTimeout(() => {
-    const form = element.querySelector(`[name="${CSS.escape(name)}"]`)?.form;
-    if (form) submit(form);
+  typing = setTimeout(() => { // by then the field may have been replaced
+    const form = element.querySelector(`[name="${CSS.escape(target.name)}"]`)?.form;
+    if (form) load(addressOf(form), { push: true });
   }, 400);
 });
-window.addEventListener('popstate', () => { typed = null; show(location.href, false); });
-
-// What had the keyboard's focus, and what was open, is so again after the content was replaced.
-const nameOf = (one) => one.id || (one.name && `${one.name}=${one.type === 'radio' ? one.value : ''}`) || one.getAttribute?.('href');
-let focus = null, caret = null, open = [];
-element.addEventListener('focusin', (event) => {
-  if (nameOf(event.target) !== focus) typed = caret = null;
-  focus = nameOf(event.target);
-});
-element.addEventListener('keyup', (event) => { caret = event.target.selectionStart ?? null; });
-element.addEventListener('focusout', (event) => { if (event.target.isConnected && event.relatedTarget) focus = null; });
-element.addEventListener('toggle', () => {
-  open = [...element.querySelectorAll('details[open] > summary')].map((one) => one.textContent);
-}, true);
-watch('value', () => {
-  element.classList.remove('waiting');
-  const opened = open;
-  setTimeout(() => restore(opened)); // Gradio changes the elements right after this
-});
-const restore = (opened) => {
-  for (const one of element.querySelectorAll('details > summary')) {
-    if (opened.includes(one.textContent)) one.parentElement.open = true;
-  }
-  const again = focus && [...element.querySelectorAll('a, input, select, button')].find((one) => nameOf(one) === focus);
-  if (again && document.activeElement !== again) {
-    again.focus({ preventScroll: true });
-    if (again.type === 'search') again.setSelectionRange(caret ?? again.value.length, caret ?? again.value.length);
-  }
-};
-// Gradio changes elements in place: a choice follows its new options, and what was typed since it was sent stays.
-new MutationObserver(() => {
-  for (const one of element.querySelectorAll('option[selected]')) one.parentElement.value = one.value;
-  for (const one of element.querySelectorAll('input[type=radio][checked]')) one.checked = true;
-  const field = document.activeElement;
-  if (typed === null || !element.contains(field) || nameOf(field) !== focus || field.value === typed) return;
-  field.value = typed;
-  field.setSelectionRange(caret, caret);
-}).observe(element, { subtree: true, childList: true, attributes: true, attributeFilter: ['name', 'value', 'selected', 'checked'] });
-
-// A click on a point of a curve follows the figure's address; posttrain/reports/hover.js has `nearest`.
-element.addEventListener('click', (event) => {
-  const figure = event.target.closest('figure[data-at]');
-  if (!figure || !event.target.closest('svg')) return;
-  const url = new URL(figure.dataset.at + nearest(figure, event).x, location.href);
-  url.pathname === location.pathname ? show(url.href, true) : location.assign(url.href);
-});
+window.addEventListener('beforeunload', () => { leaving = true; });
+window.addEventListener('popstate', () => load(location.href, { keep: false }));
+setInterval(() => { if (!document.hidden && !asked) load(location.href, { timed: true }); }, 1000 * element.dataset.seconds);

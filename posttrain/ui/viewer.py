@@ -3,18 +3,21 @@
 import logging
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.paths import default_cache
-from posttrain.reports.markup import Markup, el, message
-from posttrain.reports.series import Kept
+from posttrain.reports.markup import Markup, message
+from posttrain.reports.series import Series
 from posttrain.ui.address import Query, parse
 from posttrain.ui.commands import Commands, Launches
 from posttrain.ui.evaluations import Evaluations
 from posttrain.ui.runs import Runs
 from posttrain.ui.search import Index
 
+SERIES = 24  # runs whose curves are held in memory
 WARM = 100  # runs whose curves are read before they are asked for
 PATIENCE_S = 0.2  # a small run is indexed in this time, and the page shows it at once
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -30,7 +33,7 @@ class Viewer:
         self.root = root
         self.cache = cache or default_cache() / "ui"
         self.runs = Runs(root)
-        self.series = Kept()
+        self._series = lru_cache(SERIES)(Series)
         self.evaluations = Evaluations(root)
         self.commands = Commands(self.cache / "asked")
         self.launches = Launches(root)
@@ -42,6 +45,10 @@ class Viewer:
         for row in self.runs.rows()[:WARM]:
             self.runs.spark(row)
 
+    def series(self, run: Path) -> Series:
+        """The curves of a run, read on from where they were left."""
+        return self._series(run).refresh()
+
     def index(self, run: Path) -> Index:
         """The index of a run's rollouts, which starts to read what is new."""
         with self._lock:
@@ -51,25 +58,29 @@ class Viewer:
 
 Render = Callable[[Viewer, Query], Markup]
 Act = Callable[[Viewer, Query], None]  # of a button: raises an error that the page shows
+Result = TypeVar("Result")
 
 
-def rendered(render: Render, viewer: Viewer, address: object, act: Act | None = None) -> Markup:
-    """What a page shows at an address, after an act; an error becomes a message on it, its stack trace goes to the
-    log."""
+def rendered(render: Render, viewer: Viewer, address: str) -> Markup:
+    """What a page shows at an address; an error becomes a message on it."""
+    return _guarded(render, viewer, address)
+
+
+def perform(act: Act, viewer: Viewer, address: str) -> Markup | None:
+    """Perform the action of a button on the values of an address. An error is returned as a message."""
+    return _guarded(act, viewer, address)
+
+
+def _guarded(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
+    """The result, or the message of an error; the stack trace of an unexpected one goes to the log."""
     try:
-        query, refused = parse(address), None
-        try:
-            if act is not None:
-                act(viewer, query)
-        except PosttrainError as error:
-            refused = message(message_of(error), "error")
-        return el("div", refused, render(viewer, query), class_="shown")
+        return work(viewer, parse(address))
     except PosttrainError as error:
-        return el("div", message(message_of(error), "error"), class_="shown")
+        return message(message_of(error), "error")
     except Exception as error:  # the page must stay usable whatever a damaged run makes of it
         log.exception("a page could not be shown: %s", address)
         said = f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more."
-        return el("div", message(said, "error"), class_="shown")
+        return message(said, "error")
 
 
 def models_below(viewer: Viewer) -> dict[str, str]:

@@ -14,13 +14,12 @@ from posttrain.base.words import counted
 from posttrain.evaluation.comparing.differences import Comparison, Difference, Suite, p_text, verdict
 from posttrain.evaluation.comparing.items import Flip
 from posttrain.evaluation.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
-from posttrain.evaluation.comparing.picture import picture
 from posttrain.evaluation.comparing.sides import Side
 from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, intervals
-from posttrain.reports.markup import Markup
-from posttrain.runs.atomic import cannot_write, write_file
+from posttrain.reports.drawing import Drawing, write_drawings
+from posttrain.runs.atomic import cannot_write
 from posttrain.runs.files import save_json
 from posttrain.runs.provenance import now
 
@@ -171,17 +170,17 @@ def _flip(one: Flip) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
-    """Write `compare.json`, `compare.png` and `compare.html` to the folder. Raises RunError if they cannot be."""
+    """Write `compare.json`, `compare.svg` and `compare.html` to the folder. Raises RunError if they cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
     save_json(folder / "compare.json", as_json(comparison, judged))
-    png = picture(comparison) if comparison.suites else b""
-    if png:
-        write_file(folder / "compare.png", png)
+    picture = folder / "compare.svg"
+    if comparison.suites:
+        write_drawings(picture, [figure for suite in comparison.suites for figure in intervals_of(suite)])
     else:  # an earlier comparison's
-        (folder / "compare.png").unlink(missing_ok=True)
+        picture.unlink(missing_ok=True)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
     page = [*sections(comparison), *judged_sections(judged, _percent(comparison))]
     pages.write_page(folder / "compare.html", title, page)
@@ -208,7 +207,7 @@ def sections(comparison: Comparison) -> Iterator[pages.Section]:
     yield pages.Facts("Compared", {name: path for name, path in paths.items() if path})
 
 
-def intervals_of(suite: Suite) -> Iterator[Markup]:
+def intervals_of(suite: Suite) -> Iterator[Drawing]:
     """The means and the differences of a suite, with their intervals."""
     means = [
         Interval(name, value.estimate.value, value.estimate.low, value.estimate.high, at % COLOURS, dots=value.by_run)

@@ -1,5 +1,6 @@
 """The results of the loss lab: a table, the picture of the cosines, a JSON file."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.base.terminal import visible
 from posttrain.inspection.losslab.lab import Lab
-from posttrain.reports.curves import png_of
-from posttrain.reports.design import DIVERGING, LIGHT, text_on
-from posttrain.runs.atomic import write_file
+from posttrain.reports.design import LIGHT, diverging, text_on
+from posttrain.reports.drawing import Drawing, write_drawings
+from posttrain.reports.markup import el, short
 from posttrain.runs.files import save_json
 
 CELL = 5  # characters of a cosine in the terminal, with the gap
+SIDE = 44  # pixels of a cosine in the picture
 
 
 def show(lab: Lab, console: Console) -> None:
@@ -82,13 +83,13 @@ def _print_cosines(lab: Lab, console: Console) -> None:
 
 
 def save(lab: Lab, folder: Path) -> list[Path]:
-    """Write `losses-step-N.json` and, for two losses or more, `losses-step-N.png`; returns their paths."""
+    """Write `losses-step-N.json` and, for two losses or more, `losses-step-N.svg`; returns their paths."""
     target = folder / f"losses-step-{lab.step}.json"
     save_json(target, as_json(lab))
     if len(lab.rows) == 1:
         return [target]
-    picture = target.with_suffix(".png")
-    write_file(picture, cosines_png(lab))
+    picture = target.with_suffix(".svg")
+    write_drawings(picture, [cosines_drawing(lab)])
     return [target, picture]
 
 
@@ -118,31 +119,28 @@ def as_json(lab: Lab) -> dict[str, Any]:
     }
 
 
-def cosines_png(lab: Lab) -> bytes:
+def cosines_drawing(lab: Lab) -> Drawing:
     """A heat map of the cosines, with their values; grey where there is none."""
-    import numpy as np
-    from matplotlib.colors import LinearSegmentedColormap, to_hex
-    from matplotlib.figure import Figure
-
-    matrix = np.array([[np.nan if value is None else value for value in row] for row in lab.cosines])
-    labels = [visible(row.variant.label).replace("$", r"\$") for row in lab.rows]
-    count, margin = len(labels), 0.25 + 0.063 * max(map(len, labels))  # inches
-    size, side = 0.48 * count, margin + 0.1
-    width, height = side + size + 1.0, side + size + 0.5
-    figure = Figure(figsize=(width, height), dpi=130, facecolor=LIGHT.ground)
-    axes = figure.add_axes((side / width, side / height, size / width, size / height))
-    colours = LinearSegmentedColormap.from_list("cosines", DIVERGING).with_extremes(bad=LIGHT.line)
-    image = axes.imshow(np.ma.masked_invalid(matrix), cmap=colours, vmin=-1, vmax=1, aspect="auto")
-    axes.set_xticks(range(count), labels, rotation=90, fontsize=8, color=LIGHT.ink)
-    axes.set_yticks(range(count), labels, fontsize=8, color=LIGHT.ink)
-    for spot, value in np.ndenumerate(matrix):
-        text = "–" if np.isnan(value) else f"{value:.2f}".replace("-0.00", "0.00")
-        readable = text_on(to_hex(tuple(image.to_rgba(value))))
-        axes.text(spot[1], spot[0], text, ha="center", va="center", fontsize=7, color=readable)
-    axes.set_title(f"Cosines between gradients, step {lab.step}", fontsize=10, color=LIGHT.ink, loc="left")
-    bar = figure.add_axes(((side + size + 0.15) / width, side / height, 0.15 / width, size / height))
-    figure.colorbar(image, cax=bar).ax.tick_params(labelsize=7, colors=LIGHT.ink)
-    return png_of(figure)
+    labels = [short(row.variant.label, 40) for row in lab.rows]
+    left, count = 12 + 7 * max(map(len, labels)), len(labels)
+    bottom, parts = SIDE * count, []
+    for at, label in enumerate(labels):
+        middle = SIDE * at + SIDE // 2
+        turned = f"translate({left + middle + 4} {bottom + 6}) rotate(-90)"
+        parts.append(el("text", label, class_="name end", x=left - 6, y=middle + 4))
+        parts.append(el("text", label, class_="name end", transform=turned))
+    for row, cosines in enumerate(lab.cosines):
+        for column, cosine in enumerate(cosines):
+            value = math.nan if cosine is None else cosine
+            known = math.isfinite(value)
+            ground = diverging(value) if known else LIGHT.line
+            said = f"{value:.2f}".replace("-0.00", "0.00") if known else "–"
+            x, y = left + SIDE * column, SIDE * row
+            parts.append(el("rect", x=x, y=y, width=SIDE, height=SIDE, fill=ground))
+            place = {"x": x + SIDE // 2, "y": y + SIDE // 2 + 4}
+            parts.append(el("text", said, class_="middle", style=f"fill: {text_on(ground)}", **place))
+    title = f"Cosines between gradients, step {lab.step}"
+    return Drawing(title, (left + SIDE * count, bottom + left), parts, f"{count} losses: {', '.join(labels)}")
 
 
 def _short(cosine: float | None) -> str:
