@@ -75,8 +75,16 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["dpo", "reward"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("dpo", "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("reward", "float32"), ("reward", "bfloat16"), ("dpo", "bfloat16")]
+        ),
+    ],
+)
 def test_qlora(tmp_path, shared, scratch_model, method, dtype):
     """Frozen weights stay unchanged (a vital check), a resumed run equals the whole one, and PEFT loads the adapter."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
@@ -443,6 +451,7 @@ def test_adapters_of_a_resized_vocabulary(kind, tied, scratch_model, untied_mode
             assert float((found(ids).logits - want).abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 def test_adapters_of_a_base_in_4_bits(shared, scratch_model, tmp_path):
     """A base whose files are in 4 bits: trained on, read unmerged, trained further, merged into it dequantised."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
@@ -547,6 +556,7 @@ def test_new_tokens_are_trained(lora, tied, shared, scratch_model, untied_model,
     assert main(["score", str(folder / "final"), str(tmp_path / "rows.jsonl")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
 def test_new_tokens_of_a_resumed_run_and_of_one_that_goes_on(method, shared, scratch_model, tmp_path):
     """Resumed to the bit. A run from the adapter with the same settings trains it further, another one its own."""

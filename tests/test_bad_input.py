@@ -373,6 +373,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit on a process's memory")
 def test_out_of_memory_names_the_knobs(shared, tmp_path):
     rows = [{"prompt": f"Once {n}", "chosen": " upon a time" * 300, "rejected": " a cat" * 300} for n in range(96)]

@@ -109,6 +109,7 @@ def test_nobody_answers():
         Client("http://127.0.0.1:9").rewards([])
 
 
+@pytest.mark.slow
 def test_the_command_starts_and_ends_a_server(stories, monkeypatch, capsys):
     """Questions from a pipe are answered; the server ends with the command, and when its parent is killed."""
     started: list[ModelServer] = []

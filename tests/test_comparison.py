@@ -121,6 +121,7 @@ def check_pairs_by_hand(root, pairs, names):
         assert pair["p_adjusted"] >= pair["p"] and "flips" not in pair
 
 
+@pytest.mark.slow
 def test_going_on_with_a_comparison(settings, capsys):
     """The folder is enough: finished methods are left as they are, and the comparison is written again."""
     root = settings.parent / "again"

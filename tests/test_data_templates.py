@@ -149,6 +149,7 @@ def test_rendering_is_that_of_transformers(shared):
     ]
 
 
+@pytest.mark.slow
 def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     plain, endless = byte_tokenizer("{{ messages[0].content }}"), byte_tokenizer(HOSTILE["loops"][0])
     job = RenderRequest([{"role": "user", "content": "a"}])

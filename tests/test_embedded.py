@@ -47,7 +47,8 @@ def test_prompts_and_completions_have_one_budget():
         )
 
 
-@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
 def test_the_budget_changes_no_token(monkeypatch, static):
     """From room for all to room for one completion at a time, groups divided; and the budget is kept."""
     monkeypatch.setattr("posttrain.engines.cache.COLUMNS", 8)

@@ -123,7 +123,11 @@ def test_sets_with_settings_of_their_own(sums_home, data, tmp_path, power_cut, m
     assert at_four["eval_pass@3"] == pytest.approx(sum(best) / 24)
 
 
-@pytest.mark.parametrize("method", [{"type": "sft"}, {"type": "grpo"}, {"type": "ppo"}], ids=["sft", "grpo", "ppo"])
+@pytest.mark.parametrize(
+    "method",
+    [{"type": "sft"}, {"type": "grpo"}, pytest.param({"type": "ppo"}, marks=pytest.mark.slow)],
+    ids=["sft", "grpo", "ppo"],
+)
 def test_suites_during_training(sums_home, data, tmp_path, power_cut, method):
     """Asked at every evaluation, best/ by their score; resumed to the bit; training is not changed."""
     source, (held_out,) = data

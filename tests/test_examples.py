@@ -81,6 +81,7 @@ def test_the_notebook_is_stored_without_outputs():
     assert len(code) >= 6 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """From its first cell to its last, as a notebook server would run it, in an empty folder."""
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install -e '.[dev]'")

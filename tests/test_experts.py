@@ -395,7 +395,7 @@ def hybrid_model(scratch_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("lora", ["null", "true"])
+@pytest.mark.parametrize("lora", ["null", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_hybrid_of_experts_trains_and_resumes(hybrid_model, shared, tmp_path, capsys, lora):
     """With gradient checkpointing; the step's metrics have the load. Online it samples with transformers' engine."""
     prompts = ["data.max_rows=6", "rewards=[{type: length, target: 9}]", "rollout.max_completion_length=6"]

@@ -71,6 +71,7 @@ def full_disk(tmp_path, shared, scratch_model, monkeypatch, figure, points: list
     assert max(reached) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_then_room_again(tmp_path, shared, scratch_model, monkeypatch, figure):
     full_disk(tmp_path, shared, scratch_model, monkeypatch, figure, [62])
 

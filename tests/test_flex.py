@@ -61,6 +61,7 @@ def test_padded_inside_it_is_dense_attention(compiled):
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_width_and_window_has_one_kernel(compiled):
     """65 widths, as callers of their own bring them: one compilation of masks and one of attention."""
     first = 0

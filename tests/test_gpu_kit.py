@@ -77,6 +77,7 @@ def test_only(run):
     assert list(written["generate"]["cases"]) == ["copy"]
 
 
+@pytest.mark.slow
 def test_right(run):
     status, written, printed = run("right")
     found = outcomes(written["right"])

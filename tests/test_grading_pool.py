@@ -418,6 +418,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_main_process_never_loads_the_algebra(tmp_path):
     """Parsing of what a model wrote is the workers' business: here the parser is not even imported."""
     file = tmp_path / "rows.jsonl"

@@ -215,6 +215,7 @@ def test_attention_of_new_tokens(monkeypatch, size, heads, each, window, softcap
         assert_near([attended(True)], [want], WITHIN[dtype])
 
 
+@pytest.mark.slow
 def test_completions_by_kernels_are_the_trainers():
     """Static shapes, as a GPU has them: the same tokens, and log-probabilities that the trainer has."""
     policy = policy_of("qwen3", num_hidden_layers=1, layer_types=None)
@@ -227,6 +228,7 @@ def test_completions_by_kernels_are_the_trainers():
     assert_trainers(policy, prompts, got, sampling.temperature)
 
 
+@pytest.mark.slow
 def test_tuning_runs_what_it_times(monkeypatch):
     """The functions of the kit's part `tune` with small sizes, without its clock."""
     done = []
@@ -299,6 +301,7 @@ size(decode._joined, dict(EACH=2, SIZE=128), group_R=whole, member_R=whole, prom
 """
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_gpu(tmp_path):
     """To machine code of an H100 (sm_90), with no more shared memory than a block may have there (227 KB)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

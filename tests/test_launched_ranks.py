@@ -130,6 +130,7 @@ def test_a_port_in_use_is_named_and_another_proposed(occupied, nodes):
         start(["sft.yaml"], 2, nodes, 0, occupied)
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
     monkeypatch.setattr(launching, "NODE_PATIENCE_S", 1)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)

@@ -148,6 +148,7 @@ def test_distillation_takes_the_memory_of_grpo(middling_model, tmp_path, diverge
 DEEP = [("llama", False), ("gemma2", False), ("gpt2", False), ("opt", False), ("qwen3", True), ("mixtral", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "checkpointing"), DEEP)
 def test_further_layers_keep_what_the_first_ones_do(tmp_path, family, checkpointing):
     """What is said of a deep model from three or four layers = what all its layers keep."""
@@ -186,6 +187,7 @@ def test_a_gpu_keeps_no_weights_of_attention(tmp_path):
     assert 1.8 < found[1] / found[0] < 2.2
 
 
+@pytest.mark.slow
 def test_memory_comes_back_between_models(settings, tmp_path):
     """Models of one config: when the third begins, the process holds what it held when the second began."""
     file = settings("two", "sft")
@@ -267,6 +269,7 @@ def test_the_largest_size_is_found_to_a_sixteenth(limit):
     assert largest(lambda size: True, 64, 64) == (64, None)
 
 
+@pytest.mark.slow
 def test_probe_finds_what_fits_a_limit(settings, capsys):
     """On a CPU: real steps, measured; the size found stays within the limit, and the next one tried does not."""
     file = settings("probed", "sft", {"tokens_per_pack": 8192})
@@ -281,6 +284,7 @@ def test_probe_finds_what_fits_a_limit(settings, capsys):
     assert 0.8 * limit < found.peak <= limit == found.limit
 
 
+@pytest.mark.slow
 def test_probe_on_a_device_that_runs_out_of_memory(settings, monkeypatch, capsys):
     """Where too large a size ends in torch's error, as on a GPU, that is an answer, and the next size is tried."""
     file = settings("probed", "reward", {"tokens_per_pack": 8192})
@@ -345,6 +349,7 @@ def test_a_reference_of_another_name_has_its_own_size(settings, shared):
     assert _reference(config, model, empty_model(config, model), 4) == 4 * sum(p.numel() for p in other.parameters())
 
 
+@pytest.mark.slow
 def test_products_of_ever_new_sizes_do_not_grow_the_process():
     """oneDNN keeps 0.3 MB of code for every shape it has met, here for 2 x 150 of them, if it is given them all."""
     script = """

@@ -70,6 +70,7 @@ def scores(model: Path, rows: Path, output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_moved_chain_goes_on_and_serves(tmp_path, sums_home, pairs, whole, monkeypatch):
     stages = chain(tmp_path, sums_home, pairs)
     with monkeypatch.context() as broken:

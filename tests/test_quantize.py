@@ -291,7 +291,8 @@ def reward_model(shared, stories, tmp_path_factory) -> tuple[Path, list[dict[str
     return folder, rows
 
 
-@pytest.mark.parametrize("to", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["int8", "int4"])
 def test_the_gate_of_a_reward_model(reward_model, shared, tmp_path, to, capsys):
     """Passed by a good one, through the command; failed by one wrong layer, on the same pairs."""
     folder, rows = reward_model

@@ -143,6 +143,7 @@ def dies_and_returns(server: Killable) -> None:
         server.start()
 
 
+@pytest.mark.slow
 def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
     """One server is killed in the first step. Each rank asks its own; weights are pushed once, and again to the one
     that died; every completion is stored once, and equals that of one process with the embedded engine."""

@@ -450,6 +450,7 @@ def test_a_reply_and_neutral_values_are_taken_back(client, url):
     assert httpx.post(f"{url}/v1/chat/completions", json={"messages": called}).status_code == 400
 
 
+@pytest.mark.slow
 def test_many_clients_get_what_one_gets(client):
     """Greedy tokens and seeded samples; log-probabilities to 1e-4: other neighbours round otherwise."""
 
@@ -760,6 +761,7 @@ async def answering(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+@pytest.mark.slow
 def test_requests_arrive_in_time_or_not_at_all(monkeypatch):
     """Half of the headers, half of a body, and half of a second request; connections are counted."""
     monkeypatch.setattr(listening, "HEADERS_S", 0.3)

@@ -142,6 +142,7 @@ def test_our_own_server_is_started_again_with_the_weights_a_bounded_number_of_ti
         assert ours.starts == 3
 
 
+@pytest.mark.slow
 def test_a_silent_server_of_ours_is_replaced(ours):
     """Stopped, as one that hangs: it is killed and started again."""
     policy = policy_of()

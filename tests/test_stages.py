@@ -330,6 +330,7 @@ def test_a_stage_with_the_same_lora_continues_the_adapter(tmp_path, shared, scra
     assert parts["reference"] == 4 * count(empty)[1]
 
 
+@pytest.mark.slow
 def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, scratch_model, capsys):
     """Another `lora` needs SFT's adapter merged: the new one is refused on the original base (PEFT loads it)."""
     halved = AutoModelForCausalLM.from_pretrained(scratch_model, dtype=torch.bfloat16)
@@ -429,6 +430,7 @@ ONLINE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ONLINE)
 def test_a_continued_adapter_where_completions_are_sampled(tmp_path, shared, scratch_model, power_cut, method):
     """The KL to the reference is 0 at the start; resumed = uninterrupted, to the bit; the copy is not saved."""
@@ -555,6 +557,7 @@ def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_mo
     assert "that other stages hold out, not trained on" in (run / "more/training.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, shared, scratch_model, monkeypatch, capsys):
     stories = shared / "models/stories260K"
     data = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 16,
@@ -603,6 +606,7 @@ def test_skipping(tmp_path, shared, scratch_model):
         runner.train(stages, skip=["sft", "reward", "dpo"])
 
 
+@pytest.mark.slow
 def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     chain(tmp_path, shared, scratch_model)

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from posttrain.runs.checkpoint import list_checkpoints, verify
 from posttrain.runs.metrics import read_metrics
 
 PLACE = Path(__file__).with_name("as_on_windows")
 
 
+@pytest.mark.slow
 def test_a_run_without_posix(sums_home, tmp_path):
     settings = {
         "name": "run",

@@ -53,6 +53,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_threads_sleep_beside_busy_processes():
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)

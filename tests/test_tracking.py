@@ -143,6 +143,7 @@ def training(tmp_path: Path, shared: Path, model: Path, report_to: list[str]):
     return load(file).config
 
 
+@pytest.mark.slow
 def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_model, trackio_dir, monkeypatch, caplog):
     """Also over a crash after step 3 and a resume from step 2: step 3 is trained twice and sent once."""
     caplog.set_level(logging.INFO, "posttrain")

@@ -194,7 +194,13 @@ def labelled(pairs: list[dict[str, str]]) -> list[dict]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"beta": 0.5}, {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.7, "undesirable_weight": 1.2}],
+    [
+        {"beta": 0.5},
+        pytest.param(
+            {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.7, "undesirable_weight": 1.2},
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=str,
 )
 def test_kto_equals_trl(tmp_path, shared, settings):

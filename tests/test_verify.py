@@ -136,6 +136,7 @@ def check(tmp_path, shared, scratch_model, method: str, kills: int, figure, **tr
     return outcome
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_the_uninterrupted_one(tmp_path, shared, scratch_model, figure):
     check(tmp_path, shared, scratch_model, "sft", 3, figure, max_steps=8)
 
