@@ -282,7 +282,7 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
             assert values == pytest.approx([mean] * len(values), abs=1e-6)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["why", str(folder), "--step", "2", "--prompt", "0", "--rollout", "0"]) == 0
-    assert re.search(r"value +return +advantage", capsys.readouterr().out)
+    assert re.search(r"advantage .* value +return +push", capsys.readouterr().out)
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
     said = capsys.readouterr().out
     assert "0 of 64 advantages change their sign" in said and "approximate" not in said
