@@ -17,9 +17,16 @@ from torch import nn
 
 from posttrain.base.errors import DamagedError
 from posttrain.batch import Pack
-from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
-from posttrain.models.families import backbone_of, base_of, head_layer, is_packed, logit_scale, logit_softcap
+from posttrain.models.families import (
+    backbone_of,
+    base_of,
+    head_layer,
+    is_packed,
+    logit_scale,
+    logit_softcap,
+    uses_triton,
+)
 from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import as_forward
@@ -168,7 +175,7 @@ def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, 
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
     weight = head.weight
-    fused = kernels.are_on(base_of(model), weight)
+    fused = uses_triton(base_of(model), weight)
     return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
 
 

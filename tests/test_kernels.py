@@ -19,9 +19,10 @@ from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache, Room
-from posttrain.models import flex, kernels
+from posttrain.models import flex
 from posttrain.models import lean as operations
 from posttrain.models.attention import How
+from posttrain.models.families import use_triton, uses_triton
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.optional import chains_for, takes_triton
 from posttrain.scoring import ChunkedScores, Scorer
@@ -158,7 +159,7 @@ def test_a_complete_model(family):
         model.set_attn_implementation("packed")
         lean(model, chains)
         if chains is not TORCH:
-            kernels.switch_on(model)
+            use_triton(model)
         score = Scorer(model)(whole, temperature=0.7)
         (score.logprob_N * weight_N + 0.1 * score.entropy_N).sum().backward()
         with torch.no_grad():  # another way through every chain
@@ -222,7 +223,7 @@ def test_completions_by_kernels_are_the_trainers():
     sampling, prompts = replace(SAMPLED, max_completion_length=6), PROMPTS[:3]
     want = EmbeddedEngine(policy).generate(prompts, sampling)
     lean(policy, Kernels.of(layers))
-    kernels.switch_on(policy)
+    use_triton(policy)
     got = EmbeddedEngine(policy, static=True).generate(prompts, sampling)
     assert tokens_of(got) == tokens_of(want)
     assert_trainers(policy, prompts, got, sampling.temperature)
@@ -254,11 +255,11 @@ def test_which_models_take_them(monkeypatch):
     off = model.model_copy(update={"triton_kernels": False})
     assert not takes_triton(off, gpu) and chains_for(off, gpu) is TORCH
     there = torch.nn.Module()
-    kernels.switch_on(there)
+    use_triton(there)
     for dtype, on_gpu, on in ((torch.bfloat16, True, True), (torch.float32, True, False), (torch.float32, False, True)):
         factor = SimpleNamespace(dtype=dtype, is_cuda=on_gpu)
-        assert kernels.are_on(there, factor) is on  # pyright: ignore[reportArgumentType]
-        assert not kernels.are_on(torch.nn.Module(), factor)  # pyright: ignore[reportArgumentType]
+        assert uses_triton(there, factor) is on  # pyright: ignore[reportArgumentType]
+        assert not uses_triton(torch.nn.Module(), factor)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(flex, "lacking", lambda: "Triton is not installed")
     assert not takes_triton(model, gpu) and chains_for(model, gpu) is TORCH
 

@@ -27,9 +27,8 @@ from benchmarks.gpu.shapes import model_folder
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
-from posttrain.models import kernels
 from posttrain.models.attention import PackedMask, packed_attention
-from posttrain.models.families import FAMILIES
+from posttrain.models.families import FAMILIES, use_triton
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.load import load_model
 from posttrain.models.sharding import own_part, shard
@@ -140,7 +139,7 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
         model.set_attn_implementation("packed")
         lean(model, chains)
         if chains is not TORCH:
-            kernels.switch_on(model)
+            use_triton(model)
         found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
         groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), SAMPLED)
         sampled.append([completion.tokens for group in groups for completion in group])

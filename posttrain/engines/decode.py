@@ -12,8 +12,7 @@ from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache, Room
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.sampling import sample_tokens, token_words
-from posttrain.models import kernels
-from posttrain.models.families import backbone_of, base_of, head_layer
+from posttrain.models.families import backbone_of, base_of, head_layer, uses_triton
 from posttrain.scoring import next_token_logits, row_chunks
 
 
@@ -107,7 +106,7 @@ class Stepper:
         self.policy, self.sampling, self.device = policy, sampling, device
         base = base_of(policy)
         weight = head_layer(base).weight
-        self.backbone, self.fused = backbone_of(base), kernels.are_on(base, weight)
+        self.backbone, self.fused = backbone_of(base), uses_triton(base, weight)
         self.words_V = token_words(len(weight), device)
         self.sample = sample_tokens
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)

@@ -138,7 +138,7 @@ class PackedMask:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
         """Attention of the pack's tokens to one another."""
-        if flex.suits(query, how.dropout):
+        if query.is_cuda and flex.suits(query, how.dropout):
             grouped = key.shape[1] != query.shape[1]
             return flex.attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
         if query.device.type == "cpu" and query.dtype == torch.bfloat16:

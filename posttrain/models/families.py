@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.base.errors import ModelError
@@ -20,6 +21,7 @@ from posttrain.models.attention import NAME as PACKED
 if TYPE_CHECKING:
     from peft import PeftModel
 
+TRITON = "_posttrain_triton"  # the mark of a model that uses models/kernels
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -160,6 +162,16 @@ def check_positions(config: PreTrainedConfig, max_length: int) -> None:
                     f"this model's positions ({part['rope_type']} RoPE) depend on the longest sequence of a batch "
                     f"beyond {limit} tokens: set data.max_length to at most {limit} (it is {max_length})"
                 )
+
+
+def use_triton(model: nn.Module) -> None:
+    """Use the kernels of models/kernels for the model's scores and generation."""
+    setattr(model, TRITON, True)
+
+
+def uses_triton(model: nn.Module, factor: Tensor) -> bool:
+    """Whether these kernels are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
+    return getattr(model, TRITON, False) and not (factor.is_cuda and factor.dtype == torch.float32)
 
 
 def logit_scale(config: PreTrainedConfig) -> float:

@@ -23,8 +23,7 @@ from posttrain.base.extras import need
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models.adapters import base_settings, is_adapter, merged, saved_config, with_adapter
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import FAMILIES, base_of
-from posttrain.models.kernels import switch_on
+from posttrain.models.families import FAMILIES, base_of, use_triton
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
 from posttrain.models.quantised import check_int8, method_of
@@ -119,7 +118,7 @@ def load_model(
         loaded.set_attn_implementation(PACKED)
     lean(loaded, chains)
     if takes_triton(model, device):
-        switch_on(loaded)
+        use_triton(loaded)
     if base is not model and quantised:  # merging would round the sum to 4 bits
         loaded = base_of(with_adapter(loaded, model)).requires_grad_(False)
     loaded.name_or_path = model.path
