@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ from posttrain.models.families import (
 )
 from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
-from posttrain.models.sharding import as_forward
+from posttrain.models.sharding import PARTS
 
 # Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
 # leave the device idle.
@@ -148,9 +149,8 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
     requested = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
         requested = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
-    out = as_forward(
+    out = _through_backbone(
         model,
-        backbone_of(base_of(model)),
         input_ids=pack.tokens_T[None],
         position_ids=pack.position_T[None],
         use_cache=False,
@@ -160,14 +160,19 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
     return hidden[: len(read)] if len(hidden) == len(requested) else hidden.index_select(0, read)
 
 
+def _through_backbone(model: nn.Module, **inputs: Any) -> Any:
+    """The output of the model's backbone, with what a sharded model does before and after its own forward."""
+    backbone = backbone_of(base_of(model))
+    return model.through_hooks(backbone, **inputs) if PARTS in model.__dict__ else backbone(**inputs)  # pyright: ignore
+
+
 def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """For other families, one sequence per row, right padded: last hidden states (len(index), D) of physical tokens.
 
     A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
     """
     rows = _rows(pack)
-    backbone = backbone_of(base_of(model))
-    out = as_forward(model, backbone, input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
+    out = _through_backbone(model, input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
     return out.last_hidden_state[owner, pack.position_T[index]]
 
 

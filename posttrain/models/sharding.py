@@ -6,16 +6,15 @@ So every pass over the model is a collective operation: all ranks make as many. 
 so that each rank can use the model alone, as an engine does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.models.families import backbone_of, base_of
 
-T = TypeVar("T")
 PARTS = "sharded_parts"  # the attribute of a sharded model: its modules that are gathered at once, itself among them
 
 
@@ -45,11 +44,6 @@ def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype
     object.__setattr__(model, PARTS, parts)
     object.__setattr__(model, "through_hooks", lambda of, **inputs: of(**inputs))
     register_fsdp_forward_method(model, "through_hooks")
-
-
-def as_forward(model: nn.Module, of: Callable[..., T], **inputs: Any) -> T:
-    """`of(**inputs)`, which computes with `model`, with what a sharded model does before and after its own forward."""
-    return model.through_hooks(of, **inputs) if PARTS in model.__dict__ else of(**inputs)  # pyright: ignore
 
 
 def own_part(parameter: Tensor) -> Tensor:
