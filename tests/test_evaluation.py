@@ -312,6 +312,10 @@ def test_tagged_replies_are_read(sums_home, tmp_path):
         assert rewards.accuracies(rewarded) == pytest.approx({"format_accuracy": 2 / 3, "answer_accuracy": 2 / 3})
 
 
+def rollout_of(*texts: str) -> SimpleNamespace:
+    return SimpleNamespace(completions=[SimpleNamespace(text=text) for text in texts])
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [(2, {"reasoning_length": 3.5, "reasoning_tokens": 5.0}), (1, {"reasoning_length": 5.0})],
@@ -321,7 +325,6 @@ def test_the_length_of_reasoning_in_characters_and_in_tokens(version, expected):
     settings = {"model": "m", "method": "grpo", "data": {"source": "x"}, "rewards": [{"type": "r1_zero"}]}
     config = load(settings | {"behavior_version": version}).config
     sample = SimpleNamespace(rewards=SimpleNamespace(settings=config.rewards), tokenizer=byte_tokenizer())
-    rollout = SimpleNamespace(texts=["ab 🦙</think> x", "no end", "</think> y", "abc</think>"])
+    rollout = rollout_of("ab 🦙</think> x", "no end", "</think> y", "abc</think>")
     assert reasoning(config, sample, "validation", rollout) == {"reasoning_share": 0.5} | expected
-    none = SimpleNamespace(texts=["no end"])
-    assert reasoning(config, sample, "validation", none) == {"reasoning_share": 0.0}
+    assert reasoning(config, sample, "validation", rollout_of("no end")) == {"reasoning_share": 0.0}
