@@ -26,9 +26,10 @@ import torch
 from benchmarks.common import SHARED, THREADS, add_results, make_models, processors, put_table
 from posttrain.cli import main as posttrain
 from posttrain.config import ModelConfig
+from posttrain.config.options import EvalOptions
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.evaluation.answering import Generated, ask
-from posttrain.evaluation.evaluate import Options, evaluate_recorded
+from posttrain.evaluation.evaluate import evaluate_recorded
 from posttrain.evaluation.items import load_items
 from posttrain.evaluation.records import EvaluationStore, read_answers, write_files
 from posttrain.evaluation.running import Judge, run
@@ -80,7 +81,7 @@ def recorded(folder: Path, rounds: int) -> list[float]:
     seconds = []
     for number in range(rounds):
         began = time.perf_counter()
-        evaluate_recorded(folder / "four.jsonl", "completions", [items], Options(), folder / f"recorded-{number}")
+        evaluate_recorded(folder / "four.jsonl", [items], EvalOptions(), folder / f"recorded-{number}")
         seconds.append(time.perf_counter() - began)
         assert len(read_answers(folder / f"recorded-{number}")) == ANSWERS
     return seconds

@@ -11,10 +11,12 @@ Settings are those of a file (docs/config.md). Errors are of the classes in post
 
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,19 +24,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain import runner
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
+from posttrain.config.options import EvalOptions
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.schema import base
 from posttrain.config.schema.model import ModelDtype
-from posttrain.config.schema.rollout import EngineName
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
-from posttrain.evaluation.evaluate import Options, evaluate_recorded
 from posttrain.evaluation.evaluate import evaluate as evaluate_suites
+from posttrain.evaluation.evaluate import evaluate_recorded
 from posttrain.evaluation.items import Items, load_items
-from posttrain.evaluation.pairs import PairOptions
 from posttrain.evaluation.records import Answer, read_answers
 from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
 from posttrain.evaluation.tasks import Tasks, check_tasks, evaluate_tasks
-from posttrain.grading.pool import DEADLINE_S
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.checkpoint import list_checkpoints
@@ -45,8 +45,10 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.summary import RunSummary, read_run
 
 Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
-Suite = str | SuiteConfig | Items
+Suites = Sequence[str | SuiteConfig | Items]
 Group = TypeVar("Group", bound=base.Settings)
+Options = TypeVar("Options", bound=EvalOptions)
+P = ParamSpec("P")
 
 log = logging.getLogger("posttrain")
 
@@ -106,6 +108,9 @@ class TrainedRun:
         loaded = load_model(model, head, compute_dtype(model, device), device).eval()
         loaded.set_attn_implementation("sdpa" if loaded._supports_sdpa else "eager")  # not of packs
         return loaded, load_tokenizer(model)
+
+
+Model = TrainedRun | Path | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,114 +181,79 @@ def load_run(folder: Path | str) -> TrainedRun:
     return TrainedRun(Path(folder))
 
 
-def evaluate(
-    model: TrainedRun | Path | str,
-    suites: Sequence[Suite],
-    *,
-    max_rows: int | None = None,
-    num_generations: int | None = None,
-    temperature: float | Sequence[float] | None = None,
-    top_p: float | Sequence[float] | None = None,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    max_completion_length: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    data: Mapping[str, Path | str] | None = None,
-    completion_column: str = "completions",
-    reference: str | None = None,
-    num_batches: int | None = None,
-    calibrate: bool = False,
-    deadline: float = DEADLINE_S,
-    workers: int | None = None,
-    engine: EngineName = "embedded",
-    dtype: ModelDtype = "auto",
-    device: DevicesConfig | None = None,
-    output: Path | str | None = None,
-    overwrite: bool = False,
-    seed: int = 0,
-) -> Evaluated:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions(EvalOptions):
+    """Options of `evaluate`: those of the command, and what only a program can give."""
+
+    settings: Mapping[str, Any] | None = None
+    data: Mapping[str, Path | str] | None = None
+    dtype: ModelDtype = "auto"
+    device: DevicesConfig | None = None
+
+
+def _taking(
+    group: Callable[P, Options],
+) -> Callable[[Callable[[Model, Suites, Options], Evaluated]], Callable[Concatenate[Model, Suites, P], Evaluated]]:
+    """The function with the fields of a group as keyword arguments."""
+
+    def decorate(function: Callable[[Model, Suites, Options], Evaluated]) -> Callable[..., Evaluated]:
+        @wraps(function)
+        def called(model: Model, suites: Suites, *args: P.args, **given: P.kwargs) -> Evaluated:
+            return function(model, suites, group(*args, **given))
+
+        model, suites, _ = signature(function).parameters.values()
+        called.__signature__ = Signature([model, suites, *signature(group).parameters.values()])  # pyright: ignore
+        return called
+
+    return decorate
+
+
+@_taking(EvaluateOptions)
+def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluated:
     """Answer suites with a model and grade the answers; an evaluation that was stopped is resumed.
 
     `model`: a run, a folder, a hub id, or a file with recorded completions in `completion_column`. `suites`: names,
-    files, `lm-eval:TASK`, settings, or loaded items. `settings` apply to every suite (template, prompt, rule …), `data`
-    has local rows by suite; what is not given is as each suite says. Several temperatures or `top_p` are a sweep,
-    `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to evaluation/ in the run,
-    or evaluations/NAME. Raises RunError for records of another model or settings.
+    files, `lm-eval:TASK`, settings, or loaded items. `template`, `prompt`, `rule` and others in `settings` apply to
+    every suite, `data` has local rows by suite; what is not given is as each suite says. Several temperatures or
+    `top_p` are a sweep, `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to
+    evaluation/ in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
     """
     path, name, place = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
-    temperatures, top_ps = _several(temperature), _several(top_p)
-    rollout = _rollout(temperatures, top_ps, engine, top_k, min_p)
-    options = Options(
-        engine=engine,
-        vllm=rollout.vllm,
-        temperatures=temperatures,
-        top_ps=top_ps,
-        top_k=top_k,
-        min_p=min_p,
-        num_generations=num_generations,
-        max_completion_length=max_completion_length,
-        seed=seed,
-        deadline=deadline,
-        workers=workers,
-        calibrate=calibrate,
-        pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
-    )
-    return _Evaluation(
-        _checked(ModelConfig, {"path": path, "dtype": dtype}, "a model"),
-        name,
-        _chosen(suites, settings or {}, data or {}, max_rows),
-        _tasks(suites, settings or {}, rollout, max_rows, seed),
-        options,
-        device or DevicesConfig(),
-        Path(output or place),
-    ).run(completion_column, overwrite)
+    folder, devices, file = Path(options.output or place), options.device or DevicesConfig(), Path(path)
+    rollout, settings = _rollout(options), {**options.of_suites, **(options.settings or {})}
+    config = _checked(ModelConfig, {"path": path, "dtype": options.dtype}, "a model")
+    chosen = _chosen(suites, settings, options.data or {}, options.max_rows)
+    tasks = _tasks(suites, settings, rollout, options)
+    asked, summary = {items.suite.name for items in chosen}, dict[str, Any]()
+    if not asked and not tasks.names:
+        raise ConfigError("no suite is named: give at least one, such as gsm8k")
+    if file.is_file() and tasks.names:
+        raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
+    if chosen and tasks.names:
+        check_tasks(config, tasks)
+    if file.is_file():
+        summary = evaluate_recorded(file, chosen, options, folder)
+    elif chosen:
+        summary = evaluate_suites(config, name, chosen, options, devices, folder)
+    if tasks.names:
+        summary, ran = evaluate_tasks(config, name, tasks, devices, folder, options.overwrite)
+        asked |= ran
+    return Evaluated(folder, {key: one for key, one in summary["suites"].items() if one["suite"] in asked})
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
-    """One model with all that it is asked: suites, and lm-eval's tasks."""
-
-    model: ModelConfig
-    name: str
-    chosen: Sequence[Items]
-    tasks: Tasks
-    options: Options
-    devices: DevicesConfig
-    folder: Path
-
-    def run(self, completion_column: str, overwrite: bool) -> Evaluated:
-        chosen, file, summary = self.chosen, Path(self.model.path), dict[str, Any]()
-        asked = {items.suite.name for items in chosen}
-        if not asked and not self.tasks.names:
-            raise ConfigError("no suite is named: give at least one, such as gsm8k")
-        if file.is_file() and self.tasks.names:
-            raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
-        if chosen and self.tasks.names:
-            check_tasks(self.model, self.tasks)
-        if file.is_file():
-            summary = evaluate_recorded(file, completion_column, chosen, self.options, self.folder, overwrite)
-        elif chosen:
-            summary = evaluate_suites(self.model, self.name, chosen, self.options, self.devices, self.folder, overwrite)
-        if self.tasks.names:
-            summary, ran = evaluate_tasks(self.model, self.name, self.tasks, self.devices, self.folder, overwrite)
-            asked |= ran
-        return Evaluated(self.folder, {key: one for key, one in summary["suites"].items() if one["suite"] in asked})
-
-
-def _is_task(suite: Suite) -> bool:
+def _is_task(suite: object) -> bool:
     return isinstance(suite, str) and suite.startswith(LM_EVAL)
 
 
-def _tasks(
-    suites: Sequence[Suite], given: Mapping[str, Any], rollout: RolloutConfig, max_rows: int | None, seed: int
-) -> Tasks:
+def _tasks(suites: Suites, given: Mapping[str, Any], rollout: RolloutConfig, options: EvalOptions) -> Tasks:
     """lm-eval's tasks among the suites; of the settings they read the template and the system prompt."""
     names = tuple(str(one).removeprefix(LM_EVAL) for one in suites if _is_task(one))
-    return Tasks(names, rollout, max_rows, given.get("template") == "chat", given.get("system_prompt"), seed)
+    chat, system_prompt = given.get("template") == "chat", given.get("system_prompt")
+    return Tasks(names, rollout, options.max_rows, chat, system_prompt, options.seed)
 
 
 def _chosen(
-    suites: Sequence[Suite], given: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
+    suites: Suites, given: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
 ) -> list[Items]:
     """The items of each suite that is not lm-eval's. Raises ConfigError for one named twice, and for unread data."""
     sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
@@ -304,18 +274,11 @@ def _chosen(
     return list(found.values())
 
 
-def _several(value: float | Sequence[float] | None) -> tuple[float, ...]:
-    return () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _rollout(
-    temperatures: Sequence[float], top_ps: Sequence[float], engine: EngineName, top_k: int, min_p: float
-) -> RolloutConfig:
+def _rollout(options: EvalOptions) -> RolloutConfig:
     """The checked settings of sampling. Raises ConfigError for a wrong one."""
-    given = {"engine": engine, "top_k": top_k, "min_p": min_p}
-    for name, values in (("temperature", temperatures), ("top_p", top_ps)):
-        for value in values:
-            _checked(RolloutConfig, given | {name: value}, "sampling")
+    given = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
+    for setting in options.swept:
+        _checked(RolloutConfig, given | setting, "sampling")
     return _checked(RolloutConfig, given, "sampling")
 
 

@@ -3,19 +3,20 @@
 import os
 import shlex
 import subprocess
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
-from posttrain.cli.launch import Address, Node, Nodes, Processes
+from posttrain.cli.train import launch
 
 CLUSTER = Path(__file__).parents[1] / "examples/cluster"
 
 
-OPTIONS = {get_args(kind)[1].default for kind in (Address, Node, Nodes, Processes)}
+OWN = set(signature(launch).parameters) - {"config", "overrides", "options", "flags"}
+OPTIONS = {f"--{name.replace('_', '-')}" for name in OWN}
 
 
 def understood(command: list[str]) -> dict[str, str]:

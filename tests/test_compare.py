@@ -14,7 +14,8 @@ from test_judge import server  # noqa: F401  a fixture
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.evaluation.comparing.differences import Options, compare, holm
+from posttrain.config.options import CompareOptions
+from posttrain.evaluation.comparing.differences import compare, holm
 from posttrain.evaluation.comparing.sides import make_sides, split_name
 from posttrain.evaluation.comparing.sources import read_source
 from posttrain.evaluation.records import Answer
@@ -491,5 +492,5 @@ def test_names_of_sides(tmp_path):
     b = read_source(evaluation(tmp_path / "two/final", answered([0.0, 0.0]), "same/final"))
     sides = make_sides([(None, a), (None, b)])
     assert [side.name for side in sides] == [a.path, b.path]
-    found = compare(sides, Options(resamples=100))
+    found = compare(sides, CompareOptions(resamples=100))
     assert [one.better for suite in found.suites for one in suite.differences] == [None]

@@ -23,12 +23,13 @@ from posttrain import runner
 from posttrain.base.errors import ModelError, RunError, VitalSignError
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, load
+from posttrain.config.options import ExportOptions
 from posttrain.data.templates import choose_template
 from posttrain.evaluation.records import FORMAT
 from posttrain.export import export as exporting
 from posttrain.export import hub, merging, serving, unchanged
 from posttrain.export.card import Facts, Written, card, license_of, public
-from posttrain.export.export import Asked, export
+from posttrain.export.export import export
 from posttrain.export.serving import Served
 from posttrain.export.serving import go_template as write_go
 from posttrain.export.source import Source
@@ -41,7 +42,7 @@ IDS = torch.arange(5, 60)[None]
 
 def asked(model, output, **how) -> Path:
     lines: list[str] = []
-    folder = export(Asked(str(model), Path(output), **how), CPU, lines.append)
+    folder = export(str(model), ExportOptions(output=Path(output), **how), CPU, lines.append)
     print("\n".join(lines))
     return folder
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.base.errors import ConfigError
+from posttrain.base.errors import ConfigError, UsageError
 from posttrain.cli import main
-from posttrain.cli.errors import UsageError
 from posttrain.cli.flags import plain, short_names
 from posttrain.config import load
 from posttrain.config.reading.fields import all_settings, known_paths

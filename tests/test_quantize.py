@@ -24,11 +24,12 @@ from posttrain.base.errors import DataError, ModelError, RunError
 from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
+from posttrain.config.options import ExportOptions, QuantizeOptions
+from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
 from posttrain.evaluation.records import read_summary
 from posttrain.export import quantize as quantising
-from posttrain.export.export import Asked as Exported
 from posttrain.export.export import export
 from posttrain.export.gate import (
     LIMITS,
@@ -43,7 +44,7 @@ from posttrain.export.gate import (
 )
 from posttrain.export.gate_data import Found, Rows, completions_for
 from posttrain.export.gate_table import cells
-from posttrain.export.quantize import Asked, quantize
+from posttrain.export.quantize import quantize
 from posttrain.export.source import find_source
 from posttrain.models.load import load_model
 from posttrain.models.quantised import linear_layers, stored_bytes, weight_of
@@ -63,7 +64,7 @@ def loaded(folder: Path, head="lm", dtype=torch.float32, **settings):
 
 def written(model: Path, output: Path, to="int8", **how) -> quantising.Quantised:
     lines: list[str] = []
-    made = quantize(Asked(str(model), to, output, **how), DEVICES, lines.append)
+    made = quantize(str(model), QuantizeOptions(to=to, output=output, **how), (), DEVICES, lines.append)
     print("\n".join(lines))
     return made
 
@@ -97,8 +98,7 @@ def stories(shared, tmp_path_factory) -> Path:
 def quantised(stories, tmp_path_factory) -> dict[str, quantising.Quantised]:
     """Both precisions of it, written with the gate on built-in prompts."""
     folder = tmp_path_factory.mktemp("quantised")
-    rollout = Asked("", "int8").rollout.model_copy(update={"max_completion_length": 8})
-    return {to: written(stories, folder / to, to, rollout=rollout) for to in PRECISIONS}
+    return {to: written(stories, folder / to, to, max_completion_length=8) for to in PRECISIONS}
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,7 @@ def test_sizes_and_plain_transformers(tmp_path, shared, to, most):
     whole = LlamaForCausalLM(config).to(torch.bfloat16)
     whole.save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(shared / "models/stories260K").save_pretrained(tmp_path / "wide")
-    rollout = Asked("", "int8").rollout.model_copy(update={"max_completion_length": 4})
-    made = written(tmp_path / "wide", tmp_path / "made", to, rollout=rollout)
+    made = written(tmp_path / "wide", tmp_path / "made", to, max_completion_length=4)
     layers = linear_layers(whole)
     ours = loaded(made.folder, dtype=torch.bfloat16, attention="sdpa")
     saved, wide = sum(stored_bytes(ours).values()), 2 * sum(layer.weight.numel() for layer in layers.values())
@@ -188,7 +187,7 @@ def test_gpt2_sorts_in_8_bits(shared, tmp_path):
     with torch.no_grad():
         answers = plain(ids[:, :-1]).logits[:, 5:].argmax(-1)
     assert torch.equal(answers, ids[:, 6:])
-    made = written(source, tmp_path / "whole", rollout=Asked("", "int8").rollout)
+    made = written(source, tmp_path / "whole")
     assert "8 prompts" in made.checks[1].of, "the built-in ones, cut to the 11 positions of the model"
 
 
@@ -210,8 +209,7 @@ def test_adapters_are_merged_and_heads_keep_their_precision(scratch_model, tmp_p
             nn.init.normal_(value, std=0.1)
     model.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(scratch_model).save_pretrained(tmp_path / "adapter")
-    rollout = Asked("", "int8").rollout.model_copy(update={"max_completion_length": 4})
-    made = written(tmp_path / "adapter", tmp_path / "made", rollout=rollout)
+    made = written(tmp_path / "adapter", tmp_path / "made", max_completion_length=4)
     assert not (made.folder / "adapter_config.json").exists() and (made.folder / "tokenizer.json").exists()
     plain, whole = auto.from_pretrained(made.folder), model.merge_and_unload()
     layers = linear_layers(whole)
@@ -370,7 +368,7 @@ def test_gates_of_another_format_than_the_runs(stories, tmp_path):
     data = {"source": "gone.jsonl", "format": "preference", "columns": columns, "template": "none"}
     config = RunConfig.model_validate({"models": [{"path": str(stories)}], "method": {"type": "dpo"}, "data": data})
     model, tokenizer = loaded(stories), AutoTokenizer.from_pretrained(stories)
-    rollout = Asked("", "int8").rollout.model_copy(update={"max_completion_length": 2})
+    rollout = RolloutConfig(max_completion_length=2)
 
     def gate(**row: str) -> Found:
         (tmp_path / "gate.jsonl").write_text(json.dumps(row))
@@ -474,7 +472,7 @@ def test_an_export_is_a_copy_with_the_gate_on_the_card(quantised, tmp_path):
     facts["model"]["path"] = str(tmp_path / "private/stories")
     (place / "quantization.json").write_text(json.dumps(facts))
     (place / "optimizer.bin").touch()
-    out = export(Exported(str(place.parent), tmp_path / "out"), DEVICES, print)
+    out = export(str(place.parent), ExportOptions(output=tmp_path / "out"), DEVICES, print)
     names = {path.name for path in out.iterdir()}
     assert names == {path.name for path in made.folder.iterdir()} | {"README.md", "export.json"}
     assert (out / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
@@ -488,14 +486,14 @@ def test_an_export_is_a_copy_with_the_gate_on_the_card(quantised, tmp_path):
     assert "Weights: LLM.int8 (bitsandbytes) in linear layers, float32 elsewhere." in text and "## Training" in text
     assert str(tmp_path) not in text + (out / "quantization.json").read_text()
     with pytest.raises(ModelError, match=r"--for: a quantised model is exported as it is: leave out --for"):
-        export(Exported(str(place), tmp_path / "other", engines=("ollama",)), DEVICES, print)
+        export(str(place), ExportOptions(output=tmp_path / "other", engines=("ollama",)), DEVICES, print)
     for damage in ({"gate": {}}, {"gate": None}, {"model": {}}, {"dtype": "float8"}):
         (place / "quantization.json").write_text(json.dumps(facts | damage))
         with pytest.raises(RunError, match=r"quantization.json is damaged.*: quantise the model again"):
-            export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+            export(str(place), ExportOptions(output=tmp_path / "other"), DEVICES, print)
     (place / "quantization.json").write_text(json.dumps(facts | {"model": {"name": "../../elsewhere"}}))
     assert find_source(str(place)).name == "elsewhere-int8", "a name is no path out of exports/"
     (place / "quantization.json").unlink()
     with pytest.raises(ModelError, match=r"is quantised, and not by posttrain quantize"):
-        export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+        export(str(place), ExportOptions(output=tmp_path / "other"), DEVICES, print)
     assert not (tmp_path / "other").exists()

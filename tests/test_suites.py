@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError, RewardError, RunError
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.options import EvalOptions
 from posttrain.data.readers import read_files
 from posttrain.evaluation import running
 from posttrain.evaluation.answering import Recorded
-from posttrain.evaluation.evaluate import Options, evaluate, evaluate_recorded
+from posttrain.evaluation.evaluate import evaluate, evaluate_recorded
 from posttrain.evaluation.items import fill, load_items
-from posttrain.evaluation.pairs import PairOptions
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
 from posttrain.evaluation.running import Judge
 from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_settings
@@ -57,10 +57,10 @@ def own(tmp_path: Path, rows, **settings):
     return find_suite(str(tmp_path / "own.json"))
 
 
-def run(model: Path, suites, folder: Path, overwrite=False, **options):
+def run(model: Path, suites, folder: Path, **options):
     chosen = [load_items(suite) for suite in suites]
     settings = ModelConfig(path=str(model))
-    return evaluate(settings, "model", chosen, Options(**options), DevicesConfig(type="cpu"), folder, overwrite)
+    return evaluate(settings, "model", chosen, EvalOptions(**options), DevicesConfig(type="cpu"), folder)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_recorded_solutions_to_the_item(shared, tmp_path):
     items = load_items(local(shared, "gsm8k"))
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for model, share in (("6b_finetuning", 0.217), ("6b_verification", 0.390)):
-        summary = evaluate_recorded(file, f"{model}.solution", [items], Options(), tmp_path / model)
+        summary = evaluate_recorded(file, [items], EvalOptions(completion_column=f"{model}.solution"), tmp_path / model)
         assert summary["suites"]["gsm8k"]["value"] == pytest.approx(share, abs=5e-4)
         right = [answer.verdict == "correct" for answer in read_answers(tmp_path / model)]
         assert right == [row[model]["is_correct"] for row in rows]
@@ -381,7 +381,7 @@ def test_finished_suites_are_kept_and_other_settings_refused(stories, tmp_path, 
         ),
         (
             {"kind": "preference", "answer": None, "rule": "none", "prompt": ""},
-            {"pairs": PairOptions(reference="no/such-model")},
+            {"reference": "no/such-model"},
             "no/such-model",
         ),
         ({}, {"engine": "vllm"}, "vllm|vLLM"),
@@ -411,7 +411,7 @@ def test_recorded_completions_are_checked_for_every_suite_first(tmp_path, monkey
     suites = [own(tmp_path, rows), own(tmp_path / "other", rows, name="second", rule="no_such_rule")]
     with pytest.raises(ConfigError, match="there is no rule no_such_rule"):
         chosen = [load_items(suite) for suite in suites]
-        evaluate_recorded(tmp_path / "rows.jsonl", "completions", chosen, Options(), tmp_path / "e")
+        evaluate_recorded(tmp_path / "rows.jsonl", chosen, EvalOptions(), tmp_path / "e")
     assert not (tmp_path / "e/summary.json").exists()
 
 
@@ -439,7 +439,7 @@ def test_a_suite_that_ends_is_in_the_summary_at_once(stories, tmp_path, monkeypa
 
 def test_a_sweep(stories, tmp_path):
     suite = own(tmp_path, ROWS[:2])
-    found = run(stories, [suite], tmp_path / "e", temperatures=(0.0, 1.0), top_ps=(0.9, 1.0))
+    found = run(stories, [suite], tmp_path / "e", temperature=(0.0, 1.0), top_p=(0.9, 1.0))
     names = [f"own temperature={t:g} top_p={p:g}" for t in (0.0, 1.0) for p in (0.9, 1.0)]
     assert list(found["suites"]) == names
     assert {answer.setting for answer in read_answers(tmp_path / "e")} == {name.removeprefix("own ") for name in names}
@@ -498,7 +498,7 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
         return margins_of(examples, *rest)
 
     monkeypatch.setattr(pairs, "_margins", dies)
-    options = {"pairs": PairOptions(reference=str(tmp_path / "reference"))}
+    options = {"reference": str(tmp_path / "reference")}
     with pytest.raises(KeyboardInterrupt):
         run(stories, [suite], tmp_path / "e", **options)
     run(stories, [suite], tmp_path / "e", **options)
@@ -566,23 +566,23 @@ def test_recorded_completions_that_change(tmp_path, caplog):
     rows.append(rows[0] | {"completions": ["5", "6"]})  # the same question again
     suite = own(tmp_path, rows)
     file, items = tmp_path / "rows.jsonl", load_items(suite)
-    first = evaluate_recorded(file, "completions", [items], Options(workers=1, num_generations=1), tmp_path / "e")
+    first = evaluate_recorded(file, [items], EvalOptions(workers=1, num_generations=1), tmp_path / "e")
     assert first["suites"]["own"]["value"] == 0.75 and not caplog.text  # of the two rows of a question, each its own
     with pytest.raises(RunError, match="differs in samples"):
-        evaluate_recorded(file, "completions", [items], Options(workers=1), tmp_path / "e")
+        evaluate_recorded(file, [items], EvalOptions(workers=1), tmp_path / "e")
     replies = tmp_path / "replies.jsonl"
     replies.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:2], {"problem": "?", "completions": "1"}]))
-    found = evaluate_recorded(replies, "completions", [items], Options(workers=1), tmp_path / "r")["suites"]["own"]
+    found = evaluate_recorded(replies, [items], EvalOptions(workers=1), tmp_path / "r")["suites"]["own"]
     assert "1 row of 3 unused" in caplog.text and found["ungraded"] == {"there is no recorded completion": 2}
     replies.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(RunError, match="another model, or of this one before it changed"):
-        evaluate_recorded(replies, "completions", [items], Options(workers=1), tmp_path / "r")
+        evaluate_recorded(replies, [items], EvalOptions(workers=1), tmp_path / "r")
     for settings in (
         {"kind": "choices", "choices": ["1", "2"]},
         {"kind": "preference", "answer": None, "rule": "none"},
     ):
         with pytest.raises(DataError, match="recorded completions cannot answer the suite own"):
-            evaluate_recorded(file, "completions", [load_items(own(tmp_path, rows, **settings))], Options(), tmp_path)
+            evaluate_recorded(file, [load_items(own(tmp_path, rows, **settings))], EvalOptions(), tmp_path)
 
 
 def test_a_judge_that_fails_loses_no_stored_answer(stories, tmp_path, monkeypatch):
@@ -647,9 +647,8 @@ def test_a_reward_model_scores_pairs_and_generates_nothing(shared, stories, tmp_
     margins = [row["chosen_reward"] - row["rejected_reward"] for row in scored]
     assert 0 < found["value"] == sum(margin > 0 for margin in margins) / len(rows) < 1
     assert [float(answer.extracted or 0) for answer in read_answers(tmp_path / "p")] == pytest.approx(margins, abs=1e-4)
-    pairs = PairOptions(num_batches=2, batch_size=8)
-    sampled = run(tmp_path / "model", [suite], tmp_path / "s", pairs=pairs)["suites"]["own"]
-    assert (sampled["answers"], sampled["partial"]) == (16, "2 batches of 8 pairs of 8, with replacement")
+    sampled = run(tmp_path / "model", [suite], tmp_path / "s", num_batches=2)["suites"]["own"]
+    assert (sampled["answers"], sampled["partial"]) == (32, "2 batches of 16 pairs of 8, with replacement")
     assert (
         read_answers(tmp_path / "p")[1].prompt == "prompt: Once upon a time\n\nchosen:  a was happy.\n\nrejected:  b."
     )
@@ -752,8 +751,8 @@ def test_verifiers_are_compared(shared, tmp_path):
         {"problem": "d", "answer": "7", "completions": "who knows"},
     ]
     items = load_items(own(tmp_path, rows, rule="gsm8k"))
-    options = Options(calibrate=True, workers=1)
-    summary = evaluate_recorded(tmp_path / "rows.jsonl", "completions", [items], options, tmp_path / "e")
+    options = EvalOptions(calibrate=True, workers=1)
+    summary = evaluate_recorded(tmp_path / "rows.jsonl", [items], options, tmp_path / "e")
     found = summary["suites"]["own"]["calibration"]
     assert (found["answers"], found["parse_failures"], found["golds"], found["golds_rejected"]) == (4, 1, 4, [])
     assert found["agreement"] == {

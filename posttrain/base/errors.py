@@ -14,6 +14,10 @@ class PosttrainError(Exception):
     """Base class of errors that are reported as one short message and a non-zero exit status."""
 
 
+class UsageError(PosttrainError):
+    """An invalid command line."""
+
+
 class ConfigError(PosttrainError):
     """A setting is unknown, of the wrong type, or in conflict with another."""
 

@@ -20,6 +20,7 @@ from posttrain import __version__
 from posttrain.base.output import enduring, quitting
 from posttrain.base.terminal import say
 from posttrain.cli.errors import guarded
+from posttrain.cli.options import with_options
 from posttrain.runs.logs import ConsoleLog
 
 # Their results are files, so a closed output does not end them.
@@ -29,13 +30,13 @@ HELP = "Post-training of language models: supervised fine-tuning, reward models,
 # Verb -> its module here, with a function of the same name. The help lists them in this order.
 VERBS = {
     "train": "train",
-    "launch": "launch",
+    "launch": "train",
     "plan": "train",
     "sweep": "sweep",
     "explore": "explore",
-    "score": "score",
-    "grade": "grade",
-    "generate": "generate",
+    "score": "rows",
+    "grade": "rows",
+    "generate": "rows",
     "sample": "sample",
     "eval": "eval",
     "export": "export",
@@ -100,7 +101,7 @@ def build(verb: str = "") -> typer.Typer:
 
             app.command(name, cls=SettingsCommand, epilog=EPILOG)(with_settings(_function(module, name)))
         else:
-            app.command(name, epilog=EPILOG)(_function(module, name))
+            app.command(name, epilog=EPILOG)(with_options(_function(module, name)))
     return app
 
 

@@ -4,37 +4,21 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from posttrain.base.errors import PosttrainError
+from posttrain.base.errors import PosttrainError, UsageError
 from posttrain.base.extras import need
+from posttrain.base.options import Flag, values_of
 from posttrain.base.terminal import say
-from posttrain.cli.errors import UsageError
-from posttrain.cli.score import Template, Variables
-
-Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, a run.")]
-Terminal = Annotated[bool, typer.Option("--terminal", help="Talk here instead of in a browser.")]
-System = Annotated[str | None, typer.Option("--system-prompt", help="What is said before the conversation.")]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy. [default: 0.7]")
-]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", min=0, max=1, help="Probability of the tokens that are sampled from.")
-]
-Tokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest reply in tokens. [default: 512]")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed gives the same replies.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps.")]
-Folder = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of runs that the page offers, too.")]
-Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the page.")]
-NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Print the page's address only.")]
+from posttrain.config.options import TalkOptions
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
-SERVER = ("--template", "--chat-template-kwargs", "--dtype", "--device")  # options of the model's server
+SERVER = ("template", "chat_template_kwargs", "dtype", "device")  # options of the model's server
 HELP = """/again           another reply to the last question
 /back            forget the last question with its reply
 /system TEXT     set the system prompt; without TEXT, none
@@ -46,20 +30,15 @@ HELP = """/again           another reply to the last question
 
 
 def chat(
-    model: Model,
-    terminal: Terminal = False,
-    system_prompt: System = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    max_tokens: Tokens = None,
-    seed: Seed = None,
-    template: Template = None,
-    chat_template_kwargs: Variables = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    folder: Folder = Path("runs"),
-    port: Port = 7860,
-    no_browser: NoBrowser = False,
+    model: Annotated[
+        str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, a run.")
+    ],
+    terminal: Annotated[bool, Flag("Talk here instead of in a browser.")] = False,
+    *,
+    options: TalkOptions,
+    folder: Annotated[Path, Flag("Folder of runs that the page offers, too.", "--runs", metavar="DIR")] = Path("runs"),
+    port: Annotated[int, Flag("Port of the page.", min=1, max=65535)] = 7860,
+    no_browser: Annotated[bool, Flag("Print the page's address only.")] = False,
 ) -> None:
     """Talk to a model: on a page, or with --terminal here, with the conversation so far as its context.
 
@@ -73,22 +52,12 @@ def chat(
     """
     for package in ("uvicorn", "fastapi"):
         need(package, "serve", "posttrain chat")
-    given = {
-        "--system-prompt": system_prompt,
-        "--temperature": temperature,
-        "--top-p": top_p,
-        "--max-tokens": max_tokens,
-        "--seed": seed,
-        "--template": template,
-        "--chat-template-kwargs": chat_template_kwargs,
-        "--dtype": dtype,
-        "--device": device,
-    }
+    given = {name: value for name, value in values_of(options).items() if value is not None}
     if terminal:
-        _in_terminal(model, {name: value for name, value in given.items() if value is not None})
+        _in_terminal(model, given)
         return
-    if unread := next((name for name, value in given.items() if value is not None), None):
-        raise UsageError(f"{unread} is for --terminal: the page has its own settings")
+    if unread := next(iter(given), None):
+        raise UsageError(f"--{unread.replace('_', '-')} is for --terminal: the page has its own settings")
     need("gradio", "ui", "posttrain chat without --terminal")
     from posttrain.ui.app import serve
 
@@ -101,12 +70,11 @@ def _in_terminal(model: str, given: dict[str, Any]) -> None:
     from posttrain.serving.process import ModelServer
     from posttrain.serving.talk import Talk
 
-    options = [word for name in SERVER if name in given for word in (name, given[name])]
-    names = {name: name.removeprefix("--").replace("-", "_") for name in given if name not in SERVER}
-    settings = DEFAULTS | {key: given[name] for name, key in names.items() if key != "system_prompt"}
+    server = {f"--{name.replace('_', '-')}": given[name] for name in SERVER if name in given}
+    settings = DEFAULTS | {name: value for name, value in given.items() if name not in (*SERVER, "system_prompt")}
     say(f"loading {model} …", error=True)
-    with ModelServer(model, options) as server:
-        _converse(Talk(server.client, settings, given.get("--system-prompt")), sys.stdin.isatty())
+    with ModelServer(model, list(chain(*server.items()))) as server:
+        _converse(Talk(server.client, settings, given.get("system_prompt")), sys.stdin.isatty())
 
 
 def _converse(talk: Any, asks: bool) -> None:

@@ -8,61 +8,50 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from posttrain.base.errors import UsageError
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
-from posttrain.cli.errors import UsageError
-from posttrain.cli.eval import Data, Dtype, Engine, MaxRows, NumGenerations
-from posttrain.cli.settings import Device
+from posttrain.config.options import (
+    DATA,
+    DEVICE,
+    DTYPE,
+    MAX_ROWS,
+    NUM_GENERATIONS,
+    SUITE_ENGINE,
+    CompareOptions,
+    EvalOptions,
+)
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.judge import JudgeSettings
+from posttrain.config.schema.rollout import EngineName
 
-Sides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="A B…",
-        help="Two or more: runs (RUN, RUN@STEP), evaluation folders, files of posttrain score, grade or generate. "
-        "NAME=PATH names a side; several paths of one name are runs that differ by their seed.",
-        show_default=False,
-    ),
-]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to; default: comparisons/A-B.")]
-SuiteNames = Annotated[
-    str | None,
-    typer.Option(
-        "--suite", "-s", metavar="NAME,...", help="Evaluate the models on these suites first; compare on these."
-    ),
-]
-JudgeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--judge",
-        metavar="{...}",
-        help="A language model that compares completions: '{base_url: http://localhost:8000/v1, model: NAME}'.",
-    ),
-]
-Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="Coverage of the intervals.")]
-Resamples = Annotated[int, typer.Option("--resamples", min=100, help="Resamples of the bootstrap.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed of the bootstrap.")]
-AllPairs = Annotated[bool, typer.Option("--all-pairs", help="Compare every two sides, not each with the first.")]
-ById = Annotated[bool, typer.Option("--by-id", help="Items of one id are the same, whatever their prompts.")]
+SIDES = typer.Argument(
+    metavar="A B…",
+    help="Two or more: runs (RUN, RUN@STEP), evaluation folders, files of posttrain score, grade or generate. "
+    "NAME=PATH names a side; several paths of one name are runs that differ by their seed.",
+    show_default=False,
+)
+JUDGE = Flag(
+    "A language model that compares completions: '{base_url: http://localhost:8000/v1, model: NAME}'.", metavar="{...}"
+)
 
 
 def compare(
-    sides: Sides,
-    output: Output = None,
-    suite: SuiteNames = None,
-    data: Data = None,
-    max_rows: MaxRows = None,
-    num_generations: NumGenerations = None,
-    engine: Engine = "embedded",
-    judge: JudgeOption = None,
-    confidence: Confidence = 0.95,
-    resamples: Resamples = 10_000,
-    seed: Seed = 0,
-    all_pairs: AllPairs = False,
-    by_id: ById = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    sides: Annotated[list[str], SIDES],
+    output: Annotated[Path | None, Flag("Folder to write to; default: comparisons/A-B.", "-o")] = None,
+    suite: Annotated[
+        str | None, Flag("Evaluate the models on these suites first; compare on these.", "-s", metavar="NAME,...")
+    ] = None,
+    data: Annotated[Sequence[str], DATA] = (),
+    max_rows: Annotated[int | None, MAX_ROWS] = None,
+    num_generations: Annotated[int | None, NUM_GENERATIONS] = None,
+    engine: Annotated[EngineName, SUITE_ENGINE] = "embedded",
+    judge: Annotated[str | None, JUDGE] = None,
+    *,
+    options: CompareOptions,
+    dtype: Annotated[str, DTYPE] = "auto",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Compare models item by item: is B better than A, and on which items?
 
@@ -78,10 +67,10 @@ def compare(
         posttrain compare small.scored.jsonl large.scored.jsonl
         posttrain compare MODEL MODEL --suite gsm8k
     """
-    _check(sides, suite, {"--data": data, "--max-rows": max_rows, "--num-generations": num_generations})
+    _check(sides, suite, {"--data": data or None, "--max-rows": max_rows, "--num-generations": num_generations})
     settings = _judge_settings(judge)
     from posttrain.base.console import PlainConsole
-    from posttrain.evaluation.comparing.differences import Comparison, Options
+    from posttrain.evaluation.comparing.differences import Comparison
     from posttrain.evaluation.comparing.differences import compare as compare_sides
     from posttrain.evaluation.comparing.judged import judge as ask
     from posttrain.evaluation.comparing.page import show, write
@@ -91,10 +80,10 @@ def compare(
     named = [split_name(side) for side in sides]
     paths = {path: path for _, path in named}
     if suite is not None:
-        asked = {"suite": suite, "data": data, "max_rows": max_rows, "num_generations": num_generations}
-        paths |= _evaluated(list(paths), {**asked, "engine": engine, "dtype": dtype, "device": device})
+        asked = EvalOptions(max_rows=max_rows, num_generations=num_generations, engine=engine)
+        given = {"suite": suite, "data": data, "options": asked, "dtype": dtype, "device": device}
+        paths |= _evaluated(list(paths), given)
     made = make_sides([(name, read_source(paths[path])) for name, path in named])
-    options = Options(confidence, resamples, seed, all_pairs, by_id)
     if settings is not None and not any(side.is_scored(key) for side in made for key in side.suites()):
         found = Comparison(made, [], options)
     else:

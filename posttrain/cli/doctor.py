@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 
 from posttrain.base.console import PlainConsole
+from posttrain.base.options import Flag
 from posttrain.base.progress import progress
 from posttrain.base.terminal import say
 from posttrain.doctor import all_checks, as_json, chosen, examine, summary, table
 
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these checks, by their name in the table.")
-]
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where runs are written, as in the settings.")]
-Json = Annotated[bool, typer.Option("--json", help="Write JSON, with versions and platform, instead of the table.")]
 
-
-def doctor(checks: Names = None, output_dir: OutputDir = Path("runs"), as_data: Json = False) -> None:
+def doctor(
+    checks: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these checks, by their name in the table.")
+    ] = None,
+    output_dir: Annotated[Path, Flag("Where runs are written, as in the settings.")] = Path("runs"),
+    as_data: Annotated[bool, Flag("Write JSON, with versions and platform, instead of the table.", "--json")] = False,
+) -> None:
     """Show what is installed, what of it works, and how to mend the rest.
 
     Each check makes one real call, such as a backward, a quantised layer, a graded answer or a synced file, in a helper

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from posttrain.base.errors import PosttrainError, is_out_of_memory, message_of
+from posttrain.base.errors import PosttrainError, UsageError, is_out_of_memory, message_of
 from posttrain.base.signals import handling
 from posttrain.base.terminal import say
 from posttrain.runs.logs import harmless
@@ -17,10 +17,6 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 class Interrupted(Exception):
     """Ctrl-C with a message: typer turns a KeyboardInterrupt into an exit status and drops its message."""
-
-
-class UsageError(PosttrainError):
-    """An invalid command line."""
 
 
 def guarded(run: Callable[[], object], debug: bool) -> int:

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from posttrain.cli.errors import UsageError
+from posttrain.base.errors import UsageError
+from posttrain.cli.options import with_options
 from posttrain.config import preset_path
 from posttrain.config.reading.fields import Setting, all_settings, choices, options
 from posttrain.config.reading.hints import hint
@@ -63,7 +64,8 @@ def _switches() -> frozenset[str]:
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a verb. Its parameter `flags` receives the given ones: dotted path -> string."""
-    parameters = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "flags"]
+    verb = with_options(verb)
+    own = [parameter for parameter in inspect.signature(verb).parameters.values() if parameter.name != "flags"]
     paths = {path.replace(".", "__"): path for path in short_names()}
     generated = [
         inspect.Parameter(
@@ -77,7 +79,6 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(**given, flags={path: text for path, text in flags.items() if text is not None})
 
     command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     command.__signature__ = inspect.Signature([*own, *generated])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     return command

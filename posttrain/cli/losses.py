@@ -1,43 +1,38 @@
 """`posttrain losses`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from posttrain.base.console import PlainConsole
+from posttrain.base.errors import UsageError
 from posttrain.base.imports import quick_imports
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
-from posttrain.cli.errors import UsageError
 from posttrain.cli.settings import devices_from_flag
-
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")]
-Step = Annotated[int, typer.Option("--step", min=1, help="Whose batch: a step of the run, from 1.")]
-Losses = Annotated[
-    list[str] | None,
-    typer.Option("--loss", metavar="NAME,…", help="Losses beside the run's own; default: all that fit. Repeatable."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE,…",
-        help="Values of a setting of the method, such as epsilon=0.1,0.4. Repeatable: every combination is a row.",
-    ),
-]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the files; default: RUN.")]
-Device = Annotated[
-    str | None, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps; default: the run's.")
-]
 
 
 def losses(
-    run: Run,
-    step: Step,
-    loss: Losses = None,
-    set_: Settings = None,
-    output: Output = None,
-    device: Device = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")],
+    step: Annotated[int, Flag("Whose batch: a step of the run, from 1.", min=1)],
+    loss: Annotated[
+        Sequence[str],
+        Flag("Losses beside the run's own; default: all that fit. Repeatable.", metavar="NAME,…"),
+    ] = (),
+    set_: Annotated[
+        Sequence[str],
+        Flag(
+            "Values of a setting of the method, such as epsilon=0.1,0.4. Repeatable: every combination is a row.",
+            "--set",
+            metavar="NAME=VALUE,…",
+        ),
+    ] = (),
+    output: Annotated[Path | None, Flag("Folder for the files; default: RUN.", "-o")] = None,
+    device: Annotated[
+        str | None, Flag("auto, cpu, cuda, a GPU by number (cuda:1), or mps; default: the run's.")
+    ] = None,
 ) -> None:
     """Compare losses on one step's batch: what would this step have been under DAPO?
 
@@ -61,8 +56,8 @@ def losses(
         from posttrain.inspection.losslab.show import save, show
         from posttrain.inspection.losslab.variants import parsed
 
-    names = [name.strip() for text in loss or () for name in text.split(",") if name.strip()]
-    lab = compare(run, step, names, parsed(set_ or ()), devices)
+    names = [name.strip() for text in loss for name in text.split(",") if name.strip()]
+    lab = compare(run, step, names, parsed(set_), devices)
     show(lab, PlainConsole())
     for path in save(lab, output or run):
         say(f"written: {path}")

@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from posttrain.base.imports import quick_imports
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder for all files.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier quickstart in that folder.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed of model and data.")]
 
-
-def quickstart(output_dir: OutputDir = Path("runs/quickstart"), overwrite: Overwrite = False, seed: Seed = 0) -> None:
+def quickstart(
+    output_dir: Annotated[Path, Flag("Folder for all files.")] = Path("runs/quickstart"),
+    overwrite: Annotated[bool, Flag("Replace an earlier quickstart in that folder.")] = False,
+    seed: Annotated[int, Flag("Random seed of model and data.", min=0, max=2**32 - 1)] = 0,
+) -> None:
     """The whole chain in minutes, without a download: a small model, SFT, a reward model, DPO, PPO, GRPO, compared."""
     say("This makes a model and data, trains and compares; it takes a few minutes.")
     import torch  # takes seconds

@@ -6,29 +6,27 @@ from typing import Annotated
 
 import typer
 
+from posttrain.base.errors import UsageError
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
-from posttrain.cli.errors import UsageError
 
-Runs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RUN…",
-        help="A run folder, the folder of a pipeline, or several of them to compare; or names below --output-dir.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="File to write; default: RUN/report.html, of several comparisons/A-B.html."),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")]
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
-RUNS = Path("runs")
 LONGEST = 100  # characters of a file's name made of names
 
 
 def report(
-    runs: Runs, output: Output = None, overwrite: Overwrite = False, output_dir: OutputDir = Path("runs")
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN…",
+            help="A run folder, the folder of a pipeline, or several of them to compare; or names below --output-dir.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, Flag("File to write; default: RUN/report.html, of several comparisons/A-B.html.", "-o")
+    ] = None,
+    overwrite: Annotated[bool, Flag("Replace the file that --output names.")] = False,
+    output_dir: Annotated[Path, Flag("Where the runs are, as in the settings.")] = Path("runs"),
 ) -> None:
     """Write the report of a run again, or one of a pipeline or of several runs: one HTML file, for mail or a wiki.
 

@@ -11,24 +11,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.base.errors import UsageError
+from posttrain.base.options import Flag
 from posttrain.base.terminal import visible
-from posttrain.cli.errors import UsageError
 
 if TYPE_CHECKING:  # imports numpy, which the help does not need
     from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
-OneStep = Annotated[int | None, typer.Option("--step", min=1, help="The completions of one step; default: all steps.")]
-Step = Annotated[int, typer.Option("--step", min=1, help="Which step.")]
-Prompt = Annotated[int | None, typer.Option("--prompt", min=0, help="One prompt of the step: rewards by part.")]
-Rollout = Annotated[int | None, typer.Option("--rollout", min=0, help="One completion of the prompt: its tokens.")]
-Limit = Annotated[int, typer.Option("--limit", min=0, help="Maximum rows of the table; sign changes come first.")]
-Rewards = Annotated[
-    list[str],
-    typer.Option(
-        "--reward", help='A reward: its type, module:function, or settings such as "{type: length, target: 50}".'
-    ),
-]
+OneStep = Annotated[int | None, Flag("The completions of one step; default: all steps.", "--step", min=1)]
 SHOWN = 60  # characters of a string in a table
 UNSIGNED = ("ratio", "entropy")
 
@@ -47,7 +38,12 @@ def rollouts(run: Run, step: OneStep = None) -> None:
     PlainConsole().print(table)
 
 
-def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) -> None:
+def why(
+    run: Run,
+    step: Annotated[int, Flag("Which step.", min=1)],
+    prompt: Annotated[int | None, Flag("One prompt of the step: rewards by part.", min=0)] = None,
+    rollout: Annotated[int | None, Flag("One completion of the prompt: its tokens.", min=0)] = None,
+) -> None:
     """Explain a step: its metrics, its groups, a group's rewards by part, a completion's tokens.
 
     For each token: the advantage, the ratio, its log-probability under the engine, the old, the new and the reference
@@ -74,7 +70,14 @@ def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) ->
     console.print(_parts_table(group))
 
 
-def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) -> None:
+def regrade(
+    run: Run,
+    reward: Annotated[
+        list[str], Flag('A reward: its type, module:function, or settings such as "{type: length, target: 50}".')
+    ],
+    step: OneStep = None,
+    limit: Annotated[int, Flag("Maximum rows of the table; sign changes come first.", min=0)] = 50,
+) -> None:
     """Compute other rewards for a run's stored completions, and list the advantages that change sign. Needs no GPU.
 
     Advantages that become 0, or were 0, are listed and counted separately.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.base.errors import RunError
+from posttrain.base.errors import RunError, UsageError
 from posttrain.base.terminal import say
 from posttrain.base.words import counted, in_units
 from posttrain.cli import runs_disk
-from posttrain.cli.errors import UsageError
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
 from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
 from posttrain.runs.managing.places import named, short

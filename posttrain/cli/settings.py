@@ -3,23 +3,18 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
+from posttrain.base.errors import UsageError
 from posttrain.base.terminal import say
-from posttrain.cli.errors import UsageError
 from posttrain.config import DevicesConfig, Stage, load
-from posttrain.config.reading.explain import explain, wrong_value
-from posttrain.config.reading.fields import full
+from posttrain.config.reading.explain import explain
 from posttrain.config.reading.files import parse_value
-from posttrain.config.schema.base import Settings, SettingsConflict
-from posttrain.config.schema.data import variables
+from posttrain.config.schema.base import Settings
 from posttrain.config.schema.rewards import Reward
-
-VARIABLES = "--chat-template-kwargs"
-Group = TypeVar("Group", bound=Settings)
 
 Config = Annotated[
     str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
@@ -50,23 +45,12 @@ def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[st
     return config, given
 
 
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps.")]
-
-
 def devices_from_flag(device: str) -> DevicesConfig:
     """The device that `--device` names. Raises UsageError for an unknown one."""
     found = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
     if found is None:
         raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
     return DevicesConfig(type=found[1], ids=found[2] and (int(found[2]),))  # pyright: ignore[reportArgumentType]
-
-
-def variables_from_flag(text: str | None) -> dict[str, Any]:
-    """What `--chat-template-kwargs` gives. Raises UsageError for what is no mapping of variables."""
-    try:
-        return variables({} if text is None else parse_value(text, VARIABLES).values["value"])
-    except ValueError as error:
-        raise UsageError(f"{VARIABLES}: {error}") from error
 
 
 class _Rewards(Settings):
@@ -91,21 +75,6 @@ def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
     except ValidationError as error:
         given = {("rewards", place): f"--reward {text}" for place, text in enumerate(texts)}
         raise UsageError("\n".join(explain(error, values, given))) from error
-
-
-def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:
-    """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value."""
-    try:
-        return group(**given)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        conflict = problem.get("ctx", {}).get("error")
-        if isinstance(conflict, SettingsConflict):
-            name, message = conflict.problems[0]
-        else:
-            name = str(problem["loc"][0])
-            message = wrong_value(given[name], full(group.model_fields[name]))
-        raise UsageError(f"--{name.replace('_', '-')} {message}") from error
 
 
 def saved_settings(folder: Path) -> Path | None:

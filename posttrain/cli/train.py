@@ -1,68 +1,68 @@
-"""`posttrain train` and `posttrain plan`."""
+"""`posttrain train`, `posttrain launch` and `posttrain plan`."""
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from posttrain.base.errors import RunError
+from posttrain.base.errors import RunError, UsageError
 from posttrain.base.imports import quick_imports
+from posttrain.base.options import Flag, values_of
 from posttrain.base.terminal import say
-from posttrain.cli.errors import Interrupted, UsageError
+from posttrain.cli.errors import Interrupted
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
 from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
-from posttrain.parallel.launch import is_rank, launch
+from posttrain.parallel.launch import is_rank
+from posttrain.parallel.launch import launch as start_ranks
 from posttrain.planning.cards import CARDS
 from posttrain.runs.files import flat
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import HIDDEN
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the run would do, and do nothing.")]
-Resume = Annotated[
-    str | None,
-    typer.Option("--resume", metavar="[PATH]", help="Resume from the newest checkpoint, or from the given one."),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first if it exists.")]
-ModelIndex = Annotated[
-    int | None, typer.Option("--model-index", metavar="INT", help="Train only this model of the list, 0 for the first.")
-]
-Probe = Annotated[
-    bool,
-    typer.Option("--probe", help="Also find the largest tokens_per_pack that fits, by real steps: loads the model."),
-]
-MemoryLimit = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-limit", metavar="GIB", help="For --probe: memory limit of the run; default: all that is free."
-    ),
-]
+DRY_RUN = Flag("Print what the run would do, and do nothing.")
 
 
-PlannedProcesses = Annotated[
-    int | None,
-    typer.Option("--nproc", min=1, help="Plan for this many processes; default: one, or as many as devices.ids."),
-]
-Skip = Annotated[
-    list[str] | None,
-    typer.Option("--skip", metavar="STAGE", help="Skip this stage and use its existing final model; repeatable."),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What is trained or resumed of the settings."""
+
+    resume: Annotated[
+        str | None, Flag("Resume from the newest checkpoint, or from the given one.", metavar="[PATH]")
+    ] = None
+    overwrite: Annotated[bool, Flag("Delete the run folder first if it exists.")] = False
+    model_index: Annotated[int | None, Flag("Train only this model of the list, 0 for the first.", metavar="INT")] = (
+        None
+    )
+    skip: Annotated[
+        Sequence[str], Flag("Skip this stage and use its existing final model; repeatable.", metavar="STAGE")
+    ] = ()
+
+    def check(self) -> None:
+        if self.overwrite and self.resume is not None:
+            raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
+
+    def arguments(self, config: str | None, overrides: Sequence[str] | None, flags: Mapping[str, str]) -> list[str]:
+        """The arguments of `posttrain train` with these options."""
+        arguments = [*([config] if config is not None else []), *(overrides or [])]
+        arguments += [f"--{path}={text}" for path, text in flags.items()]
+        arguments += ["--resume", *([self.resume] if self.resume else [])] if self.resume is not None else []
+        arguments += ["--overwrite"] if self.overwrite else []
+        arguments += ["--model-index", str(self.model_index)] if self.model_index is not None else []
+        return [*arguments, *(word for stage in self.skip for word in ("--skip", stage))]
 
 
 def train(
     config: Config = None,
     overrides: Overrides = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-    model_index: ModelIndex = None,
-    skip: Skip = None,
+    dry_run: Annotated[bool, DRY_RUN] = False,
     *,
+    options: TrainOptions,
     flags: Mapping[str, str],
 ) -> int:
     """Train one or several models, in one or several stages: SFT, a reward model, DPO and its variants, PPO, GRPO.
@@ -70,50 +70,30 @@ def train(
     Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file is optional.
     `--method all` (or `dpo,grpo`) trains every method that the data allows, and compares their completions.
     """
-    if overwrite and resume is not None:
-        raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
-    checkpoint, given = Path(resume) if resume else None, flags
-    file, rest = split_arguments(config, overrides)
+    options.check()
+    checkpoint = Path(options.resume) if options.resume else None
     compared = several_methods(flags)
-    if compared:
-        flags = {path: text for path, text in flags.items() if path != "method.type"}
-    if file is None and checkpoint is not None:  # saved settings have the methods as stages
-        saved = saved_config(checkpoint)
-        stages = load_stages(str(saved), rest, flags)
-        warn_of_secrets(stages, saved)
-    elif compared:
-        with quick_imports():
-            from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
-
-        stages = methods_as_stages(file, rest, flags, compared)
-    else:
-        stages = load_stages(file, rest, flags)
+    stages = _stages(config, overrides, flags, checkpoint, compared)
     ids = stages[0].config.devices.ids or ()
     if len(ids) > 1 and not is_rank() and not dry_run:
-        launch(as_given(config, overrides, given, resume, overwrite, model_index, skip), len(ids))
+        start_ranks(options.arguments(config, overrides, flags), len(ids))
         return 0
     models = stages[0].config.models
-    if model_index is not None and not 0 <= model_index < len(models):
-        raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
+    if options.model_index is not None and not 0 <= options.model_index < len(models):
+        raise UsageError(f"--model-index {options.model_index}: there are models 0 to {len(models) - 1}")
     began = time.monotonic()
     if dry_run:
         with quick_imports():
             from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
-        print_plan(stages, model_index=model_index, skip=skip or ())
+        print_plan(stages, model_index=options.model_index, skip=options.skip)
         return 0
     with quick_imports():
         from posttrain.api import train_all  # imports torch, which takes seconds
 
+    given = values_of(options) | {"resume": checkpoint or options.resume is not None, "compared": bool(compared)}
     try:
-        train_all(
-            stages,
-            resume=checkpoint or resume is not None,
-            overwrite=overwrite,
-            model_index=model_index,
-            skip=skip or (),
-            compared=bool(compared),
-        )
+        train_all(stages, **given)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
     if os.environ.get("RANK", "0") == "0":
@@ -121,22 +101,65 @@ def train(
     return 0
 
 
-def as_given(
+def _stages(
     config: str | None,
-    overrides: Sequence[str] | None,
+    overrides: list[str] | None,
     flags: Mapping[str, str],
-    resume: str | None,
-    overwrite: bool,
-    model_index: int | None,
-    skip: Sequence[str] | None,
-) -> list[str]:
-    """The arguments of `posttrain train` that it was given."""
-    arguments = [*([config] if config is not None else []), *(overrides or [])]
-    arguments += [f"--{path}={text}" for path, text in flags.items()]
-    arguments += ["--resume", *([resume] if resume else [])] if resume is not None else []
-    arguments += ["--overwrite"] if overwrite else []
-    arguments += ["--model-index", str(model_index)] if model_index is not None else []
-    return [*arguments, *(word for stage in skip or () for word in ("--skip", stage))]
+    checkpoint: Path | None,
+    compared: Sequence[str],
+) -> tuple[Stage, ...]:
+    """The stages to train: of the settings, of the run that is resumed, or a method each of those to compare."""
+    file, rest = split_arguments(config, overrides)
+    if compared:
+        flags = {path: text for path, text in flags.items() if path != "method.type"}
+    if file is None and checkpoint is not None:  # saved settings have the methods as stages
+        saved = saved_config(checkpoint)
+        stages = load_stages(str(saved), rest, flags)
+        warn_of_secrets(stages, saved)
+        return stages
+    if not compared:
+        return load_stages(file, rest, flags)
+    with quick_imports():
+        from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
+
+    return methods_as_stages(file, rest, flags, compared)
+
+
+def launch(
+    config: Config = None,
+    overrides: Overrides = None,
+    nproc: Annotated[int, Flag("Processes on this machine: one for each GPU; on a CPU, share its cores.", min=1)] = 1,
+    nodes: Annotated[int, Flag("Machines; run the same command on each.", min=1)] = 1,
+    node_rank: Annotated[int, Flag("Number of this machine, 0 for the first.", min=0)] = 0,
+    address: Annotated[str | None, Flag("A free port of the first machine, for --nodes.", metavar="HOST:PORT")] = None,
+    *,
+    options: TrainOptions,
+    flags: Mapping[str, str],
+) -> None:
+    """Train on several devices or machines: `posttrain train` in several processes that share every step.
+
+    Takes what `posttrain train` takes. The number of processes changes no gradient: batch_size is that of the step.
+
+        posttrain launch grpo.yaml --nproc 8
+        posttrain launch grpo.yaml --nproc 8 --nodes 2 --node-rank 1 --address 10.0.0.1:29500
+    """
+    if nodes > 1 and address is None:
+        raise UsageError("--nodes needs --address HOST:PORT, a free port of the first machine")
+    host, _, port = (address or "127.0.0.1:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--address {address}: it is HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29500")
+    if node_rank >= nodes:
+        raise UsageError(f"--node-rank {node_rank}: the machines have the numbers 0 to {nodes - 1}")
+    options.check()
+    if options.resume is None and not several_methods(flags):
+        stages = load_stages(config, overrides, flags)  # an error here is said once, not by every process
+        ids = stages[0].config.devices.ids
+        if ids and len(ids) != nproc:
+            raise UsageError(f"devices.ids names {len(ids)} GPUs: give --nproc {len(ids)}, or other ids")
+    arguments = options.arguments(config, overrides, flags)
+    if nodes > 1:
+        say(f"machine {node_rank} of {nodes}: posttrain train {shlex.join(arguments)}", error=True)
+    start_ranks(arguments, nproc, nodes, node_rank, address)
 
 
 def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
@@ -157,9 +180,16 @@ def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
 def plan(
     config: Config = None,
     overrides: Overrides = None,
-    probe: Probe = False,
-    memory_limit: MemoryLimit = None,
-    nproc: PlannedProcesses = None,
+    probe: Annotated[
+        bool, Flag("Also find the largest tokens_per_pack that fits, by real steps: loads the model.")
+    ] = False,
+    memory_limit: Annotated[
+        float | None,
+        Flag("For --probe: memory limit of the run; default: all that is free.", metavar="GIB"),
+    ] = None,
+    nproc: Annotated[
+        int | None, Flag("Plan for this many processes; default: one, or as many as devices.ids.", min=1)
+    ] = None,
     *,
     flags: Mapping[str, str],
 ) -> None:

@@ -5,25 +5,25 @@ from typing import Annotated
 
 import typer
 
-Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder of runs, as output_dir in the settings.")]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; any but this machine's own needs a token.")]
-Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token", envvar="POSTTRAIN_UI_TOKEN", show_envvar=False,
-        help="Asked for once in every browser. POSTTRAIN_UI_TOKEN keeps it out of the list of processes.",
-    ),
-]  # fmt: skip
-NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Print the address only.")]
+from posttrain.base.options import Flag
 
 
 def ui(
-    folder: Folder = Path("runs"),
-    host: Host = "127.0.0.1",
-    port: Port = 7860,
-    token: Token = None,
-    no_browser: NoBrowser = False,
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder of runs, as output_dir in the settings.")
+    ] = Path("runs"),
+    host: Annotated[str, Flag("Address to listen on; any but this machine's own needs a token.")] = "127.0.0.1",
+    port: Annotated[int, Flag("Port to listen on.", min=1, max=65535)] = 7860,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            envvar="POSTTRAIN_UI_TOKEN",
+            show_envvar=False,
+            help="Asked for once in every browser. POSTTRAIN_UI_TOKEN keeps it out of the list of processes.",
+        ),
+    ] = None,
+    no_browser: Annotated[bool, Flag("Print the address only.")] = False,
 ) -> None:
     """Look at runs in a browser: curves, rollouts down to the token, evaluations. Ctrl-C ends it.
 

@@ -6,22 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from posttrain.base.errors import RunError
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
 from posttrain.cli.settings import Config, Overrides, load_stages
-
-Kills = Annotated[int, typer.Option("--kills", min=1, help="Number of kills of the second run.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep the scratch folder also when both runs are equal.")]
 
 
 def verify_resume(
     config: Config = None,
     overrides: Overrides = None,
-    kills: Kills = 5,
-    keep: Keep = False,
+    kills: Annotated[int, Flag("Number of kills of the second run.", min=1)] = 5,
+    keep: Annotated[bool, Flag("Keep the scratch folder also when both runs are equal.")] = False,
     *,
     flags: Mapping[str, str],
 ) -> None:

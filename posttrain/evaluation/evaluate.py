@@ -1,10 +1,9 @@
 """`posttrain eval`: suites of questions answered by a model, or by recorded completions, graded and stored."""
 
-import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from posttrain.base.errors import DataError, ModelError
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.config.schema.rollout import EngineName, VllmConfig
+from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
@@ -25,10 +24,9 @@ from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask, stops_of
 from posttrain.evaluation.calibration import calibrate
 from posttrain.evaluation.items import Items
-from posttrain.evaluation.pairs import PairOptions, evaluate_pairs, pair_facts, pairs_for
+from posttrain.evaluation.pairs import evaluate_pairs, pair_facts, pairs_for
 from posttrain.evaluation.records import EvaluationStore, write_files
 from posttrain.evaluation.running import Judge, finished, run
-from posttrain.grading.pool import DEADLINE_S
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.runs.files import save_json
@@ -40,44 +38,14 @@ log = logging.getLogger("posttrain")
 Setting = Mapping[str, float]  # of a sweep: temperature and top_p, by name
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What all suites of a call share. None: as each suite says."""
-
-    engine: EngineName = "embedded"
-    vllm: VllmConfig | None = None
-    temperatures: tuple[float, ...] = ()
-    top_ps: tuple[float, ...] = ()
-    top_k: int = 0
-    min_p: float = 0.0
-    num_generations: int | None = None
-    max_completion_length: int | None = None
-    seed: int = 0
-    deadline: float = DEADLINE_S
-    workers: int | None = None
-    calibrate: bool = False
-    pairs: PairOptions = field(default_factory=PairOptions)
-
-    def settings(self) -> list[dict[str, float]]:
-        """Every combination of temperatures and top_p that is swept; one without names otherwise."""
-        swept = {"temperature": self.temperatures, "top_p": self.top_ps}
-        named = {name: values for name, values in swept.items() if values}
-        return [dict(zip(named, values, strict=True)) for values in itertools.product(*named.values())]
-
-    @property
-    def sweeps(self) -> bool:
-        return len(self.settings()) > 1
-
-
-def evaluate_recorded(
-    file: Path, column: str, chosen: Sequence[Items], options: Options, folder: Path, overwrite: bool = False
-) -> dict[str, Any]:
+def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions, folder: Path) -> dict[str, Any]:
     """Grade the completions of a file as answers to the suites. Returns the summary, which is also in the folder."""
+    column = options.completion_column
     if other := next((items.suite for items in chosen if items.suite.kind != "generate"), None):
         raise DataError(f"{file}: recorded completions cannot answer the suite {other.name}, of the kind {other.kind}")
     content, records = f"sha256 {Files((file,)).digest}", list(read_files((file,)))
     about = {"name": file.stem, "path": str(file), "content": content}
-    with EvaluationStore(folder, overwrite) as store:
+    with EvaluationStore(folder, options.overwrite) as store:
         store.is_of(content)
         every = [Recorded(one.suite, one.items, records, column, options.num_generations) for one in chosen]
         for suite in [items.suite for items in chosen] if len(chosen) > 1 else []:
@@ -103,10 +71,9 @@ def evaluate(
     model: ModelConfig,
     name: str,
     chosen: Sequence[Items],
-    options: Options,
+    options: EvalOptions,
     devices: DevicesConfig,
     folder: Path,
-    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Answer the suites with a model. Returns the summary, which is also in the folder with every answer.
 
@@ -117,7 +84,7 @@ def evaluate(
     """
     content = content_of(model)
     asked = [one for items in chosen for one in _asked(items, model, content, options)]
-    with EvaluationStore(folder, overwrite) as store, _Loaded(model, options, devices) as loads:
+    with EvaluationStore(folder, options.overwrite) as store, _Loaded(model, options, devices) as loads:
         store.is_of(content)
         about = {"name": name, "path": model.path, "content": content}
         left = [one for one in asked if not finished(store, one.key, one.facts)]
@@ -125,7 +92,7 @@ def evaluate(
         for one in left:
             if one.items.suite.kind == "preference":
                 loaded, tokenizer = loads.scored()
-                evaluate_pairs(model, loaded, tokenizer, one.items.suite, options.pairs, store, one.facts)
+                evaluate_pairs(model, loaded, tokenizer, one.items.suite, options, store, one.facts)
             else:
                 loads.run(one, store)
             _written(folder, store, about, {}, options)
@@ -146,11 +113,11 @@ class _Asked:
         return f"{self.items.suite.name} {self.setting}".strip()
 
 
-def _asked(items: Items, model: ModelConfig, content: str, options: Options) -> Iterator[_Asked]:
+def _asked(items: Items, model: ModelConfig, content: str, options: EvalOptions) -> Iterator[_Asked]:
     suite, generates = items.suite, items.suite.kind == "generate"
-    for setting in options.settings() if generates else [{}]:
+    for setting in options.swept if generates else [{}]:
         sampling = _sampling(suite, options, setting)
-        named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if options.sweeps else ""
+        named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if len(options.swept) > 1 else ""
         facts = {
             "model": content,
             "items": items.digest,
@@ -163,14 +130,14 @@ def _asked(items: Items, model: ModelConfig, content: str, options: Options) -> 
         }
         facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
         if suite.kind == "preference":
-            facts = pair_facts(model, suite, options.pairs, content)
+            facts = pair_facts(model, suite, options, content)
         yield _Asked(items, sampling, named, facts)
 
 
 class _Loaded(ExitStack):
     """The model, its engine and tokenizer, loaded at the first suite that is not finished."""
 
-    def __init__(self, model: ModelConfig, options: Options, devices: DevicesConfig):
+    def __init__(self, model: ModelConfig, options: EvalOptions, devices: DevicesConfig):
         super().__init__()
         self._model, self._options, self._device = model, options, take_device(devices)
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
@@ -197,7 +164,7 @@ class _Loaded(ExitStack):
         loaded, tokenizer = self.scored()
         for items in chosen:
             if items.suite.kind == "preference":
-                pairs_for(self._model, loaded, tokenizer, items.suite, self._options.pairs)
+                pairs_for(self._model, loaded, tokenizer, items.suite, self._options)
             else:
                 self._asked(items)
         if any(items.suite.kind == "generate" for items in chosen):
@@ -255,12 +222,12 @@ class _Loaded(ExitStack):
             policy, tokenizer = self.scored()
             every = [one for prompts in self._prompts.values() for one in prompts.values()]
             longest = max((len(one.tokens) for one in every if isinstance(one, Prompt)), default=1)
-            made = make_engine(self._options.engine, policy, tokenizer, vllm=self._options.vllm, longest_prompt=longest)
+            made = make_engine(self._options.engine, policy, tokenizer, longest_prompt=longest)
             self._engine = self.enter_context(closing(made))
         return self._engine
 
 
-def _sampling(suite: SuiteConfig, options: Options, setting: Setting) -> Sampling:
+def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sampling:
     return Sampling(
         temperature=setting.get("temperature", suite.temperature),
         top_p=setting.get("top_p", 1.0),
@@ -280,7 +247,7 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
 
 
 def _written(
-    folder: Path, store: EvaluationStore, model: Mapping[str, Any], asked: Mapping[str, Items], options: Options
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], asked: Mapping[str, Items], options: EvalOptions
 ) -> dict[str, Any]:
     for key, items in asked.items() if options.calibrate else ():
         known = store.summaries()[key]  # `calibration` is added where the suite's rule compares answers

@@ -9,7 +9,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +21,7 @@ from posttrain.base.errors import ModelError
 from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import DataConfig, ModelConfig
+from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
 from posttrain.evaluation.answering import template_of
@@ -37,34 +37,24 @@ from posttrain.runs.inputs import content_of
 from posttrain.scoring import RewardScorer, Scorer
 
 PACK_TOKENS, BATCH = 8192, 64
+PAIRS = 16  # of a batch of --num-batches
+BETA = 0.1  # of the implicit reward
 LONGEST = 4096  # tokens of a sequence of a model without a limit of positions
 
 Margins = Callable[[Sequence[Example]], list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class PairOptions:
-    """`reference`: of a policy. `num_batches` batches of `batch_size` pairs are sampled with replacement; None: all."""
-
-    reference: str | None = None
-    beta: float = 0.1
-    num_batches: int | None = None
-    batch_size: int = 16
-    max_rows: int | None = None
-    seed: int = 0
-
-
-def pair_facts(model: ModelConfig, suite: SuiteConfig, options: PairOptions, content: str) -> dict[str, Any]:
+def pair_facts(model: ModelConfig, suite: SuiteConfig, options: EvalOptions, content: str) -> dict[str, Any]:
     """What identifies an evaluation of pairs."""
     reference = _reference(model, options)
     return {
         "model": content,
         "items": hashlib.sha256(json.dumps(pair_texts(suite)).encode()).hexdigest(),
-        "pairs": [options.num_batches, options.batch_size, options.max_rows, options.seed],
+        "pairs": [options.num_batches, PAIRS, options.max_rows, options.seed],
         "columns": {name: list(columns) for name, columns in suite.columns.items()},
         "template": suite.template,
         "system prompt": suite.system_prompt,
-        "reference": None if reference is None else [content_of(reference), options.beta],
+        "reference": None if reference is None else [content_of(reference), BETA],
         "dtype": model.dtype,
     }
 
@@ -74,7 +64,7 @@ def evaluate_pairs(
     loaded: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
-    options: PairOptions,
+    options: EvalOptions,
     store: EvaluationStore,
     facts: Mapping[str, Any],
 ) -> None:
@@ -89,7 +79,7 @@ def evaluate_pairs(
     if reference is not None and not is_classifier(loaded):
         other = load_model(reference, "lm", compute_dtype(reference, device), device)
         check_embeddings(other, tokenizer, reference.path)
-        margins, sampling = _implicit(loaded, other, options.beta, device), {"beta": options.beta}
+        margins, sampling = _implicit(loaded, other, BETA, device), {"beta": BETA}
     else:
         margins = own_margins(loaded, device)
     if not started(store, key, facts):
@@ -117,7 +107,7 @@ def pairs_for(
     loaded: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
-    options: PairOptions,
+    options: EvalOptions,
 ) -> tuple[Dataset, dict[int, str], int]:
     """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
 
@@ -152,7 +142,7 @@ def pairs_for(
     return prepared.train, reasons, prepared.report.read
 
 
-def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
+def _reference(model: ModelConfig, options: EvalOptions) -> ModelConfig | None:
     return None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
 
 
@@ -171,18 +161,18 @@ def _columns(suite: SuiteConfig) -> dict[str, str]:
     return {name: columns[0] for name, columns in suite.columns.items()}
 
 
-def _chosen(options: PairOptions, read: int) -> list[int]:
+def _chosen(options: EvalOptions, read: int) -> list[int]:
     """The rows to score: all, evenly spread ones, or a sample with replacement."""
     if options.num_batches is not None:
-        count = options.num_batches * options.batch_size
+        count = options.num_batches * PAIRS
         return np.random.default_rng(options.seed).integers(read, size=count).tolist()
     most = min(options.max_rows or read, read)
     return [index * read // most for index in range(most)]
 
 
-def _partial(options: PairOptions, chosen: int, read: int) -> str | None:
+def _partial(options: EvalOptions, chosen: int, read: int) -> str | None:
     if options.num_batches is not None:
-        return f"{options.num_batches} batches of {options.batch_size} pairs of {read:,}, with replacement"
+        return f"{options.num_batches} batches of {PAIRS} pairs of {read:,}, with replacement"
     return f"{chosen:,} of {read:,} items" if chosen < read else None
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from posttrain.base.errors import ModelError
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.options import ExportOptions
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
 from posttrain.export import hub
@@ -34,99 +35,79 @@ log = logging.getLogger("posttrain")
 
 MARK = "export.json"  # only a folder that has it is ever replaced
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user asks for. `output` None: `exports/NAME`; `dtype` None: as the model is stored."""
-
-    model: str
-    output: Path | None = None
-    overwrite: bool = False
-    merge: bool = True
-    base: str | None = None
-    fold: bool = False
-    dtype: str | None = None
-    max_shard_size: str = "5GB"
-    prompts: Path | None = None
-    engines: tuple[str, ...] = ()
-    evaluations: tuple[Path, ...] = ()
-    push_to: str | None = None
-    private: bool = False
-
-
 Say = Callable[[str], None]
 
 
 @sharing_cores()
-def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
+def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) -> Path:
     """Write the folder, and upload it if that is asked for; returns the folder. `say` gets the lines of the report.
 
     The folder is complete or absent, and an existing one is replaced only with `overwrite`. Raises PosttrainError; if
     that is about the upload or an engine's file, the folder is complete without it.
     """
-    token = hub.check_target(asked.push_to) if asked.push_to else ""
-    source = find_source(asked.model)
-    for option, given in (("--base", asked.base is not None), ("--fold", asked.fold)):
+    token = hub.check_target(options.push_to_hub) if options.push_to_hub else ""
+    source = find_source(path)
+    for option, given in (("--base", options.base is not None), ("--fold", options.fold)):
         if given and not source.adapter:
             raise ModelError(f"{option}: {source.model.path} is no adapter: leave out {option}")
-    if asked.base is not None:
-        source = replace(source, given_base=ModelConfig(path=asked.base))
-    target = asked.output or Path("exports") / source.name
-    refuse_target(target, asked.overwrite, MARK)
-    merges = not asked.fold and (asked.merge or not source.adapter)
+    if options.base is not None:
+        source = replace(source, given_base=ModelConfig(path=options.base))
+    target = (options.output or Path("exports") / source.name).expanduser()
+    refuse_target(target, options.overwrite, MARK)
+    merges = not options.fold and (options.merge or not source.adapter)
     if source.quantised is not None or not merges:
         what = "an adapter that is not merged" if source.quantised is None else "a quantised model"
-        _refuse_unread(replace(asked, prompts=None) if asked.fold else asked, what)
-    refuse_engines(asked.engines, source.reward)
-    evaluations = [_named(source, folder) for folder in asked.evaluations] or list(own_evaluations(source))
+        _refuse_unread(replace(options, prompts=None) if options.fold else options, what)
+    refuse_engines(options.engines, source.reward)
+    evaluations = [_named(source, folder) for folder in options.evaluations] or list(own_evaluations(source))
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
-    if asked.fold:
+    if options.fold:
         from posttrain.export.fold import Folded  # imports PEFT, which takes a second
 
-        ready = Folded(source, asked.prompts, devices, say)
+        ready = Folded(source, options.prompts, devices, say)
         source = replace(source, given_base=ready.base)
-        if asked.push_to and origin(ready.base) is None:
+        if options.push_to_hub and origin(ready.base) is None:
             raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which no one else has")
     elif source.quantised is not None:
         ready = Quantised(source, target, devices)
         say(f"gate      {'passed' if source.quantised['gate']['passed'] else 'NOT passed: the model card says so'}")
     else:
-        ready = _Whole(source, asked, target, devices, say) if merges else Adapter(source)
+        ready = _Whole(source, options, target, devices, say) if merges else Adapter(source)
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
-        text = card(source, Facts(target.name, asked.push_to or target.name, merges, written, evaluations))
+        text = card(source, Facts(target.name, options.push_to_hub or target.name, merges, written, evaluations))
         (folder / "README.md").write_text(text, encoding="utf-8")
         base = origin(source.base) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 
-    put(target, write, asked.overwrite, MARK)
+    put(target, write, options.overwrite, MARK)
     weights = len(list(target.glob("*.safetensors")))
     say(f"written   {target}: {counted(weights, 'file')} of weights, {in_units(size_of(target))} in all")
-    if asked.push_to:
+    if options.push_to_hub:
         name = f"{source.name}, exported by posttrain {__version__}"
-        say(f"uploaded  {hub.push(target, asked.push_to, token, asked.private, asked.overwrite, name)}")
+        say(f"uploaded  {hub.push(target, options.push_to_hub, token, options.private, options.overwrite, name)}")
     if ready.failed:
         raise ModelError(f"{target} is complete, but without {'; '.join(ready.failed)}")
     return target
 
 
-def _refuse_unread(asked: Asked, what: str) -> None:
+def _refuse_unread(options: ExportOptions, what: str) -> None:
     """Raise ModelError for options about weights that are written anew."""
-    plain = Asked(asked.model)
+    plain = ExportOptions()
     given = {"--dtype": "dtype", "--max-shard-size": "max_shard_size", "--prompts": "prompts", "--for": "engines"}
     for option, name in given.items():
-        if getattr(asked, name) != getattr(plain, name):
+        if getattr(options, name) != getattr(plain, name):
             raise ModelError(f"{option}: {what} is exported as it is: leave out {option}")
 
 
 class _Whole:
     """A whole model, merged and compared with its adapter before anything is written."""
 
-    def __init__(self, source: Source, asked: Asked, target: Path, devices: DevicesConfig, say: Say):
-        self._source, self._asked, self._say = source, asked, say
+    def __init__(self, source: Source, options: ExportOptions, target: Path, devices: DevicesConfig, say: Say):
+        self._source, self._options, self._say = source, options, say
         self.failed: list[str] = []
         config = load_config(source.base)
         if method_of(config) is not None and not source.adapter:
@@ -135,11 +116,11 @@ class _Whole:
                 "from"
             )
         stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-        self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
+        self._dtype = options.dtype if options.dtype != "auto" else stored if stored in DTYPES else "float32"
         self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
-        self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
+        self._prompts = prompts_for(options.prompts, source.config, base, self._tokenizer)
         self._whole = merge(base, source, self._prompts.tokens, self._tokenizer)
         self._unit = "" if source.reward else " nats"
         say(f"compared  on {self._prompts.compared} (root mean squares)")
@@ -150,11 +131,11 @@ class _Whole:
     def write(self, folder: Path, name: str) -> Written:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
-        given = self._prompts.tokens, DTYPES[dtype], self._asked.max_shard_size
+        given = self._prompts.tokens, DTYPES[dtype], self._options.max_shard_size
         difference = write_and_check(self._whole, folder, source, *given)
         self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
-        for engine in self._asked.engines:
+        for engine in dict.fromkeys(self._options.engines):
             try:
                 write_for(engine, served, folder)
                 self._say(f"for       {engine}: {FILES[engine]}")

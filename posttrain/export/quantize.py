@@ -1,8 +1,8 @@
 """A model with quantised linear layers as a folder for plain transformers, and the gate that it has to pass."""
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.options import EvalOptions, QuantizeOptions, from_flags
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.evaluation.evaluate import Options, evaluate
+from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export.card import origin, start_of
@@ -54,25 +55,6 @@ DtypeName = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user asks for. `output` None: in the run, else in `quantized_models/`; `dtype` None: as stored.
-
-    `limits` None: the defaults of the precision. `suites` are evaluated before and after, with `options`.
-    """
-
-    model: str
-    to: Precision
-    output: Path | None = None
-    overwrite: bool = False
-    dtype: DtypeName | None = None
-    rows: Rows = field(default_factory=Rows)
-    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_completion_length=128))
-    limits: Limits | None = None
-    suites: tuple[Items, ...] = ()
-    options: Options = field(default_factory=Options)
-
-
-@dataclass(frozen=True, slots=True)
 class Quantised:
     """A written folder, the checks of its gate, and the sizes."""
 
@@ -87,26 +69,28 @@ class Quantised:
 
 
 @sharing_cores()
-def quantize(asked: Asked, devices: DevicesConfig, say: Say) -> Quantised:
+def quantize(
+    path: str, options: QuantizeOptions, suites: Sequence[Items], devices: DevicesConfig, say: Say
+) -> Quantised:
     """Write the quantised model with its tokenizer and the result of its gate. `say` gets the lines of the report.
 
     The folder is complete or absent, and an existing one is replaced only with `overwrite`; it is written also if the
     gate is not passed. What is measured are the written files, loaded again. Raises PosttrainError.
     """
-    need("bitsandbytes", "quant", f"posttrain quantize --to {asked.to}")
-    source = find_source(asked.model)
+    need("bitsandbytes", "quant", f"posttrain quantize --to {options.precision}")
+    source = find_source(path)
     if (method := method_of(load_config(source.model))) is not None:
         raise ModelError(f"{source.model.path} is quantised already ({method}): give the model that it was made from")
-    generating = [items.suite.name for items in asked.suites if items.suite.kind != "preference"]
+    generating = [items.suite.name for items in suites if items.suite.kind != "preference"]
     if source.reward and generating:
         raise ModelError(
             f"--suite {generating[0]}: {source.model.path} is a reward model: give suites of pairs, or --gate"
         )
-    target = asked.output or default_target(source, asked.to)
-    refuse_target(target, asked.overwrite, MARK)
+    target = options.output or default_target(source, options.precision)
+    refuse_target(target, options.overwrite, MARK)
     _name_leftovers(target)
-    work = _Work(asked, source, devices, target, say)
-    put(target, work.write, asked.overwrite, MARK)
+    work = _Work(options, suites, source, devices, target, say)
+    put(target, work.write, options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
     return replace(work.result, folder=target)
 
@@ -131,12 +115,22 @@ class _Work:
 
     result: Quantised
 
-    def __init__(self, asked: Asked, source: Source, devices: DevicesConfig, target: Path, say: Say):
-        self._asked, self._source, self._devices, self._target, self._say = asked, source, devices, target, say
-        self._limits = asked.limits or LIMITS[asked.to]
+    def __init__(
+        self,
+        options: QuantizeOptions,
+        suites: Sequence[Items],
+        source: Source,
+        devices: DevicesConfig,
+        target: Path,
+        say: Say,
+    ):
+        self._options, self._suites, self._source = options, suites, source
+        self._devices, self._target, self._say = devices, target, say
+        self._to, self._limits = options.precision, _limits(options)
         config = load_config(source.model)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        kind: DtypeName = asked.dtype or ("bfloat16" if stored in ("bfloat16", "float16") else "float32")
+        half = stored in ("bfloat16", "float16")
+        kind: DtypeName = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
         self._dtype, self._device = DTYPES[kind], take_device(devices)
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(source.model)
         self._model = source.model.model_copy(update={"dtype": kind})
@@ -144,20 +138,23 @@ class _Work:
         check_embeddings(self._original, self._tokenizer, source.model.path)
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied ones count once
         refuse_full_disk(target, self._before // 2)
-        given = asked.rows, source, self._original, self._tokenizer
-        self._found = pairs_for(*given) if source.reward else completions_for(*given, asked.rollout, devices)
+        format = None if options.format == "auto" else options.format
+        rows = Rows(tuple(options.gate), format, options.template, options.max_rows, options.seed)
+        given = rows, source, self._original, self._tokenizer
+        rollout = from_flags(RolloutConfig, options)
+        self._found = pairs_for(*given) if source.reward else completions_for(*given, rollout, devices)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
 
     def write(self, folder: Path) -> None:
-        made = quantised(self._original, self._asked.to, self._dtype)
+        made = quantised(self._original, self._to, self._dtype)
         made.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         sizes = self._sizes(made, folder)
         del made
         self._report(sizes)
-        checks = [*self._checks(folder), *self._suites(folder)]
+        checks = [*self._checks(folder), *self._answered(folder)]
         self.result = Quantised(folder, checks, self._found.origin, sizes)
         save_json(folder / MARK, self._facts())
 
@@ -178,7 +175,7 @@ class _Work:
     def _report(self, sizes: dict[str, Any]) -> None:
         kept = f", {counted(len(sizes['kept']), 'other')} kept" if sizes["kept"] else ""
         self._say(
-            f"quantised  {counted(sizes['layers'], 'linear layer')} to {NAMES[self._asked.to]}: "
+            f"quantised  {counted(sizes['layers'], 'linear layer')} to {NAMES[self._to]}: "
             f"{sizes['linear'] / sizes['linear_bfloat16']:.3f} of their size in bfloat16{kept}"
         )
         self._say(
@@ -198,43 +195,52 @@ class _Work:
             found += check_divergence(diverge(self._original, other, examples), self._limits)
         return found
 
-    def _suites(self, folder: Path) -> Iterator[Check]:
+    def _answered(self, folder: Path) -> Iterator[Check]:
         """The accuracy on each suite, before and after; the records are in `evaluation/` of the folder."""
-        if not self._asked.suites:
+        if not self._suites:
             return
         del self._original
         release_memory()
-        place = folder / "evaluation"
+        options, place = self._options, folder / "evaluation"
+        asked = EvalOptions(engine=options.engine, seed=options.seed, max_rows=options.max_rows)
         models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
         for side, model in zip(SIDES, models, strict=True):
-            evaluate(model, side, self._asked.suites, self._asked.options, self._devices, place / side)
+            evaluate(model, side, self._suites, asked, self._devices, place / side)
         summary = load_json(place / SIDES[1] / SUMMARY)
         summary["model"]["path"] = str(self._target)  # not that of the temporary folder
         save_json(place / SIDES[1] / SUMMARY, summary)
         before, after = (read_answers(place / side) for side in SIDES)
-        for suite in (items.suite.name for items in self._asked.suites):
+        for suite in (items.suite.name for items in self._suites):
             one, two = ([answer for answer in answers if answer.suite == suite] for answers in (before, after))
             yield check_suite(suite, one, two, self._limits.drop)
 
     def _facts(self) -> dict[str, Any]:
         """The content of quantization.json."""
-        result, source, rollout = self.result, self._source, self._asked.rollout
-        sampling = {name: getattr(rollout, name) for name in ("temperature", "max_completion_length", "engine")}
+        result, source, options = self.result, self._source, self._options
+        names = ("temperature", "max_completion_length", "engine", "seed")
+        sampling = {name: getattr(options, name) for name in names}
         return {
             "format": 1,
             "posttrain": __version__,
             "created": now(),
             "model": {"name": source.name, "path": source.model.path, "content": content_of(source.model)},
             "hub_id": origin(start_of(source)),
-            "to": self._asked.to,
-            "method": NAMES[self._asked.to],
+            "to": self._to,
+            "method": NAMES[self._to],
             "dtype": self._model.dtype,
             "bytes": {name: value for name, value in result.sizes.items() if name not in ("layers", "kept")},
             "layers": {"quantised": result.sizes["layers"], "kept": result.sizes["kept"]},
             "gate": {
                 "passed": result.passed,
                 "rows": result.measured_on,
-                "sampling": None if source.reward else sampling | {"seed": self._asked.rows.seed},
+                "sampling": None if source.reward else sampling,
                 "checks": [asdict(check) for check in result.checks],
             },
         }
+
+
+def _limits(options: QuantizeOptions) -> Limits:
+    flips = options.max_flips
+    given = {"kl": options.max_kl, "flips": flips, "preferences": flips, "drop": options.max_drop}
+    given |= {"weights": options.max_weight_error}
+    return replace(LIMITS[options.precision], **{name: value for name, value in given.items() if value is not None})

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.errors import RunError
-from posttrain.evaluation.comparing.differences import Comparison, Options, compare, verdict
+from posttrain.config.options import CompareOptions
+from posttrain.evaluation.comparing.differences import Comparison, compare, verdict
 from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
 from posttrain.evaluation.comparing.sides import Side
 from posttrain.evaluation.comparing.sources import Scores, Source, read_validation
@@ -97,7 +98,7 @@ def against_each_other(runs: Sequence[ComparedRun]) -> Comparison:
         Side(run.entry.name, (Source(run.entry.name, "", {SUITE: Scores("reward", run.answers)}),))
         for run in reversed(runs)
     ]
-    return compare(sides, Options(all_pairs=True))
+    return compare(sides, CompareOptions(all_pairs=True))
 
 
 def with_the_best(comparison: Comparison, best: str) -> Comparison:

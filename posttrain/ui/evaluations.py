@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import PosttrainError
-from posttrain.evaluation.comparing.differences import Comparison, Options, compare
+from posttrain.config.options import CompareOptions
+from posttrain.evaluation.comparing.differences import Comparison, compare
 from posttrain.evaluation.comparing.sides import make_sides
 from posttrain.evaluation.comparing.sources import Source, read_source
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
@@ -69,7 +70,7 @@ class Evaluations:
 
     def _compare(self, several: Sequence[tuple[str, Path, float]]) -> Comparison:
         sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in several])
-        return compare(sides, Options(resamples=RESAMPLES))
+        return compare(sides, CompareOptions(resamples=RESAMPLES))
 
     def _one(self, changed: float, place: Path, folder: Path) -> Evaluation:
         kept = self._read.get(folder)

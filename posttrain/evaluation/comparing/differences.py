@@ -9,23 +9,13 @@ import numpy as np
 from posttrain.base.distributions import sign_test
 from posttrain.base.errors import RunError
 from posttrain.base.words import counted
+from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.items import Answers, Flip, Shared, flips, shared
 from posttrain.evaluation.comparing.sides import Side, settings_that_differ
 from posttrain.evaluation.paired import Paired, SeedNoise, paired_bootstrap, paired_difference, seed_noise
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 
 MCNEMAR, BOOTSTRAP = "exact McNemar", "paired bootstrap"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`all_pairs`: every two sides, not only each against the first. `by_id`: see `items.shared`."""
-
-    confidence: float = 0.95
-    resamples: int = 10_000
-    seed: int = 0
-    all_pairs: bool = False
-    by_id: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +64,16 @@ class Suite:
 class Comparison:
     sides: Sequence[Side]
     suites: Sequence[Suite]
-    options: Options
+    options: CompareOptions
     left_out: Mapping[str, str] = field(default_factory=dict)  # suite -> why it is not compared for all
 
 
-def compare(sides: Sequence[Side], options: Options | None = None, suites: Sequence[str] = ()) -> Comparison:
+def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites: Sequence[str] = ()) -> Comparison:
     """Compare the sides on every scored suite that two of them have, or on those of `suites`.
 
     Raises RunError if there is none, or none on which two sides have a graded item in common.
     """
-    options = options or Options()
+    options = options or CompareOptions()
     having: dict[str, list[Side]] = {}
     for side in sides:
         for key in side.suites():
@@ -107,7 +97,7 @@ def compare(sides: Sequence[Side], options: Options | None = None, suites: Seque
     return Comparison(sides, found, options, left_out)
 
 
-def _suite(key: str, sides: Sequence[Side], options: Options) -> Suite:
+def _suite(key: str, sides: Sequence[Side], options: CompareOptions) -> Suite:
     answers = {side.name: side.by_item(key) for side in sides}
     values = {side.name: _value(side, key, answers[side.name], options) for side in sides}
     noise = seed_noise([value.by_run for value in values.values()])
@@ -126,7 +116,7 @@ def _suite(key: str, sides: Sequence[Side], options: Options) -> Suite:
     return Suite(key, sides[0].metric(key), values, differences, noise, warnings)
 
 
-def _value(side: Side, key: str, answers: Answers, options: Options) -> Value:
+def _value(side: Side, key: str, answers: Answers, options: CompareOptions) -> Value:
     groups = [[one.score for one in several if one.score is not None] for several in answers.values()]
     missing = sum(one.score is None for several in answers.values() for one in several)
     runs = [[one.score for one in run.answers if one.score is not None] for run in side.runs(key)]
@@ -135,7 +125,7 @@ def _value(side: Side, key: str, answers: Answers, options: Options) -> Value:
 
 
 def _tested(
-    key: str, a: Side, b: Side, ours: Answers, theirs: Answers, noise: SeedNoise | None, options: Options
+    key: str, a: Side, b: Side, ours: Answers, theirs: Answers, noise: SeedNoise | None, options: CompareOptions
 ) -> Difference:
     pairs = shared(ours, theirs, options.by_id)
     if not pairs.items:
@@ -154,7 +144,7 @@ def _tested(
     return Difference(a.name, b.name, pairs, paired, test, p, mid_p, p, floor, flipped, shown=False)
 
 
-def _judged(one: Difference, p_adjusted: float, options: Options) -> Difference:
+def _judged(one: Difference, p_adjusted: float, options: CompareOptions) -> Difference:
     significant = p_adjusted <= 1 - options.confidence
     above = one.floor is None or abs(one.paired.value) > one.floor
     return replace(one, p_adjusted=p_adjusted, shown=significant and above)

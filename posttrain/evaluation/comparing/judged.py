@@ -10,8 +10,9 @@ from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.distributions import sign_test
 from posttrain.base.errors import RunError
 from posttrain.base.words import counted
+from posttrain.config.options import CompareOptions
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.evaluation.comparing.differences import Options, holm, p_text
+from posttrain.evaluation.comparing.differences import holm, p_text
 from posttrain.evaluation.comparing.items import Answers, matched
 from posttrain.evaluation.comparing.sides import Side
 from posttrain.evaluation.records import Answer
@@ -52,7 +53,9 @@ class Judged:
     asked: Sequence[Asked]
 
 
-def judge(sides: Sequence[Side], settings: JudgeSettings, options: Options, suites: Sequence[str] = ()) -> list[Judged]:
+def judge(
+    sides: Sequence[Side], settings: JudgeSettings, options: CompareOptions, suites: Sequence[str] = ()
+) -> list[Judged]:
     """Ask the judge about the first completion of every item that two sides have, each side against the first, on
     every suite that two of them have, or on those of `suites`.
 
@@ -74,7 +77,7 @@ def judge(sides: Sequence[Side], settings: JudgeSettings, options: Options, suit
     return _adjusted(found, options)
 
 
-def _adjusted(found: Sequence[Judged], options: Options) -> list[Judged]:
+def _adjusted(found: Sequence[Judged], options: CompareOptions) -> list[Judged]:
     """The preferences with their p-values adjusted for the number of those on the same suite."""
     adjusted = dict[int, float]()
     for key in {one.suite for one in found}:
@@ -98,7 +101,7 @@ def _judged(
     second: str,
     pairs: Sequence[tuple[str, Answer, Answer]],
     left_out: Mapping[str, int],
-    options: Options,
+    options: CompareOptions,
 ) -> Judged:
     questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for _, a, b in pairs]
     found = asking.compare(questions, f"{key}: judging {second} against {first}")

@@ -1,0 +1,328 @@
+"""Options of commands that Python functions take as well, and values of options as settings. Imports no torch."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from posttrain.base.errors import UsageError
+from posttrain.base.options import Flag, values_of
+from posttrain.config.reading.explain import wrong_value
+from posttrain.config.reading.fields import full
+from posttrain.config.reading.files import parse_value
+from posttrain.config.schema.base import Settings, SettingsConflict
+from posttrain.config.schema.data import variables
+from posttrain.config.schema.model import ModelDtype
+from posttrain.config.schema.rollout import EngineName, RolloutConfig
+
+VARIABLES = "--chat-template-kwargs"
+Group = TypeVar("Group", bound=Settings)
+
+
+def from_flags(group: type[Group], options: Any = None, **given: Any) -> Group:
+    """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value.
+
+    `options` may have further fields; those that are None are not given.
+    """
+    fields = {} if options is None else values_of(options)
+    values = {name: value for name, value in fields.items() if name in group.model_fields and value is not None} | given
+    try:
+        return group(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        conflict = problem.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            name, message = conflict.problems[0]
+        else:
+            name = str(problem["loc"][0])
+            message = wrong_value(values[name], full(group.model_fields[name]))
+        raise UsageError(f"--{name.replace('_', '-')} {message}") from error
+
+
+def _variables(text: str) -> dict[str, Any]:
+    """What `--chat-template-kwargs` gives. Raises UsageError for what is no mapping of variables."""
+    try:
+        return variables(parse_value(text, VARIABLES).values["value"])
+    except ValueError as error:
+        raise UsageError(f"{VARIABLES}: {error}") from error
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """The numbers of a flag with commas. Raises UsageError for others than the setting `name` takes."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        message = f"--{name.replace('_', '-')} is {text!r}; give numbers with commas, such as 0,0.6,1.0"
+        raise UsageError(message) from None
+    for value in values:
+        from_flags(RolloutConfig, **{name: value})
+    if len(set(values)) < len(values):
+        raise UsageError(f"--{name.replace('_', '-')} has a number twice: {text}")
+    return values
+
+
+# Those of several commands.
+DATA = Flag("Local rows of a suite instead of its source; repeatable.", metavar="[NAME=]FILE")
+DEVICE = Flag("auto, cpu, cuda, a GPU by number (cuda:1), or mps.")
+DTYPE = Flag("auto, float32 or bfloat16.")
+ENGINE = Flag("embedded; transformers: any architecture; vllm.", parse=str)
+FORMAT = Flag("Format of the rows, as data.format; auto: inferred from the columns.")
+LONGEST = Flag("Longest completion in tokens.")
+MAX_ROWS = Flag("Items of each suite, evenly spread.", min=1)
+MIN_P = Flag("Minimum probability, as a share of the most likely token's.")
+NUM_GENERATIONS = Flag("Completions of each prompt; several: with pass@k.", "-n", min=1)
+OVERWRITE = Flag("Replace the output file if it exists.")
+SEED = Flag("The same seed gives the same completions.", min=0)
+STOP = Flag("String that ends a completion; repeatable.")
+SUITE_ENGINE = Flag(
+    "embedded; transformers (or hf): any architecture; vllm.",
+    parse=lambda text: "transformers" if text == "hf" else text,
+)
+TOP_K = Flag("Number of most likely tokens; 0: all.")
+TOP_P = Flag("Total probability of the most likely tokens to sample from.")
+TEMPLATE = Flag("As data.template; default: chat if there is one, else none.")
+CHAT_VARIABLES = Flag(
+    "Variables of the chat template, such as '{enable_thinking: false}'; default: as saved with the model.",
+    metavar="JSON",
+    parse=_variables,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Options of `posttrain eval` and `posttrain.evaluate`, for all suites of a call. None: as each suite says."""
+
+    max_rows: Annotated[int | None, MAX_ROWS] = None
+    num_generations: Annotated[int | None, NUM_GENERATIONS] = None
+    temperature: Annotated[
+        float | Sequence[float] | None,
+        Flag("Sampling temperature; several: a sweep.", metavar="T[,T...]", parse=partial(_numbers, "temperature")),
+    ] = None
+    top_p: Annotated[
+        float | Sequence[float] | None,
+        Flag(
+            "Total probability to sample from; several: a sweep.", metavar="P[,P...]", parse=partial(_numbers, "top_p")
+        ),
+    ] = None
+    top_k: Annotated[int, Flag("Number of most likely tokens; 0: all.", min=0)] = 0
+    min_p: Annotated[float, MIN_P] = 0.0
+    max_completion_length: Annotated[int | None, Flag("Longest completion in tokens.", min=1)] = None
+    stop: Annotated[Sequence[str], STOP] = ()
+    engine: Annotated[EngineName, SUITE_ENGINE] = "embedded"
+    seed: Annotated[int, SEED] = 0
+    template: Annotated[str | None, Flag("Template of the prompts, as data.template.")] = None
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, CHAT_VARIABLES] = None
+    prompt: Annotated[str | None, Flag("The question, such as '{problem}'.")] = None
+    system_prompt: Annotated[str | None, Flag("System prompt.")] = None
+    rule: Annotated[str | None, Flag("Rule that grades, or module:function.")] = None
+    completion_column: Annotated[str, Flag("Column of recorded completions, or a path such as a.solution.")] = (
+        "completions"
+    )
+    reference: Annotated[str | None, Flag("Reference of a policy's implicit reward, for suites of pairs.")] = None
+    num_batches: Annotated[int | None, Flag("Batches of 16 pairs, sampled with replacement.", min=1)] = None
+    output: Annotated[
+        Path | str | None,
+        Flag("Folder of the records; default: in the run, else evaluations/.", "-o", metavar="PATH", parse=Path),
+    ] = None
+    overwrite: Annotated[bool, Flag("Evaluate again what is there already.")] = False
+    deadline: Annotated[float, Flag("Time limit of grading one completion, in seconds.")] = 2.0
+    workers: Annotated[int | None, Flag("Grading processes; default: one per core.", min=1)] = None
+    calibrate: Annotated[bool, Flag("Also compare verifiers: the string, the rule, math_verify; gold with gold.")] = (
+        False
+    )
+
+    @property
+    def of_suites(self) -> dict[str, Any]:
+        """The settings of suites that are given."""
+        names = ("template", "chat_template_kwargs", "prompt", "system_prompt", "rule", "stop")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value not in (None, {}, ())}
+
+    @property
+    def swept(self) -> list[dict[str, float]]:
+        """Every combination of the given temperatures and top_p; one without names if neither is given."""
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        named = {
+            name: values if isinstance(values, Sequence) else (values,)
+            for name, values in given.items()
+            if values is not None and values not in ((), [])
+        }
+        return [dict(zip(named, values, strict=True)) for values in itertools.product(*named.values())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """How sides are compared. `by_id`: see `posttrain/evaluation/comparing/items.py`."""
+
+    confidence: Annotated[float, Flag("Coverage of the intervals.", min=0.5, max=0.9999)] = 0.95
+    resamples: Annotated[int, Flag("Resamples of the bootstrap.", min=100)] = 10_000
+    seed: Annotated[int, Flag("Random seed of the bootstrap.", min=0)] = 0
+    all_pairs: Annotated[bool, Flag("Compare every two sides, not each with the first.")] = False
+    by_id: Annotated[bool, Flag("Items of one id are the same, whatever their prompts.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What is exported, and how."""
+
+    output: Annotated[Path | None, Flag("A new folder; default: exports/NAME.", "-o")] = None
+    overwrite: Annotated[bool, Flag("Replace an earlier export, in the folder and on the hub.")] = False
+    merge: Annotated[bool, Flag("Merge an adapter into its base, or export it as it is.", "--merge/--no-merge")] = True
+    base: Annotated[str | None, Flag("Merge an adapter into this model, such as the full one of a 4-bit base.")] = None
+    fold: Annotated[
+        bool, Flag("Write one adapter of the original base, with the adapters that were merged into its base.")
+    ] = False
+    dtype: Annotated[str, Flag("auto (as stored), float32, bfloat16 or float16.")] = "auto"
+    max_shard_size: Annotated[str, Flag("Size of the largest file of weights.")] = "5GB"
+    prompts: Annotated[
+        Path | None, Flag("File whose first 8 prompts are compared; default: the run's data, or built-in.")
+    ] = None
+    engines: Annotated[Sequence[str], Flag("Write what ollama, llama.cpp or vllm needs; repeatable.", "--for")] = ()
+    evaluations: Annotated[
+        Sequence[Path], Flag("Evaluation folder for the model card; repeatable.", "--evaluation")
+    ] = ()
+    push_to_hub: Annotated[str | None, Flag("Upload it, such as me/my-model.", metavar="ID")] = None
+    private: Annotated[bool, Flag("Create the hub's repository as a private one.")] = False
+
+
+PRECISIONS: dict[str, Literal["int8", "int4"]] = {"int8": "int8", "int4": "int4", "nf4": "int4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """What a model is quantised to, and what the gate measures: `suite` before and after, else rows of `gate`."""
+
+    to: Annotated[str, Flag("int8: LLM.int8; int4, or nf4: NF4 with double quantisation.")]
+    output: Annotated[Path | None, Flag("A new folder; default: in the run, else in quantized_models/.", "-o")] = None
+    overwrite: Annotated[bool, Flag("Replace an earlier quantised model.")] = False
+    gate: Annotated[
+        Sequence[Path],
+        Flag(
+            "Your prompts, or pairs for a reward model; repeatable. Default: the run's data, or built-in prompts.",
+            metavar="FILE",
+        ),
+    ] = ()
+    suite: Annotated[str | None, Flag("Suites to evaluate before and after.", "-s", metavar="NAME,...")] = None
+    data: Annotated[Sequence[str], DATA] = ()
+    max_rows: Annotated[
+        int | None, Flag("Rows of the gate and of each suite; default: 128 prompts, 1,000 pairs.", min=1)
+    ] = None
+    temperature: Annotated[float, Flag("Temperature of the compared completions.")] = 1.0
+    max_completion_length: Annotated[int, Flag("Longest compared completion in tokens.")] = 128
+    engine: Annotated[EngineName, ENGINE] = "embedded"
+    seed: Annotated[int, Flag("Random seed of the completions.", min=0)] = 0
+    max_kl: Annotated[float | None, Flag("Limit in nats; default: int8 0.01, int4 0.1.", min=0)] = None
+    max_flips: Annotated[
+        float | None, Flag("Limit as a share; default: int8 0.05, int4 0.15 (of pairs 0.1).", min=0)
+    ] = None
+    max_drop: Annotated[float | None, Flag("Limit of accuracy lost; default: 0.03.", min=0)] = None
+    max_weight_error: Annotated[float | None, Flag("Limit of a layer; default: int8 0.05, int4 0.2.", min=0)] = None
+    format: Annotated[str, FORMAT] = "auto"
+    template: Annotated[
+        str | None, Flag("As data.template; default: the run's, else chat if there is one, else none.")
+    ] = None
+    dtype: Annotated[ModelDtype, Flag("auto (as stored), float32 or bfloat16; of all other weights.", parse=str)] = (
+        "auto"
+    )
+    device: Annotated[str, DEVICE] = "auto"
+
+    @property
+    def precision(self) -> Literal["int8", "int4"]:
+        return PRECISIONS[self.to]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """How completions are sampled for the prompts of a file."""
+
+    output: Annotated[Path | None, Flag("Where to write; default: FILE.generated.jsonl.", "-o")] = None
+    overwrite: Annotated[bool, OVERWRITE] = False
+    num_generations: Annotated[int, Flag("Completions of each prompt.", "-n", min=1)] = 1
+    engine: Annotated[str, ENGINE] = "embedded"
+    temperature: Annotated[float, Flag("Sampling temperature; 0: greedy.")] = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
+    top_k: Annotated[int, TOP_K] = 0
+    min_p: Annotated[float, MIN_P] = 0.0
+    max_completion_length: Annotated[int, LONGEST] = 512
+    stop: Annotated[Sequence[str], STOP] = ()
+    seed: Annotated[int, SEED] = 0
+    format: Annotated[str, FORMAT] = "auto"
+    template: Annotated[str | None, TEMPLATE] = None
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, CHAT_VARIABLES] = None
+    dtype: Annotated[str, DTYPE] = "auto"
+    device: Annotated[str, DEVICE] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """How completions are sampled. None: as in the run or --config."""
+
+    config: Annotated[
+        str | None, Flag("Settings to sample with; default: those of the model's run.", metavar="FILE|PRESET")
+    ] = None
+    stage: Annotated[str | None, Flag("Stage of the settings, or of the run folder.")] = None
+    reward: Annotated[
+        Sequence[str],
+        Flag('A reward: its type, module:function, or settings such as "{type: length, target: 50}"; repeatable.'),
+    ] = ()
+    prompts: Annotated[int, Flag("Number of prompts: the first usable ones.", min=1)] = 4
+    num_generations: Annotated[int, Flag("Completions of each prompt.", "-n", min=2)] = 8
+    show: Annotated[int, Flag("Completions shown of each prompt.", min=0)] = 1
+    temperature: Annotated[
+        str | None, Flag("Sampling temperature; several: a table by temperature.", metavar="FLOAT[,FLOAT...]")
+    ] = None
+    top_p: Annotated[float | None, TOP_P] = None
+    top_k: Annotated[int | None, TOP_K] = None
+    min_p: Annotated[float | None, MIN_P] = None
+    max_completion_length: Annotated[int | None, LONGEST] = None
+    stop: Annotated[Sequence[str], STOP] = ()
+    engine: Annotated[str | None, ENGINE] = None
+    seed: Annotated[int, SEED] = 0
+    format: Annotated[str | None, Flag("Format of the rows, as data.format.")] = None
+    template: Annotated[str | None, Flag("As data.template; without settings: chat if there is one, else none.")] = None
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, CHAT_VARIABLES] = None
+    dtype: Annotated[str | None, DTYPE] = None
+    device: Annotated[str | None, DEVICE] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What is served, where, and how much of it at a time."""
+
+    host: Annotated[str, Flag("Address to listen on; other than this machine's needs a key.")] = "127.0.0.1"
+    port: Annotated[int, Flag("Port; 0: a free one.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None,
+        Flag(
+            "Secret that requests must send, which other users see in the list of processes: prefer $POSTTRAIN_API_KEY."
+        ),
+    ] = None
+    adapter: Annotated[Sequence[str], Flag("LoRA adapter by its name; repeatable.", metavar="NAME=FOLDER")] = ()
+    reward_model: Annotated[str | None, Flag("Reward model for POST /reward.")] = None
+    template: Annotated[str | None, TEMPLATE] = None
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, CHAT_VARIABLES] = None
+    max_rows: Annotated[int, Flag("Completions that are generated together.", min=1, max=512)] = 64
+    max_waiting: Annotated[int, Flag("Prompts in the queue; further requests get status 429.", min=1)] = 256
+    context: Annotated[int | None, Flag("Longest prompt with its completion, in tokens. [default: 4096]", min=2)] = None
+    dtype: Annotated[str, DTYPE] = "auto"
+    device: Annotated[str, DEVICE] = "auto"
+    attached: Annotated[bool, Flag("End with the parent process.", hidden=True)] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkOptions:
+    """Settings of a conversation in the terminal. None: the default."""
+
+    system_prompt: Annotated[str | None, Flag("What is said before the conversation.")] = None
+    temperature: Annotated[float | None, Flag("Sampling temperature; 0: greedy. [default: 0.7]", min=0)] = None
+    top_p: Annotated[float | None, Flag("Probability of the tokens that are sampled from.", min=0, max=1)] = None
+    max_tokens: Annotated[int | None, Flag("Longest reply in tokens. [default: 512]", min=1)] = None
+    seed: Annotated[int | None, Flag("The same seed gives the same replies.", min=0)] = None
+    template: Annotated[str | None, TEMPLATE] = None
+    chat_template_kwargs: Annotated[str | None, replace(CHAT_VARIABLES, parse=None)] = None  # for the server to read
+    dtype: Annotated[str | None, DTYPE] = None
+    device: Annotated[str | None, DEVICE] = None
