@@ -126,7 +126,7 @@ class EvalOptions:
     num_batches: Annotated[int | None, Flag("Batches of 16 pairs, sampled with replacement.", min=1)] = None
     output: Annotated[
         Path | str | None,
-        Flag("Folder of the records; default: in the run, else evaluations/.", "-o", metavar="PATH", parse=Path),
+        Flag("Folder of the records; default: in the run, else evaluations/.", "-o", metavar="<path>", parse=Path),
     ] = None
     overwrite: Annotated[bool, Flag("Evaluate again what is there already.")] = False
     deadline: Annotated[float, Flag("Time limit of grading one completion, in seconds.")] = 2.0
@@ -189,7 +189,8 @@ class ExportOptions:
     private: Annotated[bool, Flag("Create the hub's repository as a private one.")] = False
 
 
-PRECISIONS: dict[str, Literal["int8", "int4"]] = {"int8": "int8", "int4": "int4", "nf4": "int4"}
+Precision = Literal["int8", "int4"]
+PRECISIONS: dict[str, Precision] = {"int8": "int8", "int4": "int4", "nf4": "int4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +232,7 @@ class QuantizeOptions:
     device: Annotated[str, DEVICE] = "auto"
 
     @property
-    def precision(self) -> Literal["int8", "int4"]:
+    def precision(self) -> Precision:
         return PRECISIONS[self.to]
 
 

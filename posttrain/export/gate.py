@@ -17,6 +17,7 @@ from posttrain.base.distributions import t_quantile
 from posttrain.base.progress import progress
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
+from posttrain.config.options import Precision
 from posttrain.distillation import compare
 from posttrain.evaluation.paired import paired_difference
 from posttrain.evaluation.pairs import own_margins
@@ -24,7 +25,7 @@ from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.losses.distillation import forward_kl
 from posttrain.models.attention import width_step
-from posttrain.models.quantised import Precision, weight_errors
+from posttrain.models.quantised import weight_errors
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 
 CONFIDENCE = 0.95

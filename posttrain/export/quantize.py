@@ -16,7 +16,7 @@ from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.config.options import EvalOptions, QuantizeOptions, from_flags
+from posttrain.config.options import EvalOptions, Precision, QuantizeOptions, from_flags
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
@@ -39,7 +39,7 @@ from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.source import QUANTISED, Source, find_source
 from posttrain.models.devices import take_device
 from posttrain.models.load import check_embeddings, load_config, load_model, load_tokenizer
-from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
+from posttrain.models.quantised import NAMES, linear_layers, method_of, quantised, stored_bytes, weight_of
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.finding import size_of
 from posttrain.runs.inputs import content_of
@@ -126,7 +126,8 @@ class _Work:
     ):
         self._options, self._suites, self._source = options, suites, source
         self._devices, self._target, self._say = devices, target, say
-        self._to, self._limits = options.precision, _limits(options)
+        self._to: Precision = options.precision
+        self._limits = _limits(options)
         config = load_config(source.model)
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         half = stored in ("bfloat16", "float16")

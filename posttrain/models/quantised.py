@@ -7,7 +7,6 @@ Heads (of tokens or rewards), embeddings and norms keep their own precision.
 """
 
 import copy
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.base.errors import ModelError
 from posttrain.base.extras import need
+from posttrain.config.options import Precision
 from posttrain.models.families import backbone_of
 
-Precision = Literal["int8", "int4"]
 NAMES: dict[Precision, str] = {"int8": "LLM.int8", "int4": "NF4 with double quantisation"}
 CLASSES = ("Linear8bitLt", "Linear4bit")
 # bitsandbytes' 4-bit kernels for CPUs with bfloat16 instructions refuse other shapes, in plain transformers too.
