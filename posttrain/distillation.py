@@ -52,7 +52,7 @@ class Head(NamedTuple):
         return logits.sub_(logits.logsumexp(-1, keepdim=True)), capped
 
 
-def compare(
+def compare_distributions(
     student: tuple[nn.Module, Tensor],
     teacher: tuple[nn.Module, Tensor],
     target_N: Tensor,

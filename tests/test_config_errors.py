@@ -210,6 +210,10 @@ def test_the_checks_of_losses_agree_with_the_losses_themselves():
     # `sft` takes no score but tolerates any: TRL's list has it, so that it can be mixed in.
     assert {name for name, settings in reads.items() if "score" in settings} | {"sft"} == F_DIVERGENCE_LOSSES
     assert {name for name, settings in reads.items() if "discopop_tau" in settings} == {"discopop"}
+    for name, settings in reads.items():
+        method = DPOMethod(loss_type=(name,), label_smoothing=0.001 if name == "exo_pair" else 0.0)
+        known = {setting for setting in ("beta", "label_smoothing", "discopop_tau") if method.reads(setting)}
+        assert known == settings & {"beta", "label_smoothing", "discopop_tau"}
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "aot", "discopop", "sft"])

@@ -12,7 +12,7 @@ from trl.experimental.gkd import GKDTrainer
 from posttrain import distillation, runner
 from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.config import load
-from posttrain.distillation import compare
+from posttrain.distillation import compare_distributions
 from posttrain.losses import DIVERGENCES, divergence_of
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
@@ -102,7 +102,7 @@ def test_chunks_give_the_dense_loss_and_gradient(monkeypatch, name, chunk, softc
     teacher_N, target_N, weight_N = torch.randn(rows, 24), torch.randint(37, (rows,)), torch.rand(rows)
     inputs = hidden_N, student.lm_head.weight, student.lm_head.bias
 
-    found = compare(
+    found = compare_distributions(
         (student, hidden_N), (teacher, teacher_N), target_N, weight_N, divergence_of(name, 0.3), temperature
     )
     gradients = torch.autograd.grad(2 * found.loss, inputs)
@@ -135,7 +135,7 @@ def test_a_second_backward_is_refused():
     """The gradients are scaled in place: what is left of them is not the gradient."""
     student, teacher = model(7, 8, 1), model(7, 8, 2)
     hidden_N = torch.randn(3, 8, requires_grad=True)
-    found = compare(
+    found = compare_distributions(
         (student, hidden_N), (teacher, torch.randn(3, 8)), torch.zeros(3).long(), torch.ones(3),
         divergence_of("reverse_kl", 0.5),
     )  # fmt: skip

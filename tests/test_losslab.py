@@ -27,7 +27,7 @@ from posttrain.config import (
     load,
 )
 from posttrain.inspection.losslab.lab import cosines, losses
-from posttrain.inspection.losslab.variants import own_name, parsed, variants
+from posttrain.inspection.losslab.variants import parsed, variants
 from posttrain.runs.lock import FolderLock
 from posttrain.runs.metrics import read_metrics
 
@@ -61,7 +61,7 @@ def norm_of(folder, step):
 
 
 def own_row_is_logged(folder, *steps):
-    own = own_name(load(folder / "config.yaml").config.method)
+    own = load(folder / "config.yaml").config.method.loss_name
     for step in steps:
         lab = losses(folder, step, [own])
         print(f"step {step}: {lab.weights}; logged {norm_of(folder, step)}, here {lab.rows[0].norm}")

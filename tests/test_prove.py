@@ -175,7 +175,7 @@ def test_memory_is_flat_over_two_thousand_steps_of_grpo(sums_home, tmp_path, mon
 # What happens in the training process for each: the names under which the functions are called.
 TIMED = {
     "checks": [
-        (grpo, "check_packing"), (grpo, "check_ratio"), (grpo, "check_margins"), (grpo, "measure_mismatch"),
+        (online, "check_packing"), (grpo, "check_ratio"), (grpo, "check_margins"), (online, "measure_mismatch"),
         (saving, "check_finite"), (saving, "check_same_weights"), (MovedWeights, "__init__"), (MovedWeights, "check"),
     ],
     "store": [(online.Step, "stored"), (rollouts.RolloutStore, "add"), (rollouts, "_insert")],

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain import recipes, runner
 from posttrain.base.errors import ConfigError, PosttrainError, RunError
 from posttrain.config import load
-from posttrain.config.schema.metrics import OF_LOSS
+from posttrain.config.schema.methods import METHODS
 from posttrain.training.best import Best
 from posttrain.training.state import State, memory_settings
 
@@ -299,7 +299,7 @@ def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, mo
     def train(job, data):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setitem(recipes.RECIPES, "dpo", train)
+    monkeypatch.setitem(recipes.RECIPES, "dpo", SimpleNamespace(train=train))
     sections = dpo(shared, "unused")
     del sections["model"]
     models = [{"path": str(shared / "models/stories260K"), "name": name} for name in "ab"]
@@ -356,7 +356,9 @@ def test_early_stopping_keeps_the_best(tmp_path, shared):
 
 
 @pytest.mark.parametrize(
-    "method", [*OF_LOSS, {"type": "kto", "loss_type": "bco"}], ids=lambda m: m if isinstance(m, str) else "bco"
+    "method",
+    [*(name for name in METHODS if METHODS[name].measured), {"type": "kto", "loss_type": "bco"}],
+    ids=lambda m: m if isinstance(m, str) else "bco",
 )
 def test_what_each_method_measures_can_name_the_best_model(tmp_path, shared, method):
     """All of it, and nothing that the table of names lacks: the run's own names are the oracle."""
@@ -374,7 +376,7 @@ def test_what_each_method_measures_can_name_the_best_model(tmp_path, shared, met
     folder = run(tmp_path, **settings, checkpoint={"best_metric": "eval_loss"})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = {key for line in lines for key in line if key.startswith("eval_")}
-    names = {f"eval_{key}" for key in ("loss", *OF_LOSS[name])}
+    names = {f"eval_{key}" for key in ("loss", *METHODS[name].measured)}
     assert measured - {"eval_kl", "eval_delta"} == names
     assert ("eval_kl" in measured) == (method == "kto")
     for metric in measured - {"eval_delta"}:

@@ -27,7 +27,7 @@ from posttrain.cli.rollouts import token_shown
 from posttrain.config import PPOMethod, load
 from posttrain.inspection.regrade import _change, _completion
 from posttrain.losses import gae, normalized
-from posttrain.recipes import REGRADED, ppo
+from posttrain.recipes import REWARDED, ppo
 from posttrain.rewards.compose import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs import rollouts
@@ -459,9 +459,9 @@ def test_advantages_in_training_and_regraded_are_those_by_hand(sums_home, tmp_pa
         exact_ones = name == "rloo" or name.startswith("ppo")
         near = {"abs": 1e-4} if exact_ones else {"abs": 2e-3, "rel": 2e-3}  # 1e-4 is added to deviations
         assert [one["advantage"] for one in rollouts] == pytest.approx(before, **near)
-        regraded = REGRADED[method["type"]](load(folder / "config.yaml").config.method, rollouts, other)
+        regraded = REWARDED[method["type"]].regraded(load(folder / "config.yaml").config.method, rollouts, other)
         assert regraded == pytest.approx(after, **near)
-        same = REGRADED[method["type"]](load(folder / "config.yaml").config.method, rollouts, own)
+        same = REWARDED[method["type"]].regraded(load(folder / "config.yaml").config.method, rollouts, own)
         assert same == pytest.approx([one["advantage"] for one in rollouts], abs=1e-5)
         changes += sum(one["advantage"] * new < 0 for one, new in zip(rollouts, regraded, strict=True))
     capsys.readouterr()

@@ -164,15 +164,15 @@ def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypa
 
     from posttrain import runner
     from posttrain.config import load
-    from posttrain.recipes import preference
+    from posttrain.recipes import offline
 
-    make_reference = preference.make_reference
+    make_reference = offline.make_reference
 
     def shifted(*args):
         reference = make_reference(*args)
         return lambda one, examples: reference(one, examples) + 1.0
 
-    monkeypatch.setattr(preference, "make_reference", shifted)
+    monkeypatch.setattr(offline, "make_reference", shifted)
     settings = {
         "name": "run",
         "output_dir": str(tmp_path),

@@ -17,7 +17,7 @@ from posttrain.cli.settings import Config, Overrides, split_arguments
 from posttrain.cli.train import DRY_RUN
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.base import EVAL_METRIC
-from posttrain.runs.headline import OF_METHOD
+from posttrain.runs.headline import of_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,4 +131,4 @@ def _metric(given: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]
 
 
 def _main(config: RunConfig) -> str:
-    return "reward" if config.samples else OF_METHOD.get(config.method.type, ("loss",))[0]
+    return "reward" if config.samples else (*of_method(config.method.type), "loss")[0]

@@ -16,7 +16,7 @@ from posttrain.cli.errors import Interrupted
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
 from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
-from posttrain.config.schema.methods import METHOD_NAMES, METHODS
+from posttrain.config.schema.methods import METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
 from posttrain.parallel.launch import is_rank
 from posttrain.parallel.launch import launch as start_ranks
@@ -167,9 +167,10 @@ def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
     given = flags.get("method.type", "")
     if given != "all" and "," not in given:
         return ()
-    writing = [name for name in METHOD_NAMES if name != "reward"]  # methods whose model generates
+    writing = [name for name, method in METHODS.items() if method.head == "lm"]  # methods whose model generates
     if given == "all":
-        return tuple(name for name in writing if name in METHODS)
+        return tuple(writing)
+    writing.append("ipo")
     names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
     for name in names:
         if name not in writing:

@@ -23,7 +23,7 @@ from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.hints import SYSTEMS, hint
 from posttrain.config.schema.data import SourceConfig
 from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
-from posttrain.config.schema.methods import METHODS
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
 from posttrain.config.schema.rewards import Reward, RewardTerm
 
 WIDTH = 110
@@ -41,22 +41,21 @@ HEADINGS = {
     "devices": "Devices",
     "rollout": "Rollouts",
 }
-ONLINE = {"model.path": "Qwen/Qwen3-0.6B", "data.source": "gsm8k", "rewards": [{"type": "math"}]}
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "sft": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/Capybara"},
-    "reward": {"model.path": "openai-community/gpt2", "data.source": "Anthropic/hh-rlhf"},
-    "dpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
-    "orpo": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/ultrafeedback_binarized"},
-    "cpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
-    "simpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
-    "kto": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/kto-mix-14k"},
-    "ppo": ONLINE,
-    "grpo": ONLINE,
-    "rloo": ONLINE,
-    "reinforce_plus_plus": ONLINE,
-    "distill": ONLINE | {"model.path": "Qwen/Qwen3-0.6B-Base", "method.teacher": "Qwen/Qwen3-4B"},
-    "ipo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
-}
+
+
+def _class_of(method: str) -> type[AnyMethod]:
+    return METHODS["dpo" if method == "ipo" else method]
+
+
+def _example(method: type[AnyMethod]) -> dict[str, Any]:
+    """The settings of a starter file that have no default."""
+    model, source = method.example
+    values: dict[str, Any] = {"model.path": model, "data.source": source}
+    values |= {"rewards": [{"type": "math"}]} if method.samples_completions else {}
+    return values | ({"method.teacher": "Qwen/Qwen3-4B"} if "teacher" in method.model_fields else {})
+
+
+EXAMPLES = {name: _example(_class_of(name)) for name in METHOD_NAMES}
 STARTER = (
     "rewards",
     "model.path",
@@ -134,10 +133,9 @@ def reads(method: str, setting: Setting) -> bool:
     """Whether a method (`ipo` too) reads a setting."""
     if method == "ipo" and setting.path == "method.loss_type":
         return False  # `type: ipo` says it
-    kind = "dpo" if method == "ipo" else method
-    if setting.path.startswith(("rewards", "rollout.")) and method == "reward":
+    if setting.path.startswith(("rewards", "rollout.")) and _class_of(method).head == "reward":
         return False  # a reward model writes no completions
-    return not setting.methods or kind in setting.methods
+    return not setting.methods or _class_of(method).name() in setting.methods
 
 
 def _usual(method: str, setting: Setting) -> bool:
@@ -146,7 +144,7 @@ def _usual(method: str, setting: Setting) -> bool:
 
 
 def _online(method: str) -> bool:
-    return method in METHODS and METHODS[method].kind == "prompt"
+    return _class_of(method).samples_completions
 
 
 def _entry_models(setting: Setting) -> list[type[BaseModel]]:

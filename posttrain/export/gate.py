@@ -18,7 +18,7 @@ from posttrain.base.progress import progress
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
-from posttrain.distillation import compare
+from posttrain.distillation import compare_distributions
 from posttrain.evaluation.paired import paired_difference
 from posttrain.evaluation.pairs import own_margins
 from posttrain.evaluation.records import Answer
@@ -98,7 +98,9 @@ def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequenc
             here = packed.to(device)
             states = scored_states(original, here), scored_states(other, here)
             ones_N = torch.ones(len(here.target_N), device=device)
-            compared = compare((other, states[1]), (original, states[0]), here.target_N, ones_N, forward_kl)
+            compared = compare_distributions(
+                (other, states[1]), (original, states[0]), here.target_N, ones_N, forward_kl
+            )
             parts = row_chunks(original, len(states[0]))
             greedy_N = torch.cat([next_token_logits(original, states[0][rows]).argmax(-1) for rows in parts])
             same_N = scores_of(other, states[1], greedy_N, 1.0).top1_N

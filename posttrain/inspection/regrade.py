@@ -12,7 +12,7 @@ from posttrain import engines
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.config.schema.rewards import Reward
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes import REGRADED
+from posttrain.recipes import REWARDED
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.runs.inputs import run_settings
@@ -54,8 +54,8 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
     have a reward in both. Raises RunError for a run that does not learn from rewards.
     """
     config = run_settings(folder)
-    method, regraded = config.method, REGRADED.get(config.method.type)
-    if regraded is None:
+    method = config.method
+    if not method.needs_rewards:
         raise RunError(f"{folder} is a run of {method.type}, which does not learn from rewards")
     tokenizer, changed, counts, approximate = tokenizer_of(folder), [], Counter[str](), False
     with (
@@ -79,7 +79,9 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                 if row["reward"] is not None and new is not None
             ]
             approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
-            advantages = regraded(method, [row for row, _ in usable], [reward for _, reward in usable])
+            advantages = REWARDED[method.type].regraded(
+                method, [row for row, _ in usable], [reward for _, reward in usable]
+            )
             for (row, reward), after in zip(usable, advantages, strict=True):
                 before = row["advantage"]
                 if before is None or after is None:  # outside the loss

@@ -1,28 +1,40 @@
 """Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py)."""
 
-from posttrain.losses.advantage import gae, group_advantages, leave_one_out, normalized, rewards_to_go, whitened
+from posttrain.losses.advantage import (
+    ReturnScale,
+    gae,
+    group_advantages,
+    leave_one_out,
+    normalized,
+    rewards_to_go,
+    value_loss,
+    whitened,
+)
+from posttrain.losses.base import global_mean, loss_coefficients, nll
 from posttrain.losses.distillation import DIVERGENCES, divergence_of
-from posttrain.losses.divergence import F_DIVERGENCES, divergence_score
-from posttrain.losses.kl import KL_ESTIMATORS, adapted_kl_coef, kl_penalty
-from posttrain.losses.pairs import Pairs, preference_metrics
+from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
 from posttrain.losses.policy import (
+    KL_ESTIMATORS,
     POLICY_LOSSES,
     Counts,
     PolicyLoss,
+    adapted_kl_coef,
     cispo,
     grpo_clip,
+    kl_penalty,
     policy_gradient,
     policy_loss,
     token_weights,
     truncated_weights,
 )
 from posttrain.losses.preference import (
+    F_DIVERGENCES,
     PREFERENCE_LOSSES,
     PreferenceLoss,
     couples_batch,
+    divergence_score,
     preference_loss,
 )
-from posttrain.losses.reduce import global_mean, loss_coefficients
 from posttrain.losses.reference_free import (
     CONTRASTIVE_LOSSES,
     contrastive,
@@ -31,10 +43,7 @@ from posttrain.losses.reference_free import (
     odds_ratio,
     odds_ratio_metrics,
 )
-from posttrain.losses.reward import bradley_terry, reward_metrics, reward_range
-from posttrain.losses.sft import nll
 from posttrain.losses.unpaired import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
-from posttrain.losses.value import ReturnScale, value_loss
 
 __all__ = [
     "CONTRASTIVE_LOSSES",

@@ -1,17 +1,22 @@
-"""Advantages: how much better a completion or token did than expected. All detached.
+"""Advantages: how much better a completion or token did than expected, and the values that PPO expects. All detached,
+but for the loss of the values.
 
 A step samples S completions, G per prompt (its group), and gives each a reward r. Statistics are computed in double
 precision, so that the mean of equal rewards is exactly that reward, and a group without a learning signal has A = 0.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.batch import sum_segments
+from posttrain.losses.base import check_shapes
 
 ScaleRewards = Literal["group", "batch", "none"]
+DECAY = 0.9  # factor of a step's weight in the running statistics of returns, per later step
 
 
 def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleRewards, eps: float) -> Tensor:
@@ -115,3 +120,44 @@ def _std(values: Tensor) -> Tensor:
 
 def _or_one(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnScale:
+    """Running mean and standard deviation of the returns: V = mean + std · (output of the value head).
+
+    Keeps the value loss on one scale whatever the scale of the rewards (value normalisation as in MAPPO, arXiv
+    2103.01955, section 5.1). Recent steps have the most weight, so that the values follow a rising reward.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    steps: int = 0
+
+    def after(self, return_N: Tensor) -> "ReturnScale":
+        """The statistics including a step's returns. If the variance is 0, std is 1."""
+        returns, steps = return_N.detach().double(), self.steps + 1
+        share = (1 - DECAY) / (1 - DECAY**steps)  # 1 at the first step: the initial values do not count
+        distance = float(returns.mean()) - self.mean
+        variance = self.std**2 + share * distance**2 if self.steps else 0.0
+        variance = (1 - share) * variance + share * float(returns.var(correction=0))
+        return ReturnScale(self.mean + share * distance, math.sqrt(variance) if variance > 0 else 1.0, steps)
+
+    def values(self, output: Tensor) -> Tensor:
+        """Outputs of the value head as returns."""
+        return self.mean + self.std * output
+
+    def outputs(self, returns: Tensor) -> Tensor:
+        """Returns as outputs of the value head."""
+        return (returns - self.mean) / self.std
+
+
+def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, cliprange_value: float) -> tuple[Tensor, Tensor]:
+    """½ max((V − R)², (V_clip − R)²), V_clip = V clipped to V_old ± `cliprange_value`; and where V_clip was worse.
+
+    PPO's value loss as in the code of arXiv 1707.06347 and TRL's PPO; elementwise, tensors of one shape.
+    """
+    check_shapes(value=value, old_value=old_value, returns=returns)
+    held = torch.clamp(value, old_value - cliprange_value, old_value + cliprange_value)
+    free, clipped = (value - returns) ** 2, (held - returns) ** 2
+    return 0.5 * torch.maximum(free, clipped), (clipped > free).detach()

@@ -2,7 +2,8 @@
 
 A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy at the
 start of the step, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L)
-if padded. `POLICY_LOSSES` maps each name to its loss and to how the tokens of a step are averaged.
+if padded. `POLICY_LOSSES` maps each name to its loss and to how the tokens of a step are averaged. The KL to
+a reference is a term of the loss, or of the reward.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import sum_segments
-from posttrain.losses.divergence import MAX_EXPONENT
+from posttrain.losses.base import MAX_EXPONENT, check_shapes
 
 # The level of one ratio π / π_old: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).
@@ -21,6 +22,7 @@ Level = Literal["token", "sequence", "product"]
 # How tokens are averaged: within each completion, then over completions; over all tokens of the update, or of the
 # step's rollout; or each completion's sum divided by a constant length, then over completions.
 Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
+KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
 
     A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean.
     """
-    _check_shapes(logprob=logprob, advantage=advantage)
+    check_shapes(logprob=logprob, advantage=advantage)
     return -advantage * logprob
 
 
@@ -41,7 +43,7 @@ def grpo_clip(
     clipped (second result, bool) has no gradient: the policy has already moved ε in the direction of A.
     ε_high above ε leaves unlikely tokens more room to grow (clip-higher, DAPO, arXiv 2503.14476, section 3.1).
     """
-    _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = torch.exp((logprob - old_logprob).clamp(max=MAX_EXPONENT))
     held = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     free, clipped = ratio * advantage, held * advantage
@@ -54,7 +56,7 @@ def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_hi
     No token loses its gradient, unlike clipped ones in `grpo_clip`. ε_high bounds the ratio itself, as in TRL. Tokens
     with A ≤ 0 do not count as capped.
     """
-    _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = torch.exp((logprob - old_logprob).detach().clamp(max=MAX_EXPONENT))
     return -ratio.clamp(max=epsilon_high) * advantage * logprob, (ratio > epsilon_high) & (advantage > 0)
 
@@ -156,12 +158,44 @@ def truncated_weights(logprob: Tensor, sampler_logprob: Tensor, *, cap: float) -
 
     Truncated importance sampling; `logprob` is under the policy that sampled, scored by the trainer.
     """
-    _check_shapes(logprob=logprob, sampler_logprob=sampler_logprob)
+    check_shapes(logprob=logprob, sampler_logprob=sampler_logprob)
     return torch.exp((logprob - sampler_logprob).detach().clamp(max=MAX_EXPONENT)).clamp(max=cap)
 
 
-def _check_shapes(**named: Tensor) -> None:
-    """Raise ValueError unless all have one shape: broadcasting would hide a mistake."""
-    if len({tensor.shape for tensor in named.values()}) > 1:
-        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
-        raise ValueError(f"expected tensors of one shape, got {listed}")
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tensor:
+    """An estimate of KL(π‖π_ref), the divergence of a policy from its reference, for each sampled token; nats.
+
+    With ρ = log π_ref − log π of the token (J. Schulman, "Approximating KL divergence", 2020):
+
+        k1   −ρ                 unbiased, high variance, sometimes negative
+        k2   ρ² / 2             biased, low variance; its gradient is the unbiased gradient of the KL on policy
+        k3   e^ρ − ρ − 1        unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4
+
+    As a term of the loss, on tokens sampled from π itself, the expected gradient is that of the token's KL(π‖π_ref) for
+    k2, that of KL(π_ref‖π) for k3, and 0 for k1, which has no effect there. As part of the reward, through which no
+    gradient flows, k1 gives the gradient of the full completion's KL(π‖π_ref) through the policy gradient.
+
+    Raises ValueError for other names or unequal shapes.
+    """
+    check_shapes(logprob=logprob, ref_logprob=ref_logprob)
+    rho = ref_logprob - logprob
+    match estimator:
+        case "k1":
+            return -rho
+        case "k2":
+            return rho**2 / 2
+        case "k3":
+            return torch.expm1(rho.clamp(max=MAX_EXPONENT)) - rho
+    raise ValueError(f"unknown estimator {estimator!r}: one of {', '.join(KL_ESTIMATORS)}")
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
+    """The next coefficient of PPO's KL penalty: raised if the measured KL is above the target, lowered if below.
+
+        e = clip(KL / target − 1, −0.2, 0.2)        β ← β (1 + e · completions / horizon)
+
+    arXiv 1909.08593, section 2.2; `kl` is in nats per completion, `horizon` the number of completions over which
+    the largest error changes β by a fifth.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * completions / horizon)

@@ -8,15 +8,19 @@ f-divergence score, the identity by default. Values and gradients are those of T
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses.divergence import Score, divergence_score
+from posttrain.losses.base import MAX_EXPONENT, smoothed
 from posttrain.losses.pairs import Pairs
+
+Score = Callable[[Tensor], Tensor]
 
 
 def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
@@ -25,7 +29,7 @@ def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) 
     ε = `label_smoothing` above 0 is conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"): the
     expected loss if a label is wrong with probability ε. Earlier TRL had it, but 1.16 reads no label smoothing here.
     """
-    return _smoothed(beta * _score_margin(pairs, score), label_smoothing)
+    return smoothed(beta * _score_margin(pairs, score), label_smoothing)
 
 
 def sigmoid_norm(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
@@ -92,14 +96,14 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """
     margin_P, _ = torch.sort(pairs.chosen_P - pairs.rejected_P)
     ref_margin_P, _ = torch.sort(pairs.ref_chosen_P - pairs.ref_rejected_P)
-    return _smoothed(beta * (margin_P - ref_margin_P), label_smoothing)
+    return smoothed(beta * (margin_P - ref_margin_P), label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """AOT, unpaired: as `aot` with δ_i = i-th smallest c − i-th smallest r. arXiv 2406.05882."""
     chosen_P, _ = torch.sort(pairs.chosen_logratio_P)
     rejected_P, _ = torch.sort(pairs.rejected_logratio_P)
-    return _smoothed(beta * (chosen_P - rejected_P), label_smoothing)
+    return smoothed(beta * (chosen_P - rejected_P), label_smoothing)
 
 
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
@@ -152,10 +156,6 @@ def _score_margin(pairs: Pairs, score: Score) -> Tensor:
 def _mean_score_margin(pairs: Pairs, score: Score) -> Tensor:
     chosen_P = score(pairs.chosen_logratio_P) / pairs.chosen_length_P.clamp(min=1)
     return chosen_P - score(pairs.rejected_logratio_P) / pairs.rejected_length_P.clamp(min=1)
-
-
-def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
-    return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +230,43 @@ def preference_loss(
         loss = PREFERENCE_LOSSES[name]
         total_P = total_P + weight * loss.function(pairs, **{key: settings[key] for key in loss.reads})
     return total_P
+
+
+# f-DPO (arXiv 2309.16240): with D_f(π‖π_ref) in place of the reverse KL, the implicit reward is β f'(π/π_ref), up to a
+# term that depends on the prompt only and cancels between chosen and rejected. Each function maps log-ratios
+# log t = log π − log π_ref, of any shape, to f'(t) up to a constant, as TRL 1.16 does.
+
+
+def reverse_kl(logratio: Tensor) -> Tensor:
+    """f(t) = t log t, f'(t) = log t + 1: the log-ratio itself, which is standard DPO."""
+    return logratio
+
+
+def forward_kl(logratio: Tensor) -> Tensor:
+    """f(t) = −log t, f'(t) = −1/t; returns 1 − 1/t."""
+    return 1 - torch.exp((-logratio).clamp(max=MAX_EXPONENT))
+
+
+def js_divergence(logratio: Tensor) -> Tensor:
+    """f(t) = t log(2t/(t+1)) + log(2/(t+1)), f'(t) = log(2t/(t+1))."""
+    return math.log(2) + F.logsigmoid(logratio)
+
+
+def alpha_divergence(logratio: Tensor, *, coef: float) -> Tensor:
+    """f'(t) = (t^(α−1) − 1)/(α − 1) with α = `coef`; α = 1 is the reverse KL, α = 0 the forward KL."""
+    if abs(coef - 1.0) < 1e-6:
+        return logratio
+    return torch.expm1(((coef - 1.0) * logratio).clamp(max=MAX_EXPONENT)) / (coef - 1.0)
+
+
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+def divergence_score(f_divergence_type: str, f_alpha_divergence_coef: float) -> Score:
+    """The score function of `f_divergence_type`, one of F_DIVERGENCES (KeyError otherwise)."""
+    return {
+        "reverse_kl": reverse_kl,
+        "forward_kl": forward_kl,
+        "js_divergence": js_divergence,
+        "alpha_divergence": partial(alpha_divergence, coef=f_alpha_divergence_coef),
+    }[f_divergence_type]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses.divergence import MAX_EXPONENT
+from posttrain.losses.base import MAX_EXPONENT, smoothed
 from posttrain.losses.pairs import Pairs, preference_metrics
 
 CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
@@ -52,13 +52,13 @@ def contrastive(
     difference_P = chosen_P - rejected_P
     match loss_type:
         case "sigmoid":
-            return _smoothed(beta * difference_P, label_smoothing)
+            return smoothed(beta * difference_P, label_smoothing)
         case "hinge":
             return torch.relu(1 - beta * difference_P)
         case "ipo":
             return (difference_P - 1 / (2 * beta)) ** 2
         case "simpo":
-            return _smoothed(beta * difference_P - simpo_gamma, label_smoothing)
+            return smoothed(beta * difference_P - simpo_gamma, label_smoothing)
     raise KeyError(loss_type)
 
 
@@ -104,7 +104,3 @@ def _log_odds(level_P: Tensor) -> Tensor:
         torch.log(-torch.expm1(torch.where(small, -0.5, level_P))),
     )
     return level_P - log_rest_P
-
-
-def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
-    return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses.pairs import check_vectors
+from posttrain.losses.base import check_vectors
 
 UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
 

@@ -7,70 +7,67 @@ tokens of the step. For a share of the prompts, y is the data's completion inste
 sampling. Dropout is off.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from posttrain.batch import Example
 from posttrain.config import DistillMethod
 from posttrain.data import Prepared
-from posttrain.distillation import compare
+from posttrain.distillation import compare_distributions
 from posttrain.losses import divergence_of
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Step, StepPack, given_completions, measure_mismatch, online, sampled_prompts
+from posttrain.recipes.models import Models
+from posttrain.recipes.online import Step, StepPack, Updates, given_completions, online, sampled_prompts
+from posttrain.rollout import Rollout
 from posttrain.scoring import Scorer, scored_states
-from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import Teacher
 
+Distillation = Models[DistillMethod, Scorer, Teacher]
+reference_of = Teacher
+
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, DistillMethod)
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    teacher = Teacher(job, method, policy)
-    loop = Loop(job, policy, optimizer, data)
-
-    with online(job, loop, policy, data) as run:
+    with online(job, data, reference_of) as run:
+        method: DistillMethod = run.models.method
         for number, prompts in run.steps():
-            with loop.interruption.sampling():
+            with run.sampling():
                 asked, others = sampled_prompts(job.config.seed, number, prompts, method.on_policy_fraction)
                 rollout = run.sample(number, asked, method.num_generations, version=number - 1)
-                step = Step(job, rollout, method.mask_truncated_completions)
-                step.reference_R = torch.zeros_like(step.new_R)
-                step.assign(step.parts)
-                given = Step(job, given_completions(others), mask_truncated=False)
-                if number == 1 and step.parts:
-                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
-                    check_packing(Scorer(policy), first_two, job.pack_together, job.record)
-            packs = [StepPack(one, part) for one in (step, given) for part in one.parts]
-            tokens = step.num_tokens + given.num_tokens
-            check = partial(measure_mismatch, job, run.sample, step)
-            objective = objective_of(job, method, policy, teacher, step, tokens, check)
-            run.update(number, step, [(packs, objective)] if packs else [])
-    return loop
+                step = step_of(run.models, rollout, others)
+                run.check_packing(number, step)
+            run.update(number, step, updates(run.models, number, step))
+    return run.loop
 
 
-def objective_of(
-    job: Job,
-    method: DistillMethod,
-    policy: nn.Module,
-    teacher: Teacher,
-    step: Step,
-    tokens: int,
-    check: Callable[[], None] = lambda: None,
-) -> Objective[StepPack]:
-    """The loss of the packs of a step and of given completions, `tokens` tokens in all."""
+class DistillStep(Step):
+    """A step with the data's completions of the prompts that the student does not complete."""
+
+    given: Step
+
+
+def step_of(models: Distillation, rollout: Rollout, others: Sequence[Example] = ()) -> DistillStep:
+    """The step of a rollout, and of `others`: prompts with the data's completions."""
+    step = DistillStep(models.job, rollout, models.method.mask_truncated_completions)
+    step.reference_R = torch.zeros_like(step.new_R)
+    step.assign(step.parts)
+    step.given = Step(models.job, given_completions(others), mask_truncated=False)
+    return step
+
+
+def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
+    """The packs and the loss of the step's update; none if nothing is in the loss."""
+    job, method, teacher, policy = models.job, models.method, models.reference, models.scorer.model
     divergence = divergence_of(method.divergence, method.jsd_beta)
-    sampled = max(step.num_tokens, 1)
+    sampled, tokens = max(step.num_tokens, 1), step.num_tokens + step.given.num_tokens
 
-    def share(one: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
-        part = one.part.to(job.device)
-        teacher_states_N = teacher.states(one.step.rollout, part)
-        found = compare(
+    def share(pack: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
+        part = pack.part.to(job.device)
+        teacher_states_N = teacher.states(pack.step.rollout, part)
+        compared = compare_distributions(
             (policy, scored_states(policy, part.pack)),
             (teacher.model, teacher_states_N),
             part.pack.target_N,
@@ -78,10 +75,14 @@ def objective_of(
             divergence,
             job.config.rollout.temperature,
         )
-        one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N, found.entropy_N)
-        metrics = {"entropy": found.entropy_N.sum() / tokens}
-        if one.step is step:
-            metrics["kl"] = (found.logprob_N - found.teacher_logprob_N).sum() / sampled
-        return found.loss, metrics
+        pack.step.record(
+            part.token_N, compared.logprob_N, compared.teacher_logprob_N, -compared.divergence_N, compared.entropy_N
+        )
+        metrics = {"entropy": compared.entropy_N.sum() / tokens}
+        if pack.step is step:
+            metrics["kl"] = (compared.logprob_N - compared.teacher_logprob_N).sum() / sampled
+        return compared.loss, metrics
 
-    return Objective(share, tokens, check=check)
+    packs = [StepPack(one, part) for one in (step, step.given) for part in one.parts]
+    if packs:
+        yield packs, Objective(share, tokens)

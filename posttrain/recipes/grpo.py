@@ -8,8 +8,7 @@ leave-one-out baseline, `reinforce_plus_plus` normalises every token's return ov
 batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,61 +29,49 @@ from posttrain.losses import (
     token_weights,
     truncated_weights,
 )
-from posttrain.losses.policy import Level, PolicyLoss
+from posttrain.losses.policy import PolicyLoss
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Minibatch, Step, in_packs, measure_mismatch, minibatches, online, scored
+from posttrain.recipes.models import Models
+from posttrain.recipes.online import (
+    Minibatch,
+    Step,
+    TokenReference,
+    Updates,
+    in_packs,
+    minibatches,
+    online,
+    reference_of,
+    scored,
+)
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import Scorer
-from posttrain.training.checks import check_margins, check_packing, check_ratio
+from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.reference import token_reference
 
 AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
+PolicyGradient = Models[AnyMethod, Scorer, TokenReference]
 EPS = 1e-4  # added to the standard deviation that divides advantages, as in TRL
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, AnyMethod)
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    scorer = Scorer(policy)
-    temperature = job.config.rollout.temperature
-    reference = token_reference(job, method.ref_model, scorer, temperature)[1] if method.needs_reference else None
-    loop = Loop(job, policy, optimizer, data)
-
-    with online(job, loop, policy, data) as run:
-
-        def updates(number: int, step: Step) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
-            check = partial(measure_mismatch, job, run.sample, step)
-            for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
-                surrogate = Surrogate(job, method, scorer, step, minibatch)
-                yield minibatch.parts, Objective(surrogate, minibatch.counted, check=check)
-
+    with online(job, data, reference_of) as run:
+        method: AnyMethod = run.models.method
         for number, prompts in run.steps():
-            with loop.interruption.sampling():
+            with run.sampling():
                 rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
-                step = step_of(job, method, rollout, scorer, reference)
-                if number == 1 and step.parts:
-                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
-                    check_packing(scorer, first_two, job.pack_together, job.record)
-            run.update(number, step, updates(number, step))
-    return loop
+                step = step_of(run.models, rollout)
+                run.check_packing(number, step)
+            run.update(number, step, updates(run.models, number, step))
+    return run.loop
 
 
-def step_of(
-    job: Job,
-    method: AnyMethod,
-    rollout: Rollout,
-    scorer: Scorer,
-    reference: Callable[[Pack], Tensor] | None,
-    old_R: Tensor | None = None,
-) -> Step:
+def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = None) -> Step:
     """The step of a rollout: its log-probabilities and advantages.
 
     `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
     """
+    job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
     step = Step(job, rollout, method.mask_truncated_completions)
     parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
     if penalised and len(step.in_loss_S) < len(step.counted_S) and job.config.behavior_version >= 2:
@@ -106,13 +93,19 @@ def step_of(
     return step
 
 
-class Surrogate:
+def updates(models: PolicyGradient, number: int, step: Step) -> Updates:
+    """The packs and the loss of each update of step `number`."""
+    job, method = models.job, models.method
+    for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
+        loss = PolicyGradientLoss(job, method, models.scorer, step, minibatch)
+        yield minibatch.parts, Objective(loss, minibatch.counted)
+
+
+class PolicyGradientLoss:
     """The clipped surrogate of a minibatch: maps a pack to its share of the loss and its metrics."""
 
     def __init__(self, job: Job, method: AnyMethod, scorer: Scorer, step: Step, minibatch: Minibatch):
         self.job, self.method, self.scorer, self.step, self.minibatch = job, method, scorer, step, minibatch
-        self.loss = loss_of(method)
-        self.level: Level | None = level_of(method)
         length_S = step.rollout.length_S
         self.counts = Counts(
             sequences=minibatch.counted,
@@ -130,17 +123,7 @@ class Surrogate:
         if step.old_R is None:
             step.trainer_R[at_N] = new_N
         old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
-        loss_N, clipped_N = policy_loss(
-            self.loss,
-            scores.logprob_N,
-            old_N,
-            advantage_N,
-            pack.sequence_N,
-            pack.length_S,
-            level=self.level,
-            epsilon=method.epsilon,
-            epsilon_high=method.epsilon_high,
-        )
+        loss_N, clipped_N = surrogate(method, scores.logprob_N, old_N, advantage_N, pack.sequence_N, pack.length_S)
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling_cap is not None:
@@ -160,7 +143,8 @@ class Surrogate:
             loss_N = loss_N - method.entropy_coef * scores.entropy_N
         if self.minibatch.is_first:
             self.check(pack, new_N, at_N)
-        return (token_weights(self.loss.average, pack.length_S, pack.sequence_N, self.counts) * loss_N).sum(), metrics
+        weight_N = token_weights(loss_of(method).average, pack.length_S, pack.sequence_N, self.counts)
+        return (weight_N * loss_N).sum(), metrics
 
     def check(self, pack: Pack, new_N: Tensor, at_N: Tensor) -> None:
         """Check that before the first update the ratio to the old policy is 1 and the KL to the initial policy is 0."""
@@ -175,9 +159,21 @@ def loss_of(method: AnyMethod) -> PolicyLoss:
     return POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
 
 
-def level_of(method: AnyMethod) -> Level | None:
-    """The level of the ratio that the settings ask for; None: the loss's own."""
-    return method.importance_sampling_level if isinstance(method, GRPOMethod) else None
+def surrogate(
+    method: AnyMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, length_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token under these settings, and whether it is clipped (N both)."""
+    return policy_loss(
+        loss_of(method),
+        logprob_N,
+        old_N,
+        advantage_N,
+        sequence_N,
+        length_S,
+        level=method.importance_sampling_level if isinstance(method, GRPOMethod) else None,
+        epsilon=method.epsilon,
+        epsilon_high=method.epsilon_high,
+    )
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:

@@ -10,8 +10,9 @@ BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,14 +22,17 @@ from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
+from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Offline
 from posttrain.scoring import Scorer
-from posttrain.training.checks import check_margins, check_packing
+from posttrain.training.checks import check_margins
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop, epoch_order, total_steps
-from posttrain.training.reference import Portion, Reference, make_reference, whole_sets
-from posttrain.training.state import State
+from posttrain.training.loop import Loop, ObjectiveOf, epoch_order, total_steps
+from posttrain.training.reference import Portion, Reference, whole_sets
 
 log = logging.getLogger("posttrain")
+
+KTO = Models[KTOMethod, Scorer, Reference]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +53,28 @@ def train(job: Job, data: Prepared) -> Loop:
     in_order = method.joins_completions and job.config.behavior_version >= 2
     if in_order:
         warn_of_single_examples(data)
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    scorer = Scorer(policy)
-    portions = in_training_order(job, data) if method.joins_completions else whole_sets(job, data)
-    reference = make_reference(job, method, scorer, data, portions)
-    loop = Loop(job, policy, optimizer, data)
-    objective_of = objectives(job, method, scorer, reference, loop.state)
-    for step, examples in loop.evaluated_steps(objective_of, with_previous=in_order):
+    portions_of = in_training_order if method.joins_completions else whole_sets
+    run = Offline(job, data, objectives, portions_of, evaluation=partial(objectives, training=False))
+    loop = run.loop
+    for examples in run.steps(with_previous=in_order):
         previous = [loop.previous(), *examples[:-1]] if in_order else None
-        found = levels(job, method, scorer, reference, examples, loop.state.memory, previous, training=True)
-        packs, objective = objective_of(examples, found)
-        if step == 1:
-            check_packing(scorer, examples, job.pack_together, job.record)
+        found = levels(run.models, examples, previous, training=True)
+        packs, objective = run.objective_of(examples, found=found)
         loop.update(packs, objective)
         if found.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(found.rewards)
     return loop
 
 
-def objectives(
-    job: Job, method: KTOMethod, scorer: Scorer, reference: Reference, state: State
-) -> Callable[..., tuple[list[Pack], Objective]]:
-    """The packs and the loss of a batch of completions, with their `Levels`; without, those of an evaluation, from
-    each example's `previous` one.
-
-    `state` is that of the loop.
-    """
+def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
+    """The packs and the loss of a batch of completions, given the example before each, or their `Levels`."""
+    job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(
-        examples: list[Example], found: Levels | None = None, previous: Sequence[Example] | None = None
+        examples: list[Example], previous: Sequence[Example] | None = None, found: Levels | None = None
     ) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        shift = found or levels(job, method, scorer, reference, examples, state.memory, previous)
+        shift = found or levels(models, examples, previous, training)
         tokens = sum(len(pack.target_N) for pack in packs)
         desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
         desirable = sum(bool(example.label) for example in examples)
@@ -92,7 +85,7 @@ def objectives(
             scores = scorer(pack)
             logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
             logratio_S = logprob_S - shift.reference_B[pack.group_S]
-            if state.step == 0 and method.ref_model is None:
+            if models.state.step == 0 and method.ref_model is None:
                 check_margins(logratio_S.detach(), pack.length_S, job.dtype, job.record)
             loss_S = unpaired_loss(
                 logratio_S,
@@ -117,31 +110,23 @@ def objectives(
     return objective_of
 
 
-def levels(
-    job: Job,
-    method: KTOMethod,
-    scorer: Scorer,
-    reference: Reference,
-    examples: list[Example],
-    memory: Mapping[str, float],
-    previous: Sequence[Example] | None = None,
-    training: bool = False,
-) -> Levels:
+def levels(models: KTO, examples: list[Example], previous: Sequence[Example] | None, training: bool) -> Levels:
     """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which `training` updates.
 
     `previous`: the example before each, whose completion the KL is estimated from; None: as in behaviour version 1.
     """
+    job, method, scorer, memory = models.job, models.method, models.scorer, models.state.memory
 
     def policy_logprobs(examples: list[Example]) -> torch.Tensor:
         return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
 
     if method.joins_completions:
         pairs = with_other_completions(examples, job.config.data.max_length, previous)
-        reference_B, ref_others_B = logprobs(reference, job, pairs).view(-1, 2).unbind(1)
+        reference_B, ref_others_B = logprobs(models.reference, job, pairs).view(-1, 2).unbind(1)
         others_B = policy_logprobs([keep_other(pair) for pair in pairs])
         kl = kl_estimate(others_B - ref_others_B)
         return Levels(reference_B, method.beta * kl, "kl", kl)
-    reference_B = logprobs(reference, job, examples)
+    reference_B = logprobs(models.reference, job, examples)
     if method.loss_type == "apo_zero_unpaired":
         return Levels(reference_B, 0.0)
     rewards = RunningMean(memory.get("mean", 0.0), int(memory.get("count", 0)))

@@ -1,34 +1,44 @@
 """The steps of recipes that sample: sample, score and update, then log, store and load the new weights.
 
-with online(job, loop, policy, data) as run:
+with online(job, data, reference_of) as run:
     for number, prompts in run.steps():
-        with loop.interruption.sampling():
-            step = Step(job, run.sample(number, prompts, ...), ...)     with its log-probabilities and advantages
-        run.update(number, step, updates)
+        with run.sampling():
+            step = step_of(run.models, run.sample(number, prompts, ...))     with its log-probabilities and advantages
+            run.check_packing(number, step)
+        run.update(number, step, updates(run.models, number, step))
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack, sum_segments
+from posttrain.config.schema.online import RewardedMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.optim.update import Batch, Objective
+from posttrain.recipes.models import Models, scorer_of
 from posttrain.rewards.compose import CompletionReward
 from posttrain.rollout import Rollout, RolloutPack, SampledCompletion, Sampler
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
-from posttrain.training.checks import Alarms, check_sampler
+from posttrain.scoring import Scorer
+from posttrain.training.checks import Alarms, check_packing, check_sampler
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
+from posttrain.training.reference import token_reference
 
 # What is stored of a completion outside the loss whose reward has the penalty.
 PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
+
+TokenReference = Callable[[Pack], Tensor] | None
+Updates = Iterator[tuple[Sequence[Any], Objective[Any]]]  # the packs and the loss of each update of a step
 
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[RolloutPack]:
@@ -263,25 +273,42 @@ def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine, job.record)
 
 
-class Online:
-    """A run that samples: its engine and rewards, its stored rollouts, its alarms."""
+def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference:
+    """From a pack to the log-probability of each scored token (N) under the reference; None: there is none."""
+    if not method.has_reference:
+        return None
+    return token_reference(job, method.ref_model, Scorer(policy), job.config.rollout.temperature)[1]
 
-    def __init__(self, loop: Loop, policy: nn.Module, sample: Sampler, store: RolloutStore | None):
-        self.sample = sample
-        self._loop, self._policy, self._store = loop, policy, store
-        self._alarms = Alarms(loop.state.memory, loop.job.config.method)
+
+class Online:
+    """A run that samples: its models, its engine and rewards, its stored rollouts, its alarms."""
+
+    def __init__(self, loop: Loop, models: Models[Any, Any, Any], sample: Sampler, store: RolloutStore | None):
+        self.loop, self.models, self.sample = loop, models, sample
+        self._policy, self._store = models.scorer.model, store
+        self._alarms = Alarms(loop.state.memory, models.method)
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
         """Each step's number and prompts. After the body of a step: load the new weights into the engine, evaluate."""
         self._load()
-        for number, prompts in self._loop.steps():
+        for number, prompts in self.loop.steps():
             yield number, prompts
             self._load()
 
     def _load(self) -> None:
-        self.sample.engine.load(self._policy, self._loop.state.step)
-        if self._loop.evaluation_due:
-            evaluate(self._loop, self.sample, self._store)
+        self.sample.engine.load(self._policy, self.loop.state.step)
+        if self.loop.evaluation_due:
+            evaluate(self.loop, self.sample, self._store)
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """A context for the part of a step before its first update."""
+        return self.loop.interruption.sampling()
+
+    def check_packing(self, number: int, step: Step) -> None:
+        """Check packs of the run's first step."""
+        if number == 1 and step.parts:
+            job, first_two = self.loop.job, step.rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
+            check_packing(Scorer(self._policy), first_two, job.pack_together, job.record)
 
     def update(
         self,
@@ -291,7 +318,8 @@ class Online:
         found: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """The updates of a step; then its metrics, with those in the method's `found`, its alarms and its rollouts."""
-        loop, store = self._loop, self._store
+        loop, store = self.loop, self._store
+        check = partial(measure_mismatch, loop.job, self.sample, step)
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:
@@ -302,14 +330,22 @@ class Online:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())
             return more
 
-        loop.updates(updates, measure)
+        loop.updates(((packs, replace(objective, check=check)) for packs, objective in updates), measure)
 
 
 @contextmanager
-def online(job: Job, loop: Loop, policy: nn.Module, data: Prepared) -> Iterator[Online]:
-    """The engine, the rewards and the rollout store of the settings."""
+def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Module], Any]) -> Iterator[Online]:
+    """The models, the loop, the engine, the rewards and the rollout store of the settings."""
+    method = job.config.method
+    policy = job.policy(method.head)
+    scorer = scorer_of(job, method, policy)
+    trained = scorer if method.trains_values else policy
+    optimizer = job.optimizer(trained)
+    reference = load_reference(job, method, policy)
+    loop = Loop(job, trained, optimizer, data)
+    models = Models(job, method, scorer, reference, loop.state)
     with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
-        yield Online(loop, policy, sample, store)
+        yield Online(loop, models, sample, store)
 
 
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:

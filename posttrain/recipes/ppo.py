@@ -12,7 +12,7 @@ updates; means are over tokens. Dropout is off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -37,77 +37,71 @@ from posttrain.losses import (
     whitened,
 )
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
+from posttrain.recipes.models import Models
+from posttrain.recipes.online import (
+    Minibatch,
+    Step,
+    TokenReference,
+    Updates,
+    minibatches,
+    online,
+    reference_of,
+    scored,
+)
 from posttrain.rollout import Rollout, RolloutPack
-from posttrain.scoring import Scorer, ValueScorer
-from posttrain.training.checks import check_margins, check_packing, check_ratio
+from posttrain.scoring import ValueScorer
+from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.reference import token_reference
 
+PPO = Models[PPOMethod, ValueScorer, TokenReference]
 EPS = 1e-8  # added to the standard deviation that divides advantages
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, PPOMethod)
-    actor_critic = ValueScorer.of(job.policy("lm"), job.checkpoint)
-    optimizer = job.optimizer(actor_critic)
-    policy = actor_critic.model
-    scorer, temperature = Scorer(policy), job.config.rollout.temperature
-    reference = token_reference(job, method.ref_model, scorer, temperature)[1] if method.needs_reference else None
-    loop = Loop(job, actor_critic, optimizer, data)
-    memory = loop.state.memory
-
-    with online(job, loop, policy, data) as run:
-
-        def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
-            check = partial(measure_mismatch, job, run.sample, step)
-            for minibatch in minibatches(job, step, number, method.num_ppo_epochs, method.num_minibatches):
-                share = ActorCriticLoss(job, method, actor_critic, step, minibatch)
-                yield minibatch.parts, Objective(share, len(minibatch.chosen), check=check)
-
+    with online(job, data, reference_of) as run:
+        method: PPOMethod = run.models.method
         for number, prompts in run.steps():
-            with loop.interruption.sampling():
+            with run.sampling():
                 rollout = run.sample(number, prompts, method.num_generations, version=number - 1)
-                step = step_of(job, method, rollout, actor_critic, reference, memory)
-                if number == 1 and step.parts:
-                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
-                    check_packing(scorer, first_two, job.pack_together, job.record)
-                    if step.reference_R is not None and method.ref_model is None:
-                        logratio_S = step.sums(step.trainer_R - step.reference_R)
-                        check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype, job.record)
-            run.update(number, step, updates(number, step), partial(finish_step, method, step, memory))
-    return loop
+                step = step_of(run.models, rollout)
+                run.check_packing(number, step)
+                if number == 1 and step.parts and step.reference_R is not None and method.ref_model is None:
+                    logratio_S = step.sums(step.trainer_R - step.reference_R)
+                    check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype, job.record)
+            finish = partial(finish_step, method, step, run.loop.state.memory)
+            run.update(number, step, updates(run.models, number, step), finish)
+    return run.loop
 
 
-def step_of(
-    job: Job,
-    method: PPOMethod,
-    rollout: Rollout,
-    actor_critic: ValueScorer,
-    reference: Callable[[Pack], Tensor] | None,
-    memory: Mapping[str, float],
-    old_R: Tensor | None = None,
-) -> PPOStep:
-    """The step of a rollout: its log-probabilities, values and advantages. `memory` is that of the previous steps.
+def step_of(models: PPO, rollout: Rollout, old_R: Tensor | None = None) -> PPOStep:
+    """The step of a rollout: its log-probabilities, values and advantages, which read the memory of previous steps.
 
     `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
     """
+    job, method, memory = models.job, models.method, models.state.memory
 
     def logprobs_and_outputs(pack: Pack) -> Tensor:
-        scores, output_N = actor_critic(pack, job.config.rollout.temperature)
+        scores, output_N = models.scorer(pack, job.config.rollout.temperature)
         return torch.stack([scores.logprob_N, output_N], dim=1)
 
     step = PPOStep(job, rollout, method.mask_truncated_completions)
     step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
     if old_R is not None:
         step.trainer_R = old_R
-    if reference is not None:
-        step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+    if models.reference is not None:
+        step.reference_R = scored(job, rollout, step.parts, models.reference)[:, 0]
     step.kl_coef = memory.get("kl_coef", method.kl_coef)
     estimate_advantages(method, step, scale_in(memory))
     return step
+
+
+def updates(models: PPO, number: int, step: PPOStep) -> Updates:
+    """The packs and the loss of each update of step `number`."""
+    job, method = models.job, models.method
+    for minibatch in minibatches(job, step, number, method.num_ppo_epochs, method.num_minibatches):
+        loss = ActorCriticLoss(job, method, models.scorer, step, minibatch)
+        yield minibatch.parts, Objective(loss, len(minibatch.chosen))
 
 
 class ActorCriticLoss:
@@ -126,7 +120,7 @@ class ActorCriticLoss:
         change_N = scores.logprob_N.detach() - old_N
         if self.is_first:
             check_ratio(change_N, self.job.dtype, self.job.record)
-        policy_N, clipped_N = grpo_clip(scores.logprob_N, old_N, advantage_N, epsilon=method.cliprange)
+        policy_N, clipped_N = surrogate(method, scores.logprob_N, old_N, advantage_N)
         step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling_cap is not None:
@@ -148,6 +142,13 @@ class ActorCriticLoss:
         }
         metrics = {name: value_N.detach().sum() / self.tokens for name, value_N in means.items()}
         return loss_N.sum() / self.tokens, metrics | {"max_ratio": change_N.amax().exp()}
+
+
+def surrogate(
+    method: PPOMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, *_sequences: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The policy's loss of each token under these settings, and whether it is clipped (N both)."""
+    return grpo_clip(logprob_N, old_N, advantage_N, epsilon=method.cliprange)
 
 
 def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float]) -> dict[str, float]:

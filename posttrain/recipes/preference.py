@@ -17,33 +17,28 @@ from posttrain.config import DPOMethod
 from posttrain.data import Prepared
 from posttrain.losses import Pairs, couples_batch, loss_coefficients, preference_loss, preference_metrics
 from posttrain.optim.update import Objective
+from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Offline
 from posttrain.scoring import Scorer
-from posttrain.training.checks import check_margins, check_packing
+from posttrain.training.checks import check_margins
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
-from posttrain.training.reference import Reference, make_reference, no_reference, whole_sets
-from posttrain.training.state import State
+from posttrain.training.reference import Reference, no_reference
+
+Preference = Models[DPOMethod, Scorer, Reference]
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, DPOMethod)
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    scorer = Scorer(policy)
-    reference = make_reference(job, method, scorer, data, whole_sets(job, data))
-    loop = Loop(job, policy, optimizer, data)
-    objective_of = objectives(job, method, scorer, reference, loop.state)
-    for step, examples in loop.evaluated_steps(objective_of):
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack_together, job.record)
-        loop.update(packs, objective)
-    return loop
+    run = Offline(job, data, objectives)
+    for examples in run.steps():
+        packs, objective = run.objective_of(examples)
+        run.loop.update(packs, objective)
+    return run.loop
 
 
-def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference, state: State) -> ObjectiveOf:
-    """The packs and the loss of a batch of pairs; `state` is that of the loop."""
+def objectives(models: Preference) -> ObjectiveOf:
+    """The packs and the loss of a batch of pairs."""
+    job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -62,13 +57,13 @@ def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference
             num_chosen_tokens=chosen_tokens,
         )
         if couples_batch(method.loss_type) and len(packs) > 1:
-            loss_of = couple(job, loss_of, packs, scorer, reference, examples)
+            loss_of = couple(models, loss_of, packs, examples)
 
         def share(pack: Pack):
             pack = pack.to(job.device)
             scores = scorer(pack)
             logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
-            if state.step == 0 and reference is not no_reference and method.ref_model is None:
+            if models.state.step == 0 and reference is not no_reference and method.ref_model is None:
                 check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype, job.record)
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
@@ -88,12 +83,7 @@ def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> P
 
 @torch.no_grad()
 def couple(
-    job: Job,
-    loss_of: Callable[[Pairs], torch.Tensor],
-    packs: list[Pack],
-    scorer: Scorer,
-    reference: Reference,
-    examples: list[Example],
+    models: Preference, loss_of: Callable[[Pairs], torch.Tensor], packs: list[Pack], examples: list[Example]
 ) -> Callable[[Pairs], torch.Tensor]:
     """Exact gradients of a loss that couples all pairs of the step, if they are in several packs.
 
@@ -101,8 +91,9 @@ def couple(
     log-probability. Returns a function of the pairs of this rank's packs in turn: its value is their share of the loss,
     and its gradient is exact for the step.
     """
-    policy = job.scores(packs, lambda pack: pack.sum_by_sequence(scorer(pack).logprob_N))
-    references = job.scores(packs, lambda pack: reference(pack, examples))
+    job = models.job
+    policy = job.scores(packs, lambda pack: pack.sum_by_sequence(models.scorer(pack).logprob_N))
+    references = job.scores(packs, lambda pack: models.reference(pack, examples))
     parts = [pairs_of(pack.to(job.device), *both) for pack, *both in zip(packs, policy, references, strict=True)]
     whole = Pairs(*(torch.cat([getattr(p, name) for p in parts]) for name in Pairs.__dataclass_fields__))
     loss_P, (to_chosen_P, to_rejected_P) = loss_coefficients(

@@ -14,34 +14,30 @@ import torch
 
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
-from posttrain.config.schema.methods import AnyMethod
 from posttrain.data import Prepared
 from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
+from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Offline
 from posttrain.scoring import Scorer
-from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
+from posttrain.training.reference import Reference
+
+AnyMethod = ORPOMethod | CPOMethod | SimPOMethod
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, ORPOMethod | CPOMethod | SimPOMethod)
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    scorer = Scorer(policy)
-    objective_of = objectives(job, method, scorer)
-    loop = Loop(job, policy, optimizer, data)
-    for step, examples in loop.evaluated_steps(objective_of):
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack_together, job.record)
-        loop.update(packs, objective)
-    return loop
+    run = Offline(job, data, objectives)
+    for examples in run.steps():
+        packs, objective = run.objective_of(examples)
+        run.loop.update(packs, objective)
+    return run.loop
 
 
-def objectives(job: Job, method: ORPOMethod | CPOMethod | SimPOMethod, scorer: Scorer) -> ObjectiveOf:
+def objectives(models: Models[AnyMethod, Scorer, Reference]) -> ObjectiveOf:
     """The packs and the loss of a batch of pairs."""
+    job, method, scorer = models.job, models.method, models.scorer
     nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
     compare = comparison(method)
 
@@ -70,7 +66,7 @@ def objectives(job: Job, method: ORPOMethod | CPOMethod | SimPOMethod, scorer: S
     return objective_of
 
 
-def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metrics]]:
+def comparison(method: AnyMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metrics]]:
     """The method's comparison of chosen and rejected: a loss per pair (P), and metrics as sums over the pairs."""
     if isinstance(method, ORPOMethod):
         return lambda pairs: (odds_ratio(pairs, beta=method.beta), odds_ratio_metrics(pairs, method.beta))

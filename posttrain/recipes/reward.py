@@ -7,8 +7,6 @@ any (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_
 direction (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
 """
 
-from functools import partial
-
 import torch
 
 from posttrain.batch import Example, Pack, sent
@@ -16,30 +14,25 @@ from posttrain.config import RewardMethod
 from posttrain.data import Prepared
 from posttrain.losses import bradley_terry, global_mean, reward_metrics, reward_range
 from posttrain.optim.update import Objective
+from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Offline
 from posttrain.scoring import RewardScorer
-from posttrain.training.checks import check_reward_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
+from posttrain.training.reference import Reference
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    method = job.config.method
-    assert isinstance(method, RewardMethod)
-    policy = job.policy("reward")
-    optimizer = job.optimizer(policy)
-    scorer = RewardScorer(policy)
-    objective_of = objectives(job, method, scorer)
-    loop = Loop(job, policy, optimizer, data)
-    for step, examples in loop.evaluated_steps(objective_of):
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_reward_packing(scorer, examples, partial(job.pack_together, keep_last=True), job.record)
-        loop.update(packs, objective)
-    return loop
+    run = Offline(job, data, objectives)
+    for examples in run.steps():
+        packs, objective = run.objective_of(examples)
+        run.loop.update(packs, objective)
+    return run.loop
 
 
-def objectives(job: Job, method: RewardMethod, scorer: RewardScorer) -> ObjectiveOf:
+def objectives(models: Models[RewardMethod, RewardScorer, Reference]) -> ObjectiveOf:
     """The packs and the loss of a batch of pairs."""
+    job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples, keep_last=True)

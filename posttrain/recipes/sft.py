@@ -8,31 +8,29 @@ Tokenisation determines which tokens are targets (the completion, assistant turn
 """
 
 from posttrain.batch import Example, Pack
+from posttrain.config import SFTMethod
 from posttrain.data import Prepared
 from posttrain.losses import global_mean, nll
 from posttrain.optim.update import Objective
+from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Offline
 from posttrain.scoring import Scorer
-from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
+from posttrain.training.reference import Reference
 
 
 def train(job: Job, data: Prepared) -> Loop:
-    policy = job.policy("lm")
-    optimizer = job.optimizer(policy)
-    scorer = Scorer(policy)
-    objective_of = objectives(job, scorer)
-    loop = Loop(job, policy, optimizer, data)
-    for step, examples in loop.evaluated_steps(objective_of):
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack_together, job.record)
-        loop.update(packs, objective)
-    return loop
+    run = Offline(job, data, objectives)
+    for examples in run.steps():
+        packs, objective = run.objective_of(examples)
+        run.loop.update(packs, objective)
+    return run.loop
 
 
-def objectives(job: Job, scorer: Scorer) -> ObjectiveOf:
+def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     """The packs and the loss of a batch of examples."""
+    job, scorer = models.job, models.scorer
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)

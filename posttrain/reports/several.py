@@ -24,7 +24,7 @@ from posttrain.reports.report import (
 )
 from posttrain.runs.files import flat, is_regular, read_regular
 from posttrain.runs.finding import find_runs
-from posttrain.runs.headline import LABELS, OF_METHOD
+from posttrain.runs.headline import LABELS, of_method
 from posttrain.runs.progress import duration
 
 INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
@@ -129,7 +129,7 @@ def _longest(run: ReportedRun) -> int:
 
 def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
     """A chart for each metric that at least two runs have, with a line for each of them."""
-    first = [name for run in runs for name in OF_METHOD.get(run.method, ())]
+    first = [name for run in runs for name in of_method(run.method)]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
     shown = [
         (kind, [run for run in runs if kind in run.series.names]) for name in names for kind in (name, f"eval_{name}")

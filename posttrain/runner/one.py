@@ -131,7 +131,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
     job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
-    return RECIPES[config.method.type](job, data)
+    return RECIPES[config.method.type].train(job, data)
 
 
 @dataclass(frozen=True, slots=True)

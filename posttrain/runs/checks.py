@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.methods import METHODS
 
 # The names under which run.json has the checks; each means one thing, whatever the method.
@@ -66,24 +67,17 @@ class _Known:
     what: str
     when: str
     at_start: bool = False  # later it does not come any more
-    is_of: Callable[[str], bool] = lambda method: True
-
-
-def _samples(method: str) -> bool:
-    return method in METHODS and METHODS[method].samples_completions
-
-
-def _has_reference(method: str) -> bool:
-    return method in ("dpo", "kto") or (_samples(method) and method != "distill")
+    is_of: Callable[[type[MethodSettings]], bool] = lambda method: True
 
 
 KNOWN = (
     _Known(PACKED, "A pack gives what plain transformers gives one sequence at a time", "the first step", True),
-    _Known(START, "The policy is its reference before the first update", "the first step", True, _has_reference),
-    _Known(RATIO, "Ratios are 1 before the first update", "the first step", True,
-           lambda method: _samples(method) and method != "distill"),
+    _Known(START, "The policy is its reference before the first update", "the first step", True,
+           lambda method: method.starts_as_reference),
+    _Known(RATIO, "Ratios are 1 before the first update", "the first step", True, lambda method: method.has_ratio),
     _Known(MOVED, "The first update changes trained tensors, and no frozen one", "the first update"),
-    _Known(SAMPLER, "The engine samples from the weights of the trainer", "every step", False, _samples),
+    _Known(SAMPLER, "The engine samples from the weights of the trainer", "every step", False,
+           lambda method: method.samples_completions),
     _Known(STEPS, "Loss and gradient are finite", "every step"),
     _Known(SAVED, "Saved weights are finite", "every checkpoint"),
 )  # fmt: skip
@@ -96,8 +90,8 @@ def advice(alarm: str) -> str:
 
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
     """Every check of the method, with what `run.json` recorded; None for a run from before checks were recorded."""
-    checks = []
-    for known in (known for known in KNOWN if known.is_of(method)):
+    checks, settings = [], METHODS.get(method, MethodSettings)
+    for known in (known for known in KNOWN if known.is_of(settings)):
         facts = (recorded or {}).get(known.name)
         if isinstance(facts, Mapping):
             outcome = FAILED if facts.get("failed") else PASSED

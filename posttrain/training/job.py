@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
 from posttrain.base.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.batch import Example, Pack, pack
-from posttrain.config import DistillMethod, learning_rate
+from posttrain.config import learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
@@ -318,7 +318,7 @@ def refuse_sharded(config: RunConfig) -> None:
             f"training.optimizer: {config.training.optimizer} needs whole tensors, and devices.strategy: fsdp shards "
             "them: use adamw, whose state is shared by the ranks, or devices.strategy: ddp"
         )
-    if isinstance(config.method, DistillMethod) and config.method.teacher_system_prompt is not None:
+    if config.method.prompts_teacher:
         raise ConfigError(
             "method.teacher_system_prompt gives the teacher packs of its own, not as many on every rank, and "
             "devices.strategy: fsdp needs as many: use devices.strategy: ddp"

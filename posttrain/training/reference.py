@@ -21,7 +21,8 @@ from posttrain.base.errors import ModelError, RunError
 from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack, sent, sequences
-from posttrain.config import DistillMethod, DPOMethod, KTOMethod, RunConfig
+from posttrain.config import DistillMethod, RunConfig
+from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Dataset, Prepared
 from posttrain.data.prepare import prompts_with_system
 from posttrain.models.families import base_of, is_adapted
@@ -51,23 +52,26 @@ class Portion:
     count: int  # of batches
 
 
+PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
+
+
 def make_reference(
-    job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
+    job: Job, method: MethodSettings, policy: Scorer, data: Prepared, portions_of: PortionsOf | None
 ) -> Reference:
-    """The reference of the settings. With precompute_ref_log_probs, or without a reference model beside the policy, it
-    looks up the examples of `portions`."""
+    """The reference of the settings. If it scores before training, it looks up the examples of its portions; None: it
+    never does."""
     if is_reference_free(job.config, method):
         return no_reference
-    frozen, score_tokens = token_reference(job, method.ref_model, policy)
+    frozen, score_tokens = token_reference(job, method.reference_path, policy)
 
     def score(pack: Pack) -> torch.Tensor:
         return pack.sum_by_sequence(score_tokens(pack))
 
-    alone = isinstance(method, DPOMethod) and not method.use_ref_model and frozen is not policy
-    if not portions or not (method.precompute_ref_log_probs or alone):
+    scores_before = method.precomputes_reference or (method.avoids_second_model and frozen is not policy)
+    if portions_of is None or not scores_before:
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
-    tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
+    tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions_of(job, data)]
     return Precomputed.of(tables)
 
 
@@ -97,11 +101,9 @@ def token_reference(
     return frozen, score
 
 
-def is_reference_free(config: RunConfig, method: DPOMethod | KTOMethod) -> bool:
+def is_reference_free(config: RunConfig, method: MethodSettings) -> bool:
     """Whether the reference's log-probabilities count as 0, which `use_ref_model: false` meant in earlier versions."""
-    if not isinstance(method, DPOMethod):
-        return False
-    return method.reference_free or (config.behavior_version < 2 and not method.use_ref_model)
+    return not method.has_reference or (config.behavior_version < 2 and method.avoids_second_model)
 
 
 def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:

@@ -118,7 +118,7 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
 
     Raises ConfigError when the stage names other models: they would not be trained.
     """
-    if source.method.type == "reward" and stage.method.type != "reward":
+    if source.method.head == "reward" and stage.method.head != "reward":
         raise ConfigError(
             f"{where}: stage {name} starts from a reward model, which writes no completions: {stage.method.type} "
             "needs a language model (to use it as a reward, set rewards: [{type: model, from: STAGE}])"

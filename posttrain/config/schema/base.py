@@ -1,8 +1,9 @@
 """Base classes of settings: frozen, without unknown keys, with checks that name the field."""
 
 import re
+from collections.abc import Mapping
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -30,23 +31,65 @@ KindName = Literal["sft", "pair", "unpaired", "prompt"]
 
 
 class MethodSettings(Settings):
-    """Settings of a method, and its facts: class variables that shared code reads."""
+    """Settings of a method, and its facts: class variables and properties that shared code reads.
+
+    What is computed for it is in its recipe (posttrain/recipes/).
+    """
 
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
         description="Weight of the load-balancing loss of a mixture of experts; null: the model's own; 0: none.",
     )
 
+    # Its data.
     kind: ClassVar[KindName] = "pair"
+    learns_ties: ClassVar[bool] = False  # whether a pair may be a tie
+    samples_completions: ClassVar[bool] = False  # whether it trains on completions that it samples at every step
+    needs_rewards: ClassVar[bool] = False  # whether it learns from rewards of completions
+    example: ClassVar[tuple[str, str]]  # the model and the data of its starter file
+
+    # Its model.
+    head: ClassVar[Literal["lm", "reward"]] = "lm"  # the head on the last hidden states
+    trains_values: ClassVar[bool] = False  # whether a value head is trained beside the policy
     dropout: ClassVar[bool] = False  # whether training uses the model's dropout; compared policies are scored without
     warmup_from_zero: ClassVar[bool] = True  # whether warm-up starts at a rate of 0, as in transformers
     # The defaults of full fine-tuning and of LoRA, which needs about ten times the rate to learn a likelihood.
     learning_rates: ClassVar[tuple[float, float]]
 
-    head: ClassVar[Literal["lm", "reward"]] = "lm"  # the head on the last hidden states
-    learns_ties: ClassVar[bool] = False  # whether a pair may be a tie
-    samples_completions: ClassVar[bool] = False  # whether it trains on completions that it samples at every step
-    needs_rewards: ClassVar[bool] = False  # whether it learns from rewards of completions
+    # Its metrics and checks.
+    measured: ClassVar[tuple[str, ...]] = ()  # what an evaluation of its loss measures besides the loss
+    starts_as_reference: ClassVar[bool] = False  # whether its reference is the policy before training, if not another
+    has_ratio: ClassVar[bool] = False  # whether its loss reads the ratio of the policy to the one that sampled
+
+    # Its losses.
+    loss_setting: ClassVar[str | None] = None  # the setting that chooses among several losses
+    own_names: ClassVar[Mapping[str, str]] = {}  # its names for settings that are named otherwise in other methods
+
+    @classmethod
+    def name(cls) -> str:
+        """The value of `type`."""
+        return cls.model_fields["type"].default
+
+    @property
+    def loss_name(self) -> str:
+        """The name of its loss, for the loss lab."""
+        return self.name() if self.loss_setting is None else getattr(self, self.loss_setting)
+
+    @classmethod
+    def losses(cls, run: "MethodSettings") -> list[tuple[str, dict[str, Any]]]:
+        """The losses that the loss lab computes for a batch of `run`, and the settings that choose each."""
+        if cls.loss_setting is None:
+            return [(cls.name(), {})]
+        return [(loss, {cls.loss_setting: loss}) for loss in get_args(cls.model_fields[cls.loss_setting].annotation)]
+
+    def reads(self, setting: str) -> bool:
+        """Whether its loss depends on a setting."""
+        return hasattr(self, setting)
+
+    @property
+    def clips(self) -> bool:
+        """Whether its loss clips ratios."""
+        return self.has_ratio
 
     @property
     def compares_groups(self) -> bool:
@@ -69,9 +112,24 @@ class MethodSettings(Settings):
         return True
 
     @property
+    def has_reference(self) -> bool:
+        """Whether it compares the policy with a reference or a teacher."""
+        return False
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference scores all examples before training."""
+        return False
+
+    @property
+    def avoids_second_model(self) -> bool:
+        """Whether the reference is not kept in memory: the policy without its adapter, or it scores before training."""
+        return False
+
+    @property
     def scores_reference(self) -> bool:
         """Whether a reference model scores the examples of every step."""
-        return False
+        return self.has_reference and not (self.precomputes_reference or self.avoids_second_model)
 
     @property
     def reference_path(self) -> str | None:
@@ -84,9 +142,19 @@ class MethodSettings(Settings):
         return bool({"ref_model", "teacher"} & type(self).model_fields.keys()) and self.reference_path is None
 
     @property
+    def prompts_teacher(self) -> bool:
+        """Whether its teacher has prompts of its own."""
+        return False
+
+    @property
+    def completed_share(self) -> float:
+        """The share of its prompts that it completes; for the others it trains on the data's completions."""
+        return 1.0
+
+    @property
     def reads_completions(self) -> bool:
         """Whether it also trains on the data's completions of its prompts."""
-        return False
+        return self.completed_share < 1
 
     @property
     def joins_completions(self) -> bool:

@@ -14,6 +14,8 @@ class DistillMethod(OnlineMethod):
     """On-policy distillation: a teacher scores every token of the student's completions."""
 
     learning_rates = (1e-5, 1e-4)
+    loss_setting = "divergence"
+    example = ("Qwen/Qwen3-0.6B-Base", "gsm8k")
 
     type: Literal["distill"] = Field(default="distill", description="On-policy distillation from a teacher.")
     teacher: Place | None = Field(
@@ -43,7 +45,7 @@ class DistillMethod(OnlineMethod):
         return values | {"divergence": "jsd"} if former else values
 
     @property
-    def scores_reference(self) -> bool:
+    def has_reference(self) -> bool:
         return True
 
     @property
@@ -51,8 +53,15 @@ class DistillMethod(OnlineMethod):
         return self.teacher
 
     @property
-    def reads_completions(self) -> bool:
-        return self.on_policy_fraction < 1
+    def prompts_teacher(self) -> bool:
+        return self.teacher_system_prompt is not None
+
+    @property
+    def completed_share(self) -> float:
+        return self.on_policy_fraction
+
+    def reads(self, setting: str) -> bool:
+        return super().reads(setting) and (setting != "jsd_beta" or self.divergence == "jsd")
 
     @model_validator(mode="after")
     def _check(self) -> "DistillMethod":

@@ -1,6 +1,6 @@
 """Every method by its name."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -14,7 +14,7 @@ from posttrain.config.schema.offline import (
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.schema.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.config.schema.online import PPO_NAMES, GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
 
 
 def spell_out(method: Any) -> Any:
@@ -27,9 +27,6 @@ def spell_out(method: Any) -> Any:
         method = {PPO_NAMES.get(key, key): value for key, value in method.items()}
     return method
 
-
-# Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
-PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
 
 AnyMethod = (
     SFTMethod
@@ -45,19 +42,6 @@ AnyMethod = (
     | ReinforcePlusPlusMethod
     | DistillMethod
 )
-METHODS: dict[str, type[AnyMethod]] = {
-    "sft": SFTMethod,
-    "reward": RewardMethod,
-    "dpo": DPOMethod,
-    "orpo": ORPOMethod,
-    "cpo": CPOMethod,
-    "simpo": SimPOMethod,
-    "kto": KTOMethod,
-    "ppo": PPOMethod,
-    "grpo": GRPOMethod,
-    "rloo": RLOOMethod,
-    "reinforce_plus_plus": ReinforcePlusPlusMethod,
-    "distill": DistillMethod,
-}
+METHODS: dict[str, type[AnyMethod]] = {method.name(): method for method in get_args(AnyMethod)}
 METHOD_NAMES = (*METHODS, "ipo")
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

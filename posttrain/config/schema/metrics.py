@@ -30,19 +30,6 @@ HIGHER = (
     r"(pass|maj)@\d+",
     r"reasoning_share",
 )
-# What methods measure of validation rows, besides the loss.
-PAIRS = (
-    *("entropy", "mean_token_accuracy", "logps/chosen", "logps/rejected"),
-    *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")),
-)
-OF_LOSS = {
-    "sft": ("entropy", "mean_token_accuracy"),
-    "reward": ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
-    "dpo": PAIRS,
-    "orpo": (*PAIRS, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
-    **dict.fromkeys(("cpo", "simpo"), (*PAIRS, "nll_loss")),
-    "kto": ("entropy", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins"),
-}
 # Of sampled completions: regular expressions.
 OF_COMPLETIONS = (
     *(r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+"),

@@ -1,6 +1,6 @@
 """The settings of the methods that learn from given completions. A method has only the fields that it reads."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,7 @@ Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverge
 F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
 # With reference log-probabilities of 0 these are still losses of a difference; others need the reference.
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
+EXO_SMOOTHING = 0.001  # label_smoothing of exo_pair in its paper; it must be above 0
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
 
@@ -39,8 +40,10 @@ class SFTMethod(MethodSettings):
     """Supervised fine-tuning: negative log-likelihood of the target tokens."""
 
     kind = "sft"
+    example = ("Qwen/Qwen3-0.6B-Base", "trl-lib/Capybara")
     dropout = True
     learning_rates = (2e-5, 2e-4)
+    measured = ("entropy", "mean_token_accuracy")
 
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
@@ -66,9 +69,11 @@ class SFTMethod(MethodSettings):
 class RewardMethod(MethodSettings):
     """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
 
-    head = "reward"
     learns_ties = True
+    example = ("openai-community/gpt2", "Anthropic/hh-rlhf")
+    head = "reward"
     learning_rates = (1e-5, 1e-4)
+    measured = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     type: Literal["reward"] = Field(default="reward", description="Reward model.")
     center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
@@ -76,11 +81,26 @@ class RewardMethod(MethodSettings):
         description="Weight of (chosen + rejected)^2, which keeps rewards near 0; usually 0.01; null: none.",
     )
 
+    @classmethod
+    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
+        return [("reward", {}), ("reward", {"center_rewards_coefficient": 0.01})]
 
-class DPOMethod(MethodSettings):
+
+class PreferenceMethod(MethodSettings):
+    """Base of the methods that learn from pairs which completion to prefer."""
+
+    example = ("Qwen/Qwen3-0.6B", "trl-lib/ultrafeedback_binarized")
+    measured = (
+        *("entropy", "mean_token_accuracy", "logps/chosen", "logps/rejected"),
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    )
+
+
+class DPOMethod(PreferenceMethod):
     """Direct preference optimisation and its variants; `type: ipo` is `dpo` with `loss_type: ipo`."""
 
     learning_rates = (1e-6, 1e-6)
+    starts_as_reference = True
 
     type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO and its variants.")
     loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
@@ -109,8 +129,37 @@ class DPOMethod(MethodSettings):
     ref_model: RefModel = None
 
     @property
-    def scores_reference(self) -> bool:
-        return self.use_ref_model and not (self.precompute_ref_log_probs or self.reference_free)
+    def loss_name(self) -> str:
+        return "+".join(self.loss_type)
+
+    @classmethod
+    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
+        needed = {} if getattr(run, "label_smoothing", 0) else {"label_smoothing": EXO_SMOOTHING}
+        names: tuple[str, ...] = get_args(PreferenceLoss)
+        return [(name, {"loss_type": (name,)} | (needed if name == "exo_pair" else {})) for name in names]
+
+    def reads(self, setting: str) -> bool:
+        losses = set(self.loss_type)
+        match setting:
+            case "beta":
+                return losses != {"sft"}
+            case "label_smoothing":
+                return bool(losses & LABEL_SMOOTHING_LOSSES)
+            case "discopop_tau":
+                return "discopop" in losses
+        return super().reads(setting)
+
+    @property
+    def has_reference(self) -> bool:
+        return not self.reference_free
+
+    @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
+
+    @property
+    def avoids_second_model(self) -> bool:
+        return not self.use_ref_model
 
     @model_validator(mode="after")
     def _check(self) -> "DPOMethod":
@@ -194,10 +243,12 @@ class DPOMethod(MethodSettings):
         )
 
 
-class ORPOMethod(MethodSettings):
+class ORPOMethod(PreferenceMethod):
     """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio, no reference."""
 
+    example = ("Qwen/Qwen3-0.6B-Base", "trl-lib/ultrafeedback_binarized")
     learning_rates = (8e-6, 8e-5)
+    measured = (*PreferenceMethod.measured, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     type: Literal["orpo"] = Field(default="orpo", description="Odds ratio preference optimisation, no reference.")
     beta: Annotated[Float, Field(gt=0)] = Field(
@@ -209,10 +260,12 @@ class ORPOMethod(MethodSettings):
     )
 
 
-class CPOMethod(MethodSettings):
+class CPOMethod(PreferenceMethod):
     """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen reply."""
 
     learning_rates = (8e-6, 8e-5)
+    measured = (*PreferenceMethod.measured, "nll_loss")
+    loss_setting = "loss_type"
 
     type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
     loss_type: ContrastiveLoss = Field(default="sigmoid", description="Loss that compares chosen and rejected.")
@@ -225,6 +278,14 @@ class CPOMethod(MethodSettings):
     )
     simpo_gamma: Annotated[Float, Field(ge=0)] = Field(default=0.5, description="Margin of loss_type: simpo.")
     alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+
+    @property
+    def loss_name(self) -> str:
+        return "cpo" if self.loss_type == "sigmoid" else f"cpo_{self.loss_type}"
+
+    @classmethod
+    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
+        return [(cls(**chosen).loss_name, chosen) for _, chosen in super().losses(run)]
 
     @model_validator(mode="after")
     def _check(self) -> "CPOMethod":
@@ -243,10 +304,11 @@ class CPOMethod(MethodSettings):
         return self
 
 
-class SimPOMethod(MethodSettings):
+class SimPOMethod(PreferenceMethod):
     """Simple preference optimisation: log-probabilities per token as rewards, with a margin; no reference."""
 
     learning_rates = (1e-6, 1e-6)
+    measured = (*PreferenceMethod.measured, "nll_loss")
 
     type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, no reference.")
     beta: Annotated[Float, Field(gt=0)] = Field(
@@ -268,7 +330,11 @@ class KTOMethod(MethodSettings):
     """Kahneman-Tversky optimisation: single completions that are labelled desirable or undesirable."""
 
     kind = "unpaired"
+    example = ("Qwen/Qwen3-0.6B", "trl-lib/kto-mix-14k")
     learning_rates = (1e-6, 1e-6)
+    measured = ("entropy", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins")
+    starts_as_reference = True
+    loss_setting = "loss_type"
 
     type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
     loss_type: UnpairedLoss = Field(default="kto", description="Loss: kto, bco or apo_zero_unpaired.")
@@ -285,8 +351,12 @@ class KTOMethod(MethodSettings):
     ref_model: RefModel = None
 
     @property
-    def scores_reference(self) -> bool:
-        return not self.precompute_ref_log_probs
+    def has_reference(self) -> bool:
+        return True
+
+    @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
 
     @property
     def joins_completions(self) -> bool:

@@ -1,7 +1,6 @@
 """The settings of the online methods that learn from rewards: GRPO and its variants, PPO."""
 
-from abc import abstractmethod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,7 +24,10 @@ PolicyLossType = Literal[
     "reinforce_with_baseline",
     "grpo_clip",
 ]
+PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # without the ratio to the old policy
 KLEstimator = Literal["k1", "k2", "k3"]
+# Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
+PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
 
 
 class OnlineMethod(MethodSettings):
@@ -34,6 +36,7 @@ class OnlineMethod(MethodSettings):
     kind = "prompt"
     warmup_from_zero = False
     samples_completions = True
+    example = ("Qwen/Qwen3-0.6B", "gsm8k")
 
     num_generations: Positive = Field(default=8, description="Number of completions of each prompt.")
     mask_truncated_completions: bool = Field(
@@ -49,6 +52,8 @@ class RewardedMethod(OnlineMethod):
     """Base of the methods that learn from rewards of their completions."""
 
     needs_rewards = True
+    starts_as_reference = True
+    has_ratio = True
 
     num_minibatches: Positive = Field(
         default=1, description="Number of minibatches of a step's prompts, each with its own update."
@@ -63,22 +68,9 @@ class RewardedMethod(OnlineMethod):
     )
     ref_model: RefModel = None
 
-    @property
-    @abstractmethod
-    def needs_reference(self) -> bool:
-        """Whether the KL to a reference has a weight above 0."""
-
-    @property
-    @abstractmethod
-    def updates(self) -> int: ...
-
-    @property
-    def scores_reference(self) -> bool:
-        return self.needs_reference
-
     def _check_estimator(self, problems: Problems) -> None:
         problems.check(
-            self.needs_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
+            self.has_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
             "kl_estimator",
             "is for the KL to a reference, whose weight is 0; leave it out",
         )
@@ -107,7 +99,7 @@ class PolicyGradientMethod(RewardedMethod):
     )
 
     @property
-    def needs_reference(self) -> bool:
+    def has_reference(self) -> bool:
         return self.beta > 0
 
     @property
@@ -143,6 +135,8 @@ class PolicyGradientMethod(RewardedMethod):
 class GRPOMethod(PolicyGradientMethod):
     """Group relative policy optimisation: a completion is compared with the others of its prompt."""
 
+    loss_setting = "loss_type"
+
     type: Literal["grpo"] = Field(default="grpo", description="Group relative policy optimisation.")
     loss_type: PolicyLossType = Field(default="grpo", description="Policy-gradient loss and its normalisation.")
     scale_rewards: Literal["group", "batch", "none"] = Field(
@@ -157,11 +151,22 @@ class GRPOMethod(PolicyGradientMethod):
     def compares_groups(self) -> bool:
         return self.loss_type != "no_baseline"
 
+    @property
+    def clips(self) -> bool:
+        return self.loss_type not in PLAIN_LOSSES
+
+    @classmethod
+    def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
+        """Every loss, grpo by its other name if the run has it; then the run's own with other scales of rewards."""
+        made = [(loss, chosen) for loss, chosen in super().losses(run) if loss != "grpo_clip" or loss == run.loss_name]
+        own = run.loss_type if isinstance(run, GRPOMethod) and run.loss_type != "no_baseline" else "grpo"
+        scales = [scale for scale in ("group", "batch", "none") if scale != getattr(run, "scale_rewards", "group")]
+        return [*made, *((own, {"loss_type": own, "scale_rewards": scale}) for scale in scales)]
+
     @model_validator(mode="after")
     def _check(self) -> "GRPOMethod":
         problems = Problems()
-        raw = self.loss_type == "no_baseline"
-        plain = raw or self.loss_type == "reinforce_with_baseline"
+        raw, plain = self.loss_type == "no_baseline", not self.clips
         self._check_groups(problems, not raw, f"loss_type: {self.loss_type}")
         problems.check(
             not raw or self.scale_rewards == "group", "scale_rewards", "is not read by no_baseline; leave it out"
@@ -247,6 +252,8 @@ class PPOMethod(RewardedMethod):
     """Proximal policy optimisation: a value head predicts the return at each token."""
 
     learning_rates = (3e-6, 3e-5)
+    trains_values = True
+    own_names = PPO_NAMES
 
     type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
     num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
@@ -285,7 +292,7 @@ class PPOMethod(RewardedMethod):
     )
 
     @property
-    def needs_reference(self) -> bool:
+    def has_reference(self) -> bool:
         return self.kl_coef > 0
 
     @property

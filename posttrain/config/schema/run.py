@@ -17,7 +17,7 @@ from posttrain.config.schema.base import (
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.schema.methods import Method
-from posttrain.config.schema.metrics import OF_COMPLETIONS, OF_LOSS, lower_is_better
+from posttrain.config.schema.metrics import OF_COMPLETIONS, lower_is_better
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
@@ -142,7 +142,7 @@ class RunConfig(Settings):
         """The metric of the best model, if one is kept."""
         if self.checkpoint.best_metric != "auto":
             return self.checkpoint.best_metric
-        judged = self.method.type == "reward" and self.data.validation is not None and self.evaluates
+        judged = self.method.head == "reward" and self.data.validation is not None and self.evaluates
         return "eval_accuracy" if judged else None
 
     def lower_is_better(self, metric: str) -> bool | None:
@@ -164,9 +164,9 @@ class RunConfig(Settings):
         """Refuse a metric that other methods or settings measure. Any other name may be a suite's."""
         sets = ["eval_"] if self.data.validation is not None else []
         sets += ["eval_" if one.name == "validation" else f"eval_{one.name}_" for one in self.evaluation.datasets]
-        kind, completions = self.method.type, OF_COMPLETIONS if self.samples else ()
-        loss = [] if self.method.samples_completions else ["loss", *OF_LOSS[kind]]
-        loss += ["kl"] if kind == "kto" and self.method.joins_completions else []
+        method, completions = self.method, OF_COMPLETIONS if self.samples else ()
+        loss = [] if method.samples_completions else ["loss", *method.measured]
+        loss += ["kl"] if method.joins_completions and method.kind != "pair" else []
         known = "|".join((*loss, *(["aux_loss"] if loss else []), *completions))
         own_suites = any(":" in entry.suite or Path(entry.suite).suffix for entry in self.evaluation.suites)
         names = [f"{each}{name}" for each in sets for name in (*loss, *(["reward"] if completions else []))]
@@ -175,7 +175,7 @@ class RunConfig(Settings):
             or lower_is_better(metric) is None
             or any(re.fullmatch(f"{re.escape(each)}({known})", metric) for each in sets),
             "checkpoint.best_metric",
-            f"is {metric}, which {kind} does not measure with these settings; write one that it does: "
+            f"is {metric}, which {method.type} does not measure with these settings; write one that it does: "
             + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
         )
 
@@ -253,7 +253,7 @@ class RunConfig(Settings):
             "is empty; give at least one, e.g. rewards: [{type: math}]",
         )
         problems.check(
-            method.type != "reward",
+            method.head == "lm",
             "rewards" if self.rewards else "evaluation.datasets",
             "are for completions, and a reward model writes none; leave it out",
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.base.errors import RunError
 from posttrain.base.memory import available_memory
 from posttrain.base.progress import progress
-from posttrain.config import DevicesConfig, DistillMethod, RunConfig, dump
+from posttrain.config import DevicesConfig, RunConfig, dump
 from posttrain.inspection.losslab.batches import Rows, StoredStep, rows_of, stored_step
 from posttrain.inspection.losslab.objectives import Bench, clipped, clipped_at_last_update
 from posttrain.inspection.losslab.variants import Variant, variants
@@ -30,7 +30,7 @@ CHUNK = 1 << 20  # parameters at a time, in double precision
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LossRow:
     """A loss of the batch. `norm` is that of the gradient before clipping; None for a number that is not finite."""
 
     variant: Variant
@@ -51,7 +51,7 @@ class Lab:
     step: int
     weights: Weights
     batch: str
-    rows: list[Row]
+    rows: list[LossRow]
     cosines: list[list[float | None]]
     left_out: Mapping[str, str]  # losses that do not fit the batch, with the reason
     updates: int  # of a step of the run
@@ -77,8 +77,7 @@ def losses(
     weights = weights_for(folder, step)
     with determinism(config.devices), _job(config, weights) as job:
         batch = rows_of(job, folder, step) if sampled is None else sampled
-        mixed = isinstance(config.method, DistillMethod) and config.method.reads_completions
-        bench = Bench(job, weights, batch, rows_of(job, folder, step) if mixed else None)
+        bench = Bench(job, weights, batch, rows_of(job, folder, step) if config.method.reads_completions else None)
         _refuse_too_large(bench.optimizer, len(chosen))
         if config.method.dropout:
             weights.restore_generators(job.device)
@@ -103,7 +102,7 @@ def _job(config: RunConfig, weights: Weights):
         yield Job.start(config, config.models[0], run, weights.checkpoint, recompute)
 
 
-def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[Row], Tensor]:
+def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[LossRow], Tensor]:
     """A row for each loss, and the gradients (rows, parameters): float32, in main memory."""
     masters = bench.optimizer.masters.values()
     gradients = torch.zeros(len(chosen), sum(master.numel() for master in masters))
@@ -116,7 +115,7 @@ def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) 
         norm = _take(bench.optimizer, gradient)
         last = None if stored is None else clipped_at_last_update(variant.method, loss, stored)
         value = metrics.get("loss", 0.0)
-        rows.append(Row(variant, _finite(value), _finite(norm), clipped(variant.method, loss), last))
+        rows.append(LossRow(variant, _finite(value), _finite(norm), clipped(variant.method, loss), last))
     return rows, gradients
 
 

@@ -1,23 +1,18 @@
 """The losses that fit a batch: the run's own first, then each with the run's settings, or with those of `--set`."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
-from posttrain.config import DistillMethod, DPOMethod, GRPOMethod, PPOMethod
 from posttrain.config.reading.explain import did_you_mean, wrong_value
 from posttrain.config.reading.fields import full
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import SettingsConflict
-from posttrain.config.schema.distill import DivergenceName
-from posttrain.config.schema.methods import METHODS, PPO_NAMES, AnyMethod
-from posttrain.config.schema.offline import ContrastiveLoss, PreferenceLoss, UnpairedLoss
-from posttrain.config.schema.online import PolicyLossType
-from posttrain.losses import PREFERENCE_LOSSES
+from posttrain.config.schema.methods import METHODS, AnyMethod
 
 # One update over the complete batch, and a reference that scores it then: what the lab computes.
 ONE_UPDATE = {
@@ -34,9 +29,7 @@ FIXED = {
     *("ref_model", "teacher", "teacher_system_prompt", "on_policy_fraction"),
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
-ALIAS = "grpo_clip"  # another name of the loss grpo: no row of its own unless it is the run's
 EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # rows of one loss that are not computed with `--set`
-EXO_SMOOTHING = 0.001  # the paper's, for a run whose label_smoothing is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +56,8 @@ def variants(
             raise ConfigError(f"--loss {name}: {did_you_mean(name, names)} for a run of {own.type}")
     _refuse_unknown(settings, {changes["type"] for name, changes in entries if not losses or name in losses})
     first = own.model_copy(update={key: value for key, value in ONE_UPDATE.items() if hasattr(own, key)})
-    shown = {key: getattr(own, key) for key in settings if _reads(own, key)}
-    rows = [Variant(own_name(own), _label(own_name(own), shown), first)]
+    shown = {key: getattr(own, key) for key in settings if own.reads(key)}
+    rows = [Variant(own.loss_name, _label(own.loss_name, shown), first)]
     left_out: dict[str, str] = {}
     unread = set(settings)
     for name, changes in entries:
@@ -100,57 +93,22 @@ def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
     return {name: list(dict.fromkeys(values)) for name, values in found.items()}
 
 
-def own_name(method: AnyMethod) -> str:
-    """The name of a method's loss: its loss_type or divergence, or else its type; several with a plus."""
-    match method.type:
-        case "grpo" | "kto":
-            return method.loss_type
-        case "dpo":
-            return "+".join(method.loss_type)
-        case "cpo":
-            return "cpo" if method.loss_type == "sigmoid" else f"cpo_{method.loss_type}"
-        case "distill":
-            return method.divergence
-    return method.type
-
-
-def catalogue(own: AnyMethod) -> Iterator[tuple[str, dict[str, Any]]]:
+def catalogue(own: AnyMethod) -> list[tuple[str, dict[str, Any]]]:
     """The losses for the data of a run of `own`: a name, and what changes in the settings."""
-    match own.type:
-        case "grpo" | "rloo" | "reinforce_plus_plus" | "ppo":
-            for loss in get_args(PolicyLossType):
-                if loss != ALIAS or own_name(own) == ALIAS:
-                    yield loss, {"type": "grpo", "loss_type": loss}
-            base = own_name(own) if isinstance(own, GRPOMethod) and own.loss_type != "no_baseline" else "grpo"
-            for scale in ("group", "batch", "none"):
-                if scale != getattr(own, "scale_rewards", "group"):
-                    yield base, {"type": "grpo", "loss_type": base, "scale_rewards": scale}
-            yield "rloo", {"type": "rloo"}
-            yield "reinforce_plus_plus", {"type": "reinforce_plus_plus"}
-            if own.type == "ppo":
-                yield "ppo", {"type": "ppo"}
-        case "dpo" | "orpo" | "cpo" | "simpo":
-            smooth = getattr(own, "label_smoothing", 0)
-            for loss in get_args(PreferenceLoss):
-                needed = {"label_smoothing": EXO_SMOOTHING} if loss == "exo_pair" and not smooth else {}
-                yield loss, {"type": "dpo", "loss_type": (loss,)} | needed
-            yield "orpo", {"type": "orpo"}
-            for loss in get_args(ContrastiveLoss):
-                yield "cpo" if loss == "sigmoid" else f"cpo_{loss}", {"type": "cpo", "loss_type": loss}
-            yield "simpo", {"type": "simpo"}
-            if len(getattr(own, "loss_type", "")) > 1 and isinstance(own, DPOMethod):
-                yield own_name(own), {"type": "dpo", "loss_type": own.loss_type, "loss_weights": own.loss_weights}
-        case "kto":
-            for loss in get_args(UnpairedLoss):
-                yield loss, {"type": "kto", "loss_type": loss}
-        case "distill":
-            for loss in get_args(DivergenceName):
-                yield loss, {"type": "distill", "divergence": loss}
-        case "reward":
-            yield "reward", {"type": "reward"}
-            yield "reward", {"type": "reward", "center_rewards_coefficient": 0.01}
-        case "sft":
-            yield "sft", {"type": "sft"}
+    made = [
+        (name, {"type": method.name(), **chosen})
+        for method in sorted(METHODS.values(), key=lambda method: method.trains_values)
+        if _learns_alike(method, own) and method.trains_values <= own.trains_values
+        for name, chosen in method.losses(own)
+    ]
+    if own.loss_name not in dict(made):  # a sum of losses
+        made.append((own.loss_name, own.model_dump(include={"type", "loss_type", "loss_weights"})))
+    return made
+
+
+def _learns_alike(method: type[AnyMethod], own: AnyMethod) -> bool:
+    """Whether a method learns from the same data."""
+    return all(getattr(method, name) == getattr(own, name) for name in ("kind", "head", "needs_rewards"))
 
 
 def _adapted(
@@ -163,8 +121,6 @@ def _adapted(
     """
     group = METHODS[changes["type"]]
     values = _carried(own, group) | dict(changes)
-    if changes.get("loss_type") == "no_baseline":
-        values.pop("scale_rewards", None)
     asked = {key: value for key, value in chosen.items() if key in group.model_fields}
     forced = {key: value for key, value in ONE_UPDATE.items() if key in group.model_fields}
     while True:
@@ -178,7 +134,7 @@ def _adapted(
             if not unread & (asked.keys() | values.keys()):
                 return "; ".join(f"{path} {message}" for path, message in conflict.problems)
         else:
-            unread = {key for key in asked if not _reads(method, key)}
+            unread = {key for key in asked if not method.reads(key)}
             if not unread:
                 return method, asked
         for path in unread:
@@ -188,7 +144,7 @@ def _adapted(
 
 def _carried(own: AnyMethod, group: type[AnyMethod]) -> dict[str, Any]:
     """The run's settings that the other method has too."""
-    names = PPO_NAMES if isinstance(own, PPOMethod) and group is not PPOMethod else {}
+    names = own.own_names if group is not type(own) else {}
     defaults = type(own).model_fields
     found = {}
     for name in group.model_fields:
@@ -199,17 +155,6 @@ def _carried(own: AnyMethod, group: type[AnyMethod]) -> dict[str, Any]:
         if group is type(own) or value != defaults[source].default or name == "num_generations":
             found[name] = value
     return found
-
-
-def _reads(method: AnyMethod, setting: str) -> bool:
-    """Whether the loss of these settings depends on one of them."""
-    if isinstance(method, DPOMethod):
-        known = {name for loss in PREFERENCE_LOSSES.values() for name in loss.reads}
-        if setting in known:
-            return any(setting in PREFERENCE_LOSSES[loss].reads for loss in method.loss_type)
-    if isinstance(method, DistillMethod) and setting == "jsd_beta":
-        return method.divergence == "jsd"
-    return hasattr(method, setting)
 
 
 def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> None:
