@@ -40,7 +40,7 @@ VERBS = {
     "sample": "sample",
     "eval": "eval",
     "export": "export",
-    "quantize": "quantize",
+    "quantize": "export",
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",

@@ -1,4 +1,4 @@
-"""`posttrain export`."""
+"""`posttrain export` and `posttrain quantize`: a model as a folder for others."""
 
 import re
 from typing import Annotated
@@ -9,19 +9,23 @@ from posttrain.base.errors import UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.terminal import say
 from posttrain.cli.errors import Interrupted
+from posttrain.cli.eval import suites_of
 from posttrain.cli.settings import devices_from_flag
-from posttrain.config.options import DEVICE, ExportOptions
+from posttrain.config import DataConfig, ModelConfig
+from posttrain.config.options import DEVICE, PRECISIONS, ExportOptions, QuantizeOptions, from_flags
 from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.schema.rollout import RolloutConfig
 
 ENGINES, DTYPES = ("ollama", "llama.cpp", "vllm"), ("auto", "float32", "bfloat16", "float16")
+NOT_PASSED = 3  # exit status
 SIZE = re.compile(r"\d+(?:\.\d+)? ?(?:[KMGT]i?B)", re.IGNORECASE)
+Model = Annotated[
+    str, typer.Argument(help="A run (its final model, else its best), a checkpoint, an adapter, any model or hub id.")
+]
 
 
 def export(
-    model: Annotated[
-        str,
-        typer.Argument(help="A run (its final model, else its best), a checkpoint, an adapter, any model or hub id."),
-    ],
+    model: Model,
     options: ExportOptions,
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
@@ -50,3 +54,45 @@ def export(
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", None) or ["nothing was written"]
         raise Interrupted(f"interrupted: {' '.join(notes)}") from error
+
+
+def quantize(
+    model: Model,
+    options: QuantizeOptions,
+) -> None:
+    """Quantise a model's linear layers, and measure what that changes.
+
+    The folder is loaded by plain transformers and by every command here. Adapters are merged first; heads, embeddings
+    and norms keep their precision. The gate compares both models on your rows: KL and greedy flips on tokens that the
+    original samples, or a reward model's accuracy on pairs, and the accuracy on suites. A check passes if its 95 %
+    interval is within the limit. Exit status 3: written, but the gate is not passed (quantization.json).
+
+        posttrain quantize runs/sft --to int8 --gate prompts.jsonl
+        posttrain quantize runs/reward/best --to nf4 --gate pairs.jsonl
+        posttrain quantize MODEL --to int4 --suite gsm8k
+    """
+    if options.to not in PRECISIONS:
+        raise UsageError(f"--to {options.to}: {did_you_mean(options.to, PRECISIONS)}")
+    from_flags(RolloutConfig, options)
+    from_flags(ModelConfig, options, path=model)
+    from_flags(DataConfig, source="gate", format=options.format, template=options.template or "none")
+    devices = devices_from_flag(options.device)
+    suites = suites_of(options.suite, {}, options.data) if options.suite else []
+    if options.data and not suites:
+        raise UsageError("--data is about suites: name one with --suite, or give rows with --gate")
+    with quick_imports():
+        from posttrain.base.console import PlainConsole
+        from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
+        from posttrain.export.gate_table import notes, table
+        from posttrain.export.quantize import quantize as quantize_model
+
+    items = [load_items(suite, options.max_rows) for suite in suites]
+    try:
+        made = quantize_model(model, options, items, devices, say)
+    except KeyboardInterrupt as error:
+        raise Interrupted("interrupted: nothing was written") from error
+    PlainConsole().print(table(made.checks))
+    for line in notes(made):
+        say(line)
+    if not made.passed:
+        raise typer.Exit(NOT_PASSED)
