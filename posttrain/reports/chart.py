@@ -71,7 +71,7 @@ def chart(
         xs, ys = thinned(line.xs, ys, most)
         parts.append(_path(xs, ys, x, y, style))
         parts += [
-            el("path", d=f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}m-3 0h6", class_=style)
+            el("path", d=f"M{x(at) - 3:.1f} {y(low):.1f}h6m-3 0V{y(high):.1f}m-3 0h6", class_=style)
             for at, (low, high) in zip(line.xs, line.bars, strict=False)
         ]
         values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
