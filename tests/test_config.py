@@ -312,7 +312,12 @@ def test_every_setting_is_read_by_the_code_outside_the_configuration():
     by a property of the settings that is."""
 
     def attributes(tree):
-        return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        nodes = list(ast.walk(tree))
+        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        calls = [
+            n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr"
+        ]
+        return read | {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
 
     trees = {path.relative_to(ROOT).parts: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
     read = set().union(*(attributes(tree) for parts, tree in trees.items() if parts[0] not in ("config", "cli")))

@@ -1,7 +1,8 @@
 """The DPO family. One function per loss, from pairs to one value per pair; nothing is reduced here.
 
 A function's keyword-only parameters are the settings it reads, by their names in the configuration; `preference_loss`
-passes exactly these. To add a loss, write its function and give it a name in PREFERENCE_LOSSES.
+passes exactly these. To add a loss, write its function, and add it to LOSSES or, if a value depends on other pairs, to
+COUPLING: its name is that of the function.
 
 In the formulas c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
 f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise.
@@ -172,24 +173,11 @@ class PreferenceLoss:
         return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
-    "sigmoid": PreferenceLoss(sigmoid),
-    "hinge": PreferenceLoss(hinge),
-    "ipo": PreferenceLoss(ipo),
-    "kto_pair": PreferenceLoss(kto_pair, couples_batch=True),
-    "exo_pair": PreferenceLoss(exo_pair),
-    "nca_pair": PreferenceLoss(nca_pair),
-    "robust": PreferenceLoss(robust),
-    "bco_pair": PreferenceLoss(bco_pair),
-    "sppo_hard": PreferenceLoss(sppo_hard),
-    "aot": PreferenceLoss(aot, couples_batch=True),
-    "aot_unpaired": PreferenceLoss(aot_unpaired, couples_batch=True),
-    "apo_zero": PreferenceLoss(apo_zero),
-    "apo_down": PreferenceLoss(apo_down),
-    "discopop": PreferenceLoss(discopop),
-    "sft": PreferenceLoss(sft),
-    "sigmoid_norm": PreferenceLoss(sigmoid_norm),
-}
+LOSSES = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down, discopop, sft,
+          sigmoid_norm)  # fmt: skip
+COUPLING = (kto_pair, aot, aot_unpaired)
+PREFERENCE_LOSSES = {function.__name__: PreferenceLoss(function) for function in LOSSES}
+PREFERENCE_LOSSES |= {function.__name__: PreferenceLoss(function, couples_batch=True) for function in COUPLING}
 
 
 def couples_batch(loss_type: Sequence[str]) -> bool:

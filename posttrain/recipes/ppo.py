@@ -38,16 +38,7 @@ from posttrain.losses import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.models import Models
-from posttrain.recipes.online import (
-    Minibatch,
-    Step,
-    TokenReference,
-    Updates,
-    minibatches,
-    online,
-    reference_of,
-    scored,
-)
+from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import ValueScorer
 from posttrain.training.checks import check_margins, check_ratio

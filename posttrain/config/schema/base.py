@@ -30,6 +30,9 @@ Float = Annotated[float, BeforeValidator(_not_bool)]
 KindName = Literal["sft", "pair", "unpaired", "prompt"]
 
 
+MODELS = frozenset({"ref_model", "teacher"})  # settings that name a model to compare the policy with
+
+
 class MethodSettings(Settings):
     """Settings of a method, and its facts: class variables and properties that shared code reads.
 
@@ -114,17 +117,17 @@ class MethodSettings(Settings):
     @property
     def has_reference(self) -> bool:
         """Whether it compares the policy with a reference or a teacher."""
-        return False
+        return bool(MODELS & type(self).model_fields.keys()) and not getattr(self, "reference_free", False)
 
     @property
     def precomputes_reference(self) -> bool:
         """Whether the reference scores all examples before training."""
-        return False
+        return getattr(self, "precompute_ref_log_probs", False)
 
     @property
     def avoids_second_model(self) -> bool:
         """Whether the reference is not kept in memory: the policy without its adapter, or it scores before training."""
-        return False
+        return not getattr(self, "use_ref_model", True)
 
     @property
     def scores_reference(self) -> bool:
@@ -134,22 +137,22 @@ class MethodSettings(Settings):
     @property
     def reference_path(self) -> str | None:
         """Hub id or folder of the reference; None: the model itself before training."""
-        return getattr(self, "ref_model", None)
+        return next((getattr(self, name) for name in MODELS if hasattr(self, name)), None)
 
     @property
     def refers_to_itself(self) -> bool:
         """Whether it has a reference or a teacher that is the model itself as the run began."""
-        return bool({"ref_model", "teacher"} & type(self).model_fields.keys()) and self.reference_path is None
+        return bool(MODELS & type(self).model_fields.keys()) and self.reference_path is None
 
     @property
     def prompts_teacher(self) -> bool:
         """Whether its teacher has prompts of its own."""
-        return False
+        return getattr(self, "teacher_system_prompt", None) is not None
 
     @property
     def completed_share(self) -> float:
         """The share of its prompts that it completes; for the others it trains on the data's completions."""
-        return 1.0
+        return getattr(self, "on_policy_fraction", 1.0)
 
     @property
     def reads_completions(self) -> bool:

@@ -44,22 +44,6 @@ class DistillMethod(OnlineMethod):
         former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
         return values | {"divergence": "jsd"} if former else values
 
-    @property
-    def has_reference(self) -> bool:
-        return True
-
-    @property
-    def reference_path(self) -> str | None:
-        return self.teacher
-
-    @property
-    def prompts_teacher(self) -> bool:
-        return self.teacher_system_prompt is not None
-
-    @property
-    def completed_share(self) -> float:
-        return self.on_policy_fraction
-
     def reads(self, setting: str) -> bool:
         return super().reads(setting) and (setting != "jsd_beta" or self.divergence == "jsd")
 

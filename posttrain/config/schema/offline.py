@@ -149,18 +149,6 @@ class DPOMethod(PreferenceMethod):
                 return "discopop" in losses
         return super().reads(setting)
 
-    @property
-    def has_reference(self) -> bool:
-        return not self.reference_free
-
-    @property
-    def precomputes_reference(self) -> bool:
-        return self.precompute_ref_log_probs
-
-    @property
-    def avoids_second_model(self) -> bool:
-        return not self.use_ref_model
-
     @model_validator(mode="after")
     def _check(self) -> "DPOMethod":
         problems = Problems()
@@ -349,14 +337,6 @@ class KTOMethod(MethodSettings):
     )
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
-
-    @property
-    def has_reference(self) -> bool:
-        return True
-
-    @property
-    def precomputes_reference(self) -> bool:
-        return self.precompute_ref_log_probs
 
     @property
     def joins_completions(self) -> bool:
