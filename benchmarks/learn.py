@@ -32,9 +32,9 @@ from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, write_bare_demonstrations
+from posttrain.quickstart.__init__ import settings_files
 from posttrain.quickstart.model import make_model
-from posttrain.quickstart.replies import TAGS, ask, turns
-from posttrain.quickstart.stages import settings_files
+from posttrain.quickstart.show import TAGS, ask, turns
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import load_json, save_rows
 

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import add_results, in_own_process, put_table
 from posttrain import runner
 from posttrain.config import load
+from posttrain.quickstart.__init__ import Size, settings_files
 from posttrain.quickstart.model import make_model
-from posttrain.quickstart.stages import Size, settings_files
 
 STEPS = 150
 GOAL_IDLE, GOAL_BUSY = 1.1, 2.5  # times the best way's time without a neighbour; times posttrain's own

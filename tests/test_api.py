@@ -14,7 +14,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.evaluation.items import load_items
 from posttrain.evaluation.suite import find_suite, with_settings
-from posttrain.runs.notes import Notes, write_notes
+from posttrain.runs.folder import Notes, write_notes
 
 ROWS = [{"prompt": f"Once there were {n} cats.", "completion": " They slept."} for n in range(6)]
 

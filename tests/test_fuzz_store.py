@@ -17,10 +17,10 @@ from posttrain.cli.runs import COLUMNS, cells_of
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import MANIFEST, newest_complete, saved_step, verify
 from posttrain.runs.files import load_json, load_tensors
+from posttrain.runs.folder import read_notes
 from posttrain.runs.managing.facts import facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered, table_lines
 from posttrain.runs.metrics import first_latest, last_metrics, latest_metrics, read_metrics
-from posttrain.runs.notes import read_notes
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary, read_run, summaries_below

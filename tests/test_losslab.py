@@ -28,7 +28,7 @@ from posttrain.config import (
 )
 from posttrain.inspection.losslab.lab import cosines, losses
 from posttrain.inspection.losslab.variants import parsed, variants
-from posttrain.runs.lock import FolderLock
+from posttrain.runs.folder import FolderLock
 from posttrain.runs.metrics import read_metrics
 
 ALL = {"save_steps": 1, "save_total_limit": None}  # a checkpoint of every step

@@ -18,10 +18,11 @@ from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
-from posttrain.runs import lock, summary
+from posttrain.runs import folder as folders
+from posttrain.runs import summary
 from posttrain.runs.checkpoint import verify
-from posttrain.runs.finding import find_runs, size_of
-from posttrain.runs.headline import headlines
+from posttrain.runs.finding import checked_name, find_runs, size_of
+from posttrain.runs.folder import Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import (
     Column,
     bytes_of,
@@ -31,9 +32,7 @@ from posttrain.runs.managing.listing import (
     seconds_of,
     table_lines,
 )
-from posttrain.runs.managing.places import checked_name
-from posttrain.runs.metrics import first_latest, latest_metrics
-from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.metrics import first_latest, headlines, latest_metrics
 from posttrain.runs.run import Run
 from posttrain.runs.summary import RunSummary, summaries_below
 
@@ -351,7 +350,7 @@ def test_freeing_by_rule(runs, here, monkeypatch):
     shown = runs("free", "--keep-last", "1", "--keep-best", "--older-than", "30d", answer="y\n")
     assert "checkpoint-2" in shown and "runs/new" not in shown and "1 folder or file of 1 run" in shown
     assert checkpoints(old) == ["checkpoint-4", "checkpoint-6"] and len(checkpoints(new)) == 3
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(folders, "PATIENCE_S", 0.05)
     with Run.open(busy):
         shown = runs("free", "name!=old", "--yes")
         assert f"in progress: {busy}" in shown and len(checkpoints(busy)) == 3 and checkpoints(new) == ["checkpoint-6"]
@@ -433,7 +432,7 @@ def test_a_snapshot_needs_what_its_run_needed(family, runs):
 # Names
 
 
-def test_renaming_mends_what_others_say(family, runs):
+def test_renaming_updates_other_runs(family, runs):
     runs("rm", "-y", "adapted")
     with_checkpoints(Path("runs/next"), config=settings("runs/policy/final"))
     facts = json.loads(Path("runs/next/run.json").read_text())
@@ -441,7 +440,7 @@ def test_renaming_mends_what_others_say(family, runs):
     facts["provenance"]["models"] = {"models.0.path": absolute}
     Path("runs/next/run.json").write_text(json.dumps(facts))
     shown = runs("rename", "policy", "Politik ü")
-    assert "runs/policy is now runs/Politik ü" in shown and shown.count("mended") == 3
+    assert "runs/policy is now runs/Politik ü" in shown and shown.count("updated") == 3
     assert (
         not Path("runs/policy").exists()
         and yaml.safe_load(Path("runs/Politik ü/config.yaml").read_text())["name"] == "Politik ü"
@@ -607,7 +606,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
-        if path.name != lock.LOCK
+        if path.name != folders.LOCK
     }
 
 

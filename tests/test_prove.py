@@ -24,7 +24,7 @@ from posttrain.base.memory import memory_in_use
 from posttrain.recipes import grpo, online
 from posttrain.rewards.compose import Rewards
 from posttrain.runs import rollouts
-from posttrain.runs.identical import compare_runs
+from posttrain.runs.managing.facts import compare_runs
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training import loop, saving

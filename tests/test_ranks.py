@@ -19,8 +19,8 @@ from vllm_stand_in import Killable, killable
 from posttrain.base.errors import ConfigError, DamagedError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import load
+from posttrain.runs.files import load_parts, part_file
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.parts import load_parts, part_file
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.training.job import refuse_sharded
 

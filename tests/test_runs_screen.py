@@ -9,18 +9,18 @@ from test_cli_runs import make
 from test_managing import checkpoints, settings, with_checkpoints
 from textual.widgets import DataTable, Input, Static
 
-from posttrain.runs import lock
+from posttrain.runs import folder as folders
 from posttrain.runs.finding import find_runs
-from posttrain.runs.managing.screen import Asked, Confirmed, RunsApp, Shown
-from posttrain.runs.managing.snapshots import snapshots_of
-from posttrain.runs.notes import Notes, read_notes, write_notes
+from posttrain.runs.folder import Notes, read_notes, write_notes
+from posttrain.runs.managing.copies import snapshots_of
+from posttrain.runs.managing.screen import ConfirmScreen, InputScreen, RunsApp, TextScreen
 from posttrain.runs.run import Run
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(folders, "PATIENCE_S", 0.05)
     with_checkpoints(Path("runs/judge"), 5, 7)
     rewards = {"method": {"type": "grpo"}, "rewards": [{"type": "model", "path": "runs/judge/final"}]}
     make(Path("runs/policy"), 4, settings(**rewards))
@@ -87,14 +87,14 @@ def test_order_filter_and_show(folder):
         assert isinstance(app.focused, DataTable)
         await pilot.press("enter")
         await pilot.pause()
-        assert isinstance(app.screen, Shown) and "grpo" in app.screen._text
+        assert isinstance(app.screen, TextScreen) and "grpo" in app.screen._text
         await pilot.press("escape")
         await pilot.press("escape")
         assert len(app.shown) == 3 and app.terms == ""
         await pilot.press("question_mark")
-        assert isinstance(app.screen, Shown) and "snapshot" in app.screen._text
+        assert isinstance(app.screen, TextScreen) and "snapshot" in app.screen._text
         await pilot.press("q")
-        assert not isinstance(app.screen, Shown)
+        assert not isinstance(app.screen, TextScreen)
         await pilot.press("q")
 
     assert drive(folder, steps).return_code == 0
@@ -105,7 +105,7 @@ def test_tags_note_and_name(folder):
         await on(app, pilot, "judge")
         await pilot.press("t")
         await pilot.pause()
-        assert isinstance(app.screen, Asked)
+        assert isinstance(app.screen, InputScreen)
         await typed(pilot, "keep #paper")
         await pilot.press("n")
         await pilot.pause()
@@ -120,7 +120,7 @@ def test_tags_note_and_name(folder):
         await pilot.pause()
         await typed(pilot, "no/good\x1b")
         assert "is no tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
-        for name, message in (("../x", "cannot name a run"), ("critic", "mended 2 files")):
+        for name, message in (("../x", "cannot name a run"), ("critic", "updated 2 files")):
             await pilot.press("r")
             await pilot.pause()
             await typed(pilot, name)
@@ -138,11 +138,11 @@ def test_delete_prune_and_snapshot(folder):
         assert len(snapshots_of(folder)) == 1 and "snapshot: judge-" in message_of(app)
         await pilot.press("d")
         await pilot.pause()
-        assert "needed by 1 other run" in message_of(app) and not isinstance(app.screen, Confirmed)
+        assert "needed by 1 other run" in message_of(app) and not isinstance(app.screen, ConfirmScreen)
         for answer, left in (("n", 3), ("y", 1)):
             await pilot.press("p")
-            await settled(app, pilot, lambda: isinstance(app.screen, Confirmed))
-            assert isinstance(app.screen, Confirmed) and "checkpoint-5" in app.screen._question
+            await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            assert isinstance(app.screen, ConfirmScreen) and "checkpoint-5" in app.screen._question
             await pilot.press(answer)
             await pilot.pause()
             assert len(checkpoints(folder / "judge")) == left
@@ -169,7 +169,7 @@ def test_a_run_in_progress_is_not_touched(folder):
             assert app.current.state == "running"
             for key in "sd":
                 await pilot.press(key)
-                await settled(app, pilot, lambda: isinstance(app.screen, Confirmed))
+                await settled(app, pilot, lambda: isinstance(app.screen, ConfirmScreen))
                 if key == "d":
                     await pilot.press("y")
                     await pilot.pause()

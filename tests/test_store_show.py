@@ -12,10 +12,9 @@ from rich.console import Console
 
 from posttrain.base.progress import progress
 from posttrain.base.words import counted, model_name
-from posttrain.reports.curves import write_curves
-from posttrain.reports.panels import PANELS, lines_of
+from posttrain.reports.curves import PANELS, lines_of, write_curves
 from posttrain.reports.series import Series
-from posttrain.runs.headline import headlines
+from posttrain.runs.metrics import headlines
 from posttrain.runs.progress import TrainingProgress, duration
 
 # Progress

@@ -16,7 +16,7 @@ from posttrain.config import load
 from posttrain.optim.update import AdamW
 from posttrain.runner.verify import planned, prepared, verify_resume
 from posttrain.runs.files import save_json, save_tensors
-from posttrain.runs.identical import compare_runs, first_difference
+from posttrain.runs.managing.facts import compare_runs, first_difference
 from posttrain.runs.run import Run
 
 

@@ -20,18 +20,17 @@ from posttrain.reports.drawing import labels, ticks
 from posttrain.reports.markup import Markup, el, text
 from posttrain.reports.series import Series, smoothed, sparkline, thinned
 from posttrain.runs import stored_rollouts
+from posttrain.runs.folder import Notes, write_notes
 from posttrain.runs.metrics import NAME as METRICS
-from posttrain.runs.notes import Notes, write_notes
 from posttrain.runs.receipt import TokenNumbers, decoder_of, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.ui.address import Query, parse
 from posttrain.ui.evaluations_page import evaluations_page
 from posttrain.ui.rollouts_page import falls, marked, rollouts_page
 from posttrain.ui.run_page import replay_command, run_page
-from posttrain.ui.runs import Runs
 from posttrain.ui.runs_page import arranged, runs_page
 from posttrain.ui.search import Index, Wanted
-from posttrain.ui.viewer import Viewer, rendered
+from posttrain.ui.viewer import Runs, Viewer, rendered
 
 SAVED = Path(__file__).parent / "saved_run/run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e'\" onload=x"

@@ -14,10 +14,9 @@ from posttrain.base.terminal import say
 from posttrain.base.words import counted, in_units
 from posttrain.cli import runs_disk
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
+from posttrain.runs.finding import named, short
+from posttrain.runs.folder import NOTES, Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
-from posttrain.runs.managing.places import named, short
-from posttrain.runs.notes import NAME as NOTES
-from posttrain.runs.notes import Notes, read_notes, write_notes
 from posttrain.runs.summary import RunSummary, summaries_below
 
 if TYPE_CHECKING:
@@ -185,14 +184,14 @@ def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
 
 @app.command()
 def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
-    """Give a run another name. Settings of other runs that name its path are mended."""
+    """Give a run another name. Settings of other runs that name its path are updated."""
     from posttrain.runs.managing.renaming import rename as rename_run
 
     target = named(run, settled(output_dir, run), whole=True)
     done = rename_run(target, name, [output_dir.expanduser()], force)
     say(f"{target} is now {done.folder}")
-    for path in done.mended:
-        say(f"mended: {short(path)}")
+    for path in done.updated:
+        say(f"updated: {short(path)}")
     for what in done.left:
         say(f"still has the old path: {what}", error=True)
 

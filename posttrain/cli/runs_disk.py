@@ -12,7 +12,7 @@ import typer
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted, in_units
-from posttrain.runs.managing.places import named, short
+from posttrain.runs.finding import named, short
 
 if TYPE_CHECKING:
     from posttrain.runs.managing.removing import Plan
@@ -56,9 +56,9 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     in which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
     `posttrain runs rm .snapshots/NAME` deletes one.
     """
+    from posttrain.runs.managing.copies import drop
     from posttrain.runs.managing.needs import refuse_needed
     from posttrain.runs.managing.removing import delete
-    from posttrain.runs.managing.snapshots import drop
 
     root = settled(output_dir, *runs)
     found = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
@@ -147,7 +147,7 @@ def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
 
     for plan in plans:
         for need in plan.needs:
-            say(f"kept: {short(need.place)}, needed by {need}", error=True)
+            say(f"kept: {short(need.path)}, needed by {need}", error=True)
     plans = [plan for plan in plans if plan.items]
     items = [item for plan in plans for item in plan.items]
     if not items:
@@ -177,7 +177,7 @@ def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: Ou
 
     RUN may be the folder of a whole run with its models and stages.
     """
-    from posttrain.runs.managing.snapshots import take
+    from posttrain.runs.managing.copies import take
 
     folder = take(named(run, settled(output_dir, run), whole=True), name, note)
     say(f"{short(folder)}: restore it with posttrain runs restore {folder.name}")
@@ -187,8 +187,8 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
     import shutil
 
+    from posttrain.runs.managing.copies import read_snapshot, snapshots_of
     from posttrain.runs.managing.listing import Column, table_lines
-    from posttrain.runs.managing.snapshots import read_snapshot, snapshots_of
 
     found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
     if not found:
@@ -208,9 +208,9 @@ def restore(
 
     A run that is there now is kept, unless --replace.
     """
-    from posttrain.runs.managing.places import checked_name
-    from posttrain.runs.managing.snapshots import read_snapshot
-    from posttrain.runs.managing.snapshots import restore as restore_run
+    from posttrain.runs.finding import checked_name
+    from posttrain.runs.managing.copies import read_snapshot
+    from posttrain.runs.managing.copies import restore as restore_run
 
     root = settled(output_dir, snapshot)
     folder = _snapshot(snapshot, root)
@@ -236,7 +236,7 @@ def export(
 
     tar -xzf unpacks it; the run is then listed, resumed and read like any other.
     """
-    from posttrain.runs.managing.archive import pack_run
+    from posttrain.runs.managing.copies import pack_run
 
     target = named(run, settled(output_dir, run), whole=True)
     path = output or Path(f"{target.resolve().name}.tar.gz")
@@ -247,9 +247,8 @@ def export(
 
 def described(target: Path) -> str:
     """A run, a whole run or a snapshot in a line."""
-    from posttrain.runs.finding import size_of
-    from posttrain.runs.managing.places import folders_of
-    from posttrain.runs.managing.snapshots import COPY
+    from posttrain.runs.finding import folders_of, size_of
+    from posttrain.runs.managing.copies import COPY
     from posttrain.runs.summary import RunSummary
 
     if (target / COPY).is_dir():
@@ -268,7 +267,7 @@ def _local(time: str) -> str:
 def _snapshot(name: str, root: Path) -> Path | None:
     """The snapshot folder of a name or a path."""
     from posttrain.runs.finding import SNAPSHOTS
-    from posttrain.runs.managing.snapshots import COPY
+    from posttrain.runs.managing.copies import COPY
 
     places = [Path(name), root / name, root / SNAPSHOTS / name]
     return next((place for place in places if place.parent.name == SNAPSHOTS and (place / COPY).is_dir()), None)

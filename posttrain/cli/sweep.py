@@ -17,7 +17,7 @@ from posttrain.cli.settings import Config, Overrides, split_arguments
 from posttrain.cli.train import DRY_RUN
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.base import EVAL_METRIC
-from posttrain.runs.headline import of_method
+from posttrain.runs.metrics import of_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from posttrain.base import system
 from posttrain.base.atomic import put_file, put_folder
 from posttrain.base.words import in_units
 from posttrain.doctor.checks import Broken, Found
-from posttrain.runs.lock import FolderLock, is_locked
+from posttrain.runs.folder import FolderLock, is_locked
 
 LEAST_FREE_BYTES = 5_000_000_000  # below this a checkpoint or a model may not fit
 SLOW_BYTES_PER_SECOND = 20e6

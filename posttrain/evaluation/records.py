@@ -17,7 +17,7 @@ from typing import Any, Self
 from posttrain.base.errors import RunError
 from posttrain.runs.atomic import cannot_write
 from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
-from posttrain.runs.lock import FolderLock
+from posttrain.runs.folder import FolderLock
 
 log = logging.getLogger("posttrain")
 

@@ -10,7 +10,7 @@ from posttrain.config import DataConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.templates import choose_template
-from posttrain.quickstart.replies import turns
+from posttrain.quickstart.show import turns
 
 PAD, STOP = "<pad>", "<stop>"
 EXAMPLES = 1000  # strings that the tokenizer is trained on

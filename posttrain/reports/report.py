@@ -13,9 +13,9 @@ from typing import Any
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.completions import completions
+from posttrain.reports.curves import PANELS, lines_of
 from posttrain.reports.markup import number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
-from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.series import FACTS, Series
 from posttrain.runs.checks import advice
 from posttrain.runs.files import open_regular

@@ -7,10 +7,10 @@ from typing import Any
 
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
+from posttrain.reports.curves import PANELS
 from posttrain.reports.drawing import Drawing
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
-from posttrain.reports.panels import PANELS
 from posttrain.reports.report import (
     REPORT,
     SIZE,
@@ -24,7 +24,7 @@ from posttrain.reports.report import (
 )
 from posttrain.runs.files import flat, is_regular, read_regular
 from posttrain.runs.finding import find_runs
-from posttrain.runs.headline import LABELS, of_method
+from posttrain.runs.metrics import LABELS, of_method
 from posttrain.runs.progress import duration
 
 INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs

@@ -27,8 +27,8 @@ from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import verify
 from posttrain.runs.files import load_json
 from posttrain.runs.folder import never_stepped, run_folder
-from posttrain.runs.headline import headlines
 from posttrain.runs.inputs import refuse_other_models
+from posttrain.runs.metrics import headlines
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import redact_yaml
 from posttrain.runs.summary import read_run

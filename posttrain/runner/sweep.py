@@ -34,7 +34,7 @@ from posttrain.runner.sweep_space import Settings, short_names
 from posttrain.runner.sweep_stopping import Curve, curve_of, is_hopeless
 from posttrain.runs.files import load_json
 from posttrain.runs.finding import remove_run
-from posttrain.runs.lock import LOCK, FolderLock
+from posttrain.runs.folder import LOCK, FolderLock
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.summary import read_run

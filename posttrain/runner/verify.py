@@ -31,8 +31,8 @@ from posttrain.base.words import counted
 from posttrain.config import RunConfig, Stage, TrackingConfig
 from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.finding import find_runs
-from posttrain.runs.identical import Comparison, compare_runs
 from posttrain.runs.logs import ConsoleLog
+from posttrain.runs.managing.facts import BitComparison, compare_runs
 from posttrain.runs.metrics import last_metrics
 from posttrain.runs.progress import duration
 
@@ -64,7 +64,7 @@ class Outcome:
     while_starting: int = 0  # before the first step after a start
     steps_made_again: int = 0
     seconds: float = 0.0
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    comparisons: dict[str, BitComparison] = field(default_factory=dict)
 
     @property
     def identical(self) -> bool:

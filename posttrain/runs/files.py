@@ -1,22 +1,37 @@
-"""Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators."""
+"""Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators.
+
+The ranks of a sharded run save tensors in one file each:
+
+    optimizer.safetensors                                      of one process, or of ranks with the whole model
+    optimizer-00001-of-00002.safetensors, …-00002-of-…         the rows of each rank
+
+A tensor is the concatenation of its parts by rows, in the order of the files that have it; a number is the same in
+every file that has it.
+"""
+
+from __future__ import annotations
 
 import json
 import math
 import os
 import random
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from posttrain.base.errors import DamagedError, RunError
 from posttrain.runs.atomic import cannot_write, open_itself, write_file
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
+
+RowsOf = Callable[[str, int], slice]  # which rows to read, from a tensor's name and their number
 
 
 def save_json(path: Path, data: Any) -> None:
@@ -73,26 +88,26 @@ def _make_folder_of(path: Path) -> None:
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
-    """Open a file of a run folder for reading. Raises OSError, also for what is no file (see `open_itself`)."""
+    """Open a file of a run folder for reading. Raises OSError, also if it is not a regular file (`open_itself`)."""
     return os.fdopen(open_itself(path, os.O_RDONLY, links), "rb")
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file of a run folder. Raises OSError, also for what is no file (see `open_itself`)."""
+    """The content of a file of a run folder. Raises OSError, also if it is not a regular file (`open_itself`)."""
     with open_regular(path) as file:
         return file.read()
 
 
 def is_regular(path: Path) -> bool:
-    """Whether this is a file itself, and no link to one."""
+    """Whether this is a file, and not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 
 def check_database(path: Path) -> None:
-    """Raises RunError if a database, or a file that SQLite opens with it, is no file itself; it may be missing."""
-    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.name}-journal"):
-        if os.path.lexists(path.with_name(name)) and not is_regular(path.with_name(name)):
-            raise RunError(f"{path.with_name(name)} cannot be read: it is a link, a pipe or a device, no file")
+    """Raise RunError if a database, or a file that SQLite opens with it, is not a regular file; it may be missing."""
+    for file in (path.with_name(path.name + ending) for ending in ("", "-wal", "-shm", "-journal")):
+        if os.path.lexists(file) and not is_regular(file):
+            raise RunError(f"{file} cannot be read: it is a link, a pipe or a device, no file")
 
 
 def load_json(path: Path, links: bool = False) -> Any:
@@ -118,16 +133,16 @@ def parse_json(text: str | bytes) -> Any:
 
 def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}; with `lists`, lists are flattened too, by index."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in data.items():
         inner = dict(enumerate(value)) if lists and isinstance(value, list | tuple) else value
         nested = isinstance(inner, Mapping)
-        found |= {f"{key}.{rest}": leaf for rest, leaf in flat(inner, lists).items()} if nested else {str(key): value}
-    return found
+        leaves |= {f"{key}.{rest}": leaf for rest, leaf in flat(inner, lists).items()} if nested else {str(key): value}
+    return leaves
 
 
 def _check_exact(data: Any, where: str) -> None:
-    """Raise RunError, which names the place, for values that JSON cannot store exactly."""
+    """Raise RunError, which says where, for values that JSON cannot store exactly."""
     if isinstance(data, float) and not math.isfinite(data):
         raise RunError(f"{where} is {data}: only finite numbers can be saved")
     if isinstance(data, Mapping):
@@ -140,20 +155,20 @@ def _check_exact(data: Any, where: str) -> None:
             _check_exact(value, f"{where}[{index}]")
 
 
-def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]") -> None:
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write named tensors of any dtype and device as safetensors.
 
     Views, transposed and shared tensors (tied weights) are stored as independent copies, each under its own name.
     """
     from safetensors.torch import save_file
 
-    seen: set[int] = set()
+    storages: set[int] = set()
     ready: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
+        storages.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
     try:
         save_file(ready, path)
@@ -161,7 +176,7 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]") -> None:
         raise cannot_write(path, error) from error
 
 
-def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str, torch.Tensor]":
+def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """Read a safetensors file; raises DamagedError when it is missing or damaged."""
     from safetensors.torch import load_file
 
@@ -173,7 +188,7 @@ def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str,
         raise DamagedError(f"{path} is damaged: {error}") from None
 
 
-def rng_state(device: "torch.device") -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+def rng_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state of the global generators of Python, NumPy and PyTorch: of the CPU, and of the run's own GPU.
 
     Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
@@ -197,7 +212,7 @@ def rng_state(device: "torch.device") -> "tuple[dict[str, torch.Tensor], dict[st
     return tensors, facts
 
 
-def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any], device: "torch.device") -> None:
+def restore_rng(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], device: torch.device) -> None:
     """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
     The state of the run's GPU then is set on its GPU now; if none was saved, that GPU's state is left alone.
@@ -223,9 +238,62 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any],
         raise DamagedError(f"the random state is invalid: {error}") from error
 
 
-def bits(tensor: "torch.Tensor") -> "torch.Tensor":
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor as flat integers of the same width, which are equal if the bits are."""
     import torch
 
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().flatten().view(words[tensor.element_size()])
+
+
+def part_file(folder: Path, name: str, rank: int = 0, ranks: int = 1) -> Path:
+    return folder / (f"{name}-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else f"{name}.safetensors")
+
+
+def load_parts(folder: Path, name: str, rows_of: RowsOf) -> dict[str, torch.Tensor]:
+    """The chosen rows of every tensor. Raises DamagedError when a file is missing or damaged."""
+    files = _part_files(folder, name)
+    try:
+        with ExitStack() as opened:
+            parts = [opened.enter_context(safe_open(file, "pt")) for file in files]
+            parts_of: dict[str, list[Any]] = {}
+            for part in parts:
+                for tensor in part.keys():  # noqa: SIM118 - not a mapping
+                    parts_of.setdefault(tensor, []).append(part)
+            return {tensor: _rows(tensor, some, rows_of) for tensor, some in parts_of.items()}
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{folder / files[0].name} or a part beside it is damaged: {error}") from None
+
+
+def _part_files(folder: Path, name: str) -> list[Path]:
+    parts = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
+    if not parts:
+        if not (only := part_file(folder, name)).is_file():
+            raise DamagedError(f"{only} is missing")
+        return [only]
+    match = re.fullmatch(r".*-of-(\d+)\.safetensors", parts[0].name)
+    count = int(match[1]) if match else 0
+    expected = [part_file(folder, name, rank, count) for rank in range(count)]
+    for file in expected:
+        if file not in parts:
+            raise DamagedError(f"{file} is missing: {count} ranks have each saved a part")
+    if len(parts) != count:
+        raise DamagedError(f"{folder} has parts of {name} that {count} ranks did not save: {parts[-1].name}")
+    return expected
+
+
+def _rows(name: str, parts: Sequence[Any], rows_of: RowsOf) -> torch.Tensor:
+    """The rows of one tensor, read from the parts that have some."""
+    slices = [part.get_slice(name) for part in parts]
+    if not slices[0].get_shape():
+        return parts[0].get_tensor(name)
+    import torch
+
+    lengths = [rows.get_shape()[0] for rows in slices]
+    wanted, start, read = rows_of(name, sum(lengths)), 0, []
+    for rows, length in zip(slices, lengths, strict=True):
+        first, last = max(wanted.start - start, 0), min(wanted.stop - start, length)
+        if first < last:
+            read.append(rows[first:last])
+        start += length
+    return torch.cat(read) if len(read) != 1 else read[0]

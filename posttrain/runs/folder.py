@@ -1,53 +1,116 @@
-"""Checks of folders before a run starts in them: is it a run folder, is it worth keeping; and emptying one."""
+"""The folder of a run: its lock, its facts in run.json, its tags and note, and whether a run may start in it."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import platform
 import re
 import shutil
+import stat
+import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
+from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
+from posttrain.base.terminal import escaped
+from posttrain.runs.atomic import cannot_write
 from posttrain.runs.checkpoint import saved_step
-from posttrain.runs.files import load_json
-from posttrain.runs.lock import LOCK
+from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import last_metrics
-from posttrain.runs.notes import NAME as NOTES
 
 if TYPE_CHECKING:  # lists of runs need no settings
     from posttrain.config import Stage
 
-FORMAT = 1
+LOCK = ".lock"
+SAFE = BINARY | NOFOLLOW | NONBLOCK  # a stranger's run may have a link or a pipe in its place
+PATIENCE_S = 0.5  # `is_locked` in another process holds the lock for an instant
+UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
+NOTES = "notes.json"  # the tags and the note that a user gives a run; no part of a run reads it
+TAG = re.compile(r"[\w.+:/-]{1,40}")
+LONGEST_NOTE = 20_000  # characters
+log = logging.getLogger("posttrain")
+FORMAT = 1  # of run.json and of notes.json
 # What run.json has, and of which type.
 FACTS = {
-    "state": str,
-    "reason": str | None,
-    "started": str,
-    "ended": str | None,
-    "resumes": list,
-    "provenance": dict,
+    "state": str, "reason": str | None, "started": str, "ended": str | None, "resumes": list, "provenance": dict,
     "counters": dict,
-}
+}  # fmt: skip
 # The files that a run may have before its first step.
 FIRST_FILES = (
-    LOCK,
-    NOTES,
-    "run.json",
-    "config.yaml",
-    "metrics.jsonl",
-    "training.log",
-    "tracking",
-    "base",
-    "best",
-    "evaluation",
-    "rollouts.sqlite",
-    "rollouts.sqlite-wal",
-    "rollouts.sqlite-shm",
-    "rollouts.sqlite-journal",
-)
+    LOCK, NOTES, "run.json", "config.yaml", "metrics.jsonl", "training.log", "tracking", "base", "best", "evaluation",
+    "rollouts.sqlite", "rollouts.sqlite-wal", "rollouts.sqlite-shm", "rollouts.sqlite-journal",
+)  # fmt: skip
+
+
+class FolderLock:
+    """Locks a folder for this process until `release` or the end of the process.
+
+    Raises RunError if another process holds the lock.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / LOCK
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | SAFE, 0o666)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.release()
+            raise RunError(f"{path} is no file: remove it")
+        deadline = time.monotonic() + PATIENCE_S
+        while _lock(self._descriptor) is False:
+            if time.monotonic() > deadline:
+                holder = os.read(self._descriptor, 300).decode(errors="replace") or "another process"
+                self.release()
+                raise RunError(f"{folder} is in use by {holder}: wait for it to end, or stop it first")
+            time.sleep(0.02)
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process (this one included) runs in the folder; None if it cannot be known."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | SAFE)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another user's
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False  # no lock of ours
+        taken = _lock(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if taken is None else not taken
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Try to take the lock: True if taken, False if another process holds it, None if locks are not supported."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        log.warning("this file system does not support locks: run only one process in a folder")
+        return None
+    return True
 
 
 def check_run_folder(folder: Path) -> None:
@@ -59,20 +122,51 @@ def check_run_folder(folder: Path) -> None:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     facts = load_json(folder / "run.json")
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_facts(facts):
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_valid(facts):
         raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
     return facts
 
 
-def _are_facts(facts: dict[str, Any]) -> bool:
+def _are_valid(facts: dict[str, Any]) -> bool:
     if not all(name in facts and isinstance(facts[name], kind) for name, kind in FACTS.items()):
         return False
     try:
-        times = [datetime.fromisoformat(time) for time in (facts["started"], facts["ended"]) if time is not None]
-        # Between these years there is such a time in every zone.
-        return all(time.tzinfo is not None and 1 < time.year < 9999 for time in times)
+        moments = [datetime.fromisoformat(text) for text in (facts["started"], facts["ended"]) if text is not None]
+        # Between these years the moment exists in every time zone.
+        return all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
     except ValueError:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The tags of a run, in the order they were given, and its note."""
+
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+
+def read_notes(folder: Path) -> Notes:
+    """The notes of a run; empty if there are none. Raises RunError if the file is damaged."""
+    path = folder / NOTES
+    if not path.is_file():
+        return Notes()
+    facts = load_json(path)
+    if isinstance(facts, dict) and facts.get("format") == FORMAT:
+        tags, note = facts.get("tags"), facts.get("note")
+        if isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) and isinstance(note, str):
+            return Notes(tuple(tags), note)
+    raise RunError(f"{path} is damaged or of another version of posttrain: repair it, or delete it")
+
+
+def write_notes(folder: Path, notes: Notes) -> None:
+    """Replace the notes of a run atomically. Raises RunError for an invalid tag or a note that is too long."""
+    for tag in notes.tags:
+        if not TAG.fullmatch(tag):
+            raise RunError(f"'{escaped(tag)}' is no tag: give 1 to 40 letters, digits or characters of _.+:/-")
+    if len(notes.note) > LONGEST_NOTE:
+        raise RunError(f"the note has {len(notes.note):,} characters: at most {LONGEST_NOTE:,} are kept")
+    save_json(folder / NOTES, {"format": FORMAT, "tags": list(dict.fromkeys(notes.tags)), "note": notes.note})
 
 
 def never_stepped(folder: Path) -> bool:
@@ -84,10 +178,8 @@ def never_stepped(folder: Path) -> bool:
     if not (folder / "run.json").is_file():
         return False
     names = {path.name for path in folder.iterdir()}
-    leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
-    half_written = {
-        found[0] for found in leftovers if found["kind"] == "tmp"
-    }  # a leftover of the other kind is complete
+    leftovers = [match for name in names if (match := LEFTOVER.fullmatch(name))]
+    half_written = {match[0] for match in leftovers if match["kind"] == "tmp"}  # the other kind is complete
     if names - half_written - set(FIRST_FILES):
         return False
     try:
@@ -117,15 +209,14 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
     entries = [path.name for path in folder.iterdir() if not starting.fullmatch(path.name)] if folder.exists() else []
     if not entries:
         return
-    nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    if nested:
+    if nested := sorted(path.parent.name for path in folder.glob("*/run.json")):
         raise RunError(
             f"{folder} contains other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
         )
     if "run.json" not in entries:
         raise RunError(
-            f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: "
-            "choose another name or output_dir"
+            f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: choose another "
+            "name or output_dir"
         )
     if not overwrite and not never_stepped(folder):
         raise RunError(
@@ -140,9 +231,7 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
     """
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
-        for path in entries:
-            if path.name == LOCK or path.name in keep:
-                continue
+        for path in (path for path in entries if path.name not in (LOCK, *keep)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -1,5 +1,9 @@
-"""`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted."""
+"""`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted.
 
+And the main metrics of each method, which lists, reports and tables show first.
+"""
+
+import functools
 import json
 import logging
 import math
@@ -21,7 +25,7 @@ log = logging.getLogger("posttrain")
 
 
 class MetricsFile:
-    """Appends to a run's metrics; `append` returns after passing the line to the operating system."""
+    """Appends to a run's metrics; after `append`, the operating system has the line."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
@@ -119,7 +123,7 @@ def _tail(folder: Path) -> list[bytes]:
 
 
 def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | None]:
-    """The last step, and of `names` the first that has a finite value near the end, with its latest one.
+    """The last step, and the first of `names` that has a finite value near the end, with the latest value.
 
     Parses only the lines that it needs, as lists of hundreds of runs must. The name is empty if none has a value.
     """
@@ -137,26 +141,22 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
 
 
 def line_of(raw: bytes) -> dict[str, Any] | None:
-    """A line as an object of its step and of numbers that a float can be, or null; None for any other line, which is
-    damaged."""
+    """A line as an object of its step and of finite numbers or null; None for any other line, which is damaged."""
     try:
-        found = parse_json(raw)
+        entry = parse_json(raw)
     except ValueError:
         return None
-    if not isinstance(found, dict) or type(found.get("step")) is not int or abs(found["step"]) > LARGEST_STEP:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or abs(entry["step"]) > LARGEST_STEP:
         return None
-    return found if all(map(_is_value, found.values())) else None
-
-
-def _is_value(one: Any) -> bool:
-    return one is None or (isinstance(one, int | float) and abs(one) <= sys.float_info.max)
+    largest = sys.float_info.max
+    valid = (v is None or (isinstance(v, int | float) and abs(v) <= largest) for v in entry.values())
+    return entry if all(valid) else None
 
 
 def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
-    found = line_of(line)
-    if found is None:
+    if (entry := line_of(line)) is None:
         raise RunError(f"{folder / NAME}: a line near the end is damaged")
-    return found
+    return entry
 
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
@@ -169,8 +169,7 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     lines = []
     for number, raw in enumerate(whole, start=1):
-        entry = line_of(raw)
-        if entry is None:
+        if (entry := line_of(raw)) is None:
             raise RunError(f"{path}, line {number} is damaged: remove or repair that line")
         lines.append((raw, entry))
     return lines, bool(rest)
@@ -181,3 +180,40 @@ def _number(name: str, value: Any) -> float | int | None:
     if not isinstance(value, int | float):
         raise TypeError(f"metric {name} must be a number, not {value!r}")
     return value if math.isfinite(value) else None
+
+
+# Not on the settings classes of methods, whose import would double the time of `posttrain runs list`.
+PAIRS = ("rewards/accuracies", "rewards/margins")
+OF_METHOD = {
+    "sft": (),
+    "reward": ("accuracy", "margin"),
+    **dict.fromkeys(("dpo", "orpo", "cpo", "simpo"), PAIRS),
+    "kto": ("rewards/margins",),
+}
+LABELS = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+
+
+def of_method(method: str) -> tuple[str, ...]:
+    """The main metrics of a method, besides the loss: the reward, for methods that sample."""
+    return OF_METHOD.get(method, ("reward",))
+
+
+def headlines(method: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The method's main metrics and the loss, from the validation if available, by display name."""
+    known = (
+        next(((label, metrics[name]) for name, label in choice.items() if metrics.get(name) is not None), None)
+        for choice in _choices(method)
+    )
+    return dict(filter(None, known))
+
+
+@functools.cache
+def headline_metrics(method: str) -> dict[str, str]:
+    """Candidates for a run's headline with their display names; the first that the run has is its headline."""
+    return {name: label for choice in _choices(method) for name, label in choice.items()}
+
+
+def _choices(method: str) -> list[dict[str, str]]:
+    """For each main metric the names in metrics.jsonl, validation before training, with their display names."""
+    labels = {name: LABELS.get(name, name) for name in (*of_method(method), "loss")}
+    return [{f"eval_{name}": f"validation {label}", name: label} for name, label in labels.items()]

@@ -23,11 +23,18 @@ from posttrain.runs import checkpoint
 from posttrain.runs.atomic import cannot_write, recover, write_file
 from posttrain.runs.checks import Finding
 from posttrain.runs.files import read_regular, save_json
-from posttrain.runs.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
-from posttrain.runs.lock import FolderLock
+from posttrain.runs.folder import (
+    FORMAT,
+    NOTES,
+    FolderLock,
+    check_run_folder,
+    empty,
+    never_stepped,
+    read_facts,
+    refuse_occupied,
+)
 from posttrain.runs.logs import RunLog
 from posttrain.runs.metrics import MetricsFile, read_metrics
-from posttrain.runs.notes import NAME as NOTES
 from posttrain.runs.provenance import environment, now, redact, redact_yaml
 
 LOGS = "logs"  # of the ranks after the first

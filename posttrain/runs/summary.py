@@ -17,11 +17,8 @@ from posttrain.base.words import model_name
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import load_json, open_regular, read_regular
 from posttrain.runs.finding import measured_runs, size_of
-from posttrain.runs.folder import check_run_folder, read_facts
-from posttrain.runs.headline import headline_metrics, headlines
-from posttrain.runs.lock import is_locked
-from posttrain.runs.metrics import first_latest, latest_metrics
-from posttrain.runs.notes import Notes, read_notes
+from posttrain.runs.folder import Notes, check_run_folder, is_locked, read_facts, read_notes
+from posttrain.runs.metrics import first_latest, headline_metrics, headlines, latest_metrics
 
 if TYPE_CHECKING:  # needs the schema of settings, which lists do not
     from posttrain.runs.checks import Check

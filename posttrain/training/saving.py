@@ -27,9 +27,8 @@ from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.update import AdamW
 from posttrain.parallel.ranks import Ranks
-from posttrain.runs.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.runs.files import load_parts, load_tensors, part_file, restore_rng, rng_state, save_json, save_tensors
 from posttrain.runs.logs import QUIET_LOGGER
-from posttrain.runs.parts import load_parts, part_file
 from posttrain.runs.rollouts import RolloutStore
 from posttrain.scoring import ValueScorer
 from posttrain.training.checks import check_finite, check_same_weights

@@ -6,10 +6,14 @@ The controls above a table or a picture are a form whose values become the page'
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 from posttrain.base.words import counted
-from posttrain.reports.markup import Child, Markup, el, link
+from posttrain.reports import design
+from posttrain.reports.chart import HOVER
+from posttrain.reports.markup import Child, Markup, el, join, link
+from posttrain.reports.page import digest, document, script_in
 
 LONGEST, MOST = 8_000, 200  # characters and values that are read
 BIG = 1 << 53
@@ -129,3 +133,34 @@ def pager(query: Query, path: str, size: int, total: int, what: str) -> Markup:
 
 def _labelled(label: str, control: Markup, class_: str = "") -> Markup:
     return el("label", el("span", label, class_="label"), control, class_=f"field {class_}".strip())
+
+
+HERE = Path(__file__).parent
+FAVICON = HERE / "favicon.svg"
+STYLE = design.TOKENS + design.PARTS + (HERE / "style.css").read_text(encoding="utf-8")
+SCRIPT = script_in("document.querySelector('main')", HOVER, (HERE / "view.js").read_text(encoding="utf-8"))
+HEAD = Markup('<link rel="icon" href="/favicon.ico" type="image/svg+xml">')
+POLICY = (
+    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+BAR = {
+    "/": "Runs",
+    "/rollouts": "Rollouts",
+    "/evaluations": "Evaluations",
+    "/data": "Data",
+    "/chat": "Chat",
+    "/new": "New run",
+}
+
+
+def bar(path: str) -> Markup:
+    """Links to the pages; the one at `path` is marked."""
+    links = (el("a", title, href=at, aria_current="page" if at == path else None) for at, title in BAR.items())
+    return el("nav", *links, class_="pages", aria_label="pages")
+
+
+def framed(path: str, shown: Markup, seconds: int) -> str:
+    """The page at `path` around what it shows, which its script renews every `seconds`."""
+    main = el("main", shown, class_="view", data_seconds=seconds)
+    return document("posttrain", join([bar(path), main]), STYLE, SCRIPT, HEAD, "page")

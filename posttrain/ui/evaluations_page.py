@@ -11,8 +11,7 @@ from posttrain.evaluation.comparing.page import HOW, differences_table, interval
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
 from posttrain.ui.address import Query, address, choice, form, hidden, pager, search
-from posttrain.ui.evaluations import Evaluation
-from posttrain.ui.viewer import Viewer
+from posttrain.ui.viewer import Evaluation, Viewer
 
 PATH = "/evaluations"
 PAGE = 20  # items

@@ -4,8 +4,8 @@ import shlex
 
 from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import chart
+from posttrain.reports.curves import PANELS, lines_of
 from posttrain.reports.markup import Markup, cards, el, join, message, number, table
-from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.report import alarms_of, data_said
 from posttrain.reports.series import AXES, Series
 from posttrain.runs.progress import duration

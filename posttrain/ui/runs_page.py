@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import COLOURS, Line, chart, spark
+from posttrain.reports.curves import PANELS
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
-from posttrain.reports.panels import PANELS
 from posttrain.reports.series import AXES
 from posttrain.reports.several import differing
 from posttrain.runs.checks import advice
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
-from posttrain.ui.runs import STATES
-from posttrain.ui.viewer import Viewer
+from posttrain.ui.viewer import STATES, Viewer
 
 PATH = "/"
 SHOWN = 100  # rows of a table before "show all"

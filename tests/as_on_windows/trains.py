@@ -29,11 +29,11 @@ def main(file: str) -> None:
 
     from posttrain.base.system import CAN_FORK, HANGUP
     from posttrain.cli import main
-    from posttrain.runs import lock
+    from posttrain.runs import folder
 
     first = main(["train", file, "--max-steps", "2"])
     second = main(["train", file, "--resume", "--max-steps", "4"])
-    has = [lock.fcntl is not None, CAN_FORK, HANGUP is not None]
+    has = [folder.fcntl is not None, CAN_FORK, HANGUP is not None]
     print(json.dumps({"imported": imported, "left": left, "status": [first, second], "has": has}))
 
 

@@ -18,9 +18,8 @@ from posttrain.rewards.compose import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.checkpoint import list_checkpoints, verify
 from posttrain.runs.files import load_tensors, restore_rng
-from posttrain.runs.folder import check_run_folder, read_facts
+from posttrain.runs.folder import check_run_folder, is_locked, read_facts
 from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
-from posttrain.runs.lock import is_locked
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.training.job import Job, data_of

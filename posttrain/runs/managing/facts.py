@@ -1,21 +1,28 @@
-"""The facts of one run to show, and how two runs differ: in settings, in what they were made with, in metrics."""
+"""The facts of one run to show, and how two runs differ: in settings, versions and metrics, or bit for bit."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.base.words import in_units
-from posttrain.runs.files import flat
-from posttrain.runs.metrics import latest_metrics
+from posttrain.runs.checkpoint import MODELS, list_checkpoints, saved_step, verify
+from posttrain.runs.files import bits, flat, load_json, load_tensors
+from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary, read_run
 
+if TYPE_CHECKING:
+    import torch
+
 MISSING = "-"
-# What run.json has that differs between any two runs.
-NO_VERSIONS = ("command", "folder", "models")
-CLOCKS = ("time",)
+NO_VERSIONS = ("command", "folder", "models")  # provenance that differs between any two runs
+CLOCK = ("time", "seconds", "save_seconds")  # metrics that differ between equal runs
 
 
 def facts_of(run: RunSummary) -> list[tuple[str, str]]:
@@ -78,21 +85,20 @@ def differences(one: Path, other: Path) -> Differences:
         for name in ("name", "output_dir"):
             values.pop(name, None)
     for values in metrics:
-        for name in CLOCKS:
-            values.pop(name, None)
+        values.pop("time", None)
     kinds = {"settings": settings, "versions": versions, "metrics": metrics}
-    found = {kind: _differing(*both) for kind, both in kinds.items()}
-    equal = {kind: len(both[0].keys() | both[1].keys()) - len(found[kind]) for kind, both in kinds.items()}
-    return Differences(found["settings"], found["versions"], found["metrics"], equal)
+    differing = {kind: _differing(*both) for kind, both in kinds.items()}
+    equal = {kind: len(both[0].keys() | both[1].keys()) - len(differing[kind]) for kind, both in kinds.items()}
+    return Differences(**differing, equal=equal)
 
 
 def _versions(run: Path) -> dict[str, Any]:
     """What a run was made with: versions, machine, commit, data, content of models."""
-    came_from = read_run(run).provenance
-    facts = {name: value for name, value in came_from.items() if name not in NO_VERSIONS}
-    models = came_from.get("models")
-    for setting, named in (models if isinstance(models, dict) else {}).items():
-        facts[f"content of {setting}"] = named.get("content") if isinstance(named, dict) else named
+    provenance = read_run(run).provenance
+    facts = {name: value for name, value in provenance.items() if name not in NO_VERSIONS}
+    models = provenance.get("models")
+    for setting, model in (models if isinstance(models, dict) else {}).items():
+        facts[f"content of {setting}"] = model.get("content") if isinstance(model, dict) else model
     return flat(facts, lists=True)
 
 
@@ -121,3 +127,113 @@ def _text(name: str, values: Mapping[str, Any]) -> str:
 def _change(one: Any, other: Any) -> float | None:
     numbers = [value for value in (one, other) if isinstance(value, int | float) and not isinstance(value, bool)]
     return numbers[1] - numbers[0] if len(numbers) == 2 else None
+
+
+@dataclass(frozen=True, slots=True)
+class BitDifference:
+    """A difference between two runs that should be equal: its step, its file, and both values."""
+
+    step: int
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.file}: {self.what}"
+
+
+@dataclass(slots=True)
+class BitComparison:
+    """What was compared, and the differences, earliest step first."""
+
+    lines: int = 0  # of metrics.jsonl
+    tensors: int = 0
+    values: int = 0  # in the tensors
+    folders: list[str] = field(default_factory=list)
+    differences: list[BitDifference] = field(default_factory=list)
+
+
+def compare_runs(one: Path, other: Path) -> BitComparison:
+    """Compare the metrics (except times) and the saved folders of two run folders that should be equal.
+
+    The saved folders are the checkpoints that both have, their newest, `best` and `final`: weights, optimizer, random
+    generators, and the loop's state with a checksum of the rows trained on, in order. Numbers are equal if their bits
+    are: NaN equals NaN, 0.0 differs from -0.0.
+    """
+    compared = BitComparison()
+    compared.differences += _metric_differences(one, other, compared)
+    names = [{path.name for path in list_checkpoints(run)} for run in (one, other)]
+    newest = {list_checkpoints(run)[-1].name for run in (one, other) if list_checkpoints(run)}
+    models = {name for name in MODELS for run in (one, other) if (run / name).is_dir()}
+    for name in names[0] & names[1] | newest | models:
+        compared.folders.append(name)
+        compared.differences += _folder_differences(one / name, other / name, compared)
+    compared.folders.sort(key=lambda name: (len(name), name))
+    compared.differences.sort(key=lambda difference: difference.step)  # stable: metrics come before saved folders
+    return compared
+
+
+def _metric_differences(one: Path, other: Path, compared: BitComparison) -> Iterator[BitDifference]:
+    for number, (a, b) in enumerate(zip_longest(read_metrics(one), read_metrics(other)), start=1):
+        where = f"metrics.jsonl line {number}"
+        if a is None or b is None:
+            yield BitDifference((a or b or {})["step"], where, f"{_presence(a)} and {_presence(b)}")
+            return
+        compared.lines += 1
+        for name in a | b:
+            x, y = json.dumps(a.get(name)), json.dumps(b.get(name))  # exact: floats read back bit for bit
+            if name not in CLOCK and x != y:
+                yield BitDifference(min(a["step"], b["step"]), where, f"{name} is {x} and {y}")
+
+
+def _folder_differences(one: Path, other: Path, compared: BitComparison) -> Iterator[BitDifference]:
+    """The differences of two saved folders of the same name."""
+    for folder in (one, other):
+        if problems := verify(folder):
+            counterpart = other if folder is one else one
+            step = saved_step(counterpart) if not verify(counterpart) else 0
+            yield BitDifference(step, one.name, f"{folder}: {'; '.join(problems)}")
+            return
+    steps = saved_step(one), saved_step(other)
+    if steps[0] != steps[1]:
+        # The later one, as the runs may have been equal before it.
+        yield BitDifference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
+        return
+    for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):
+        for what in _tensor_differences(load_tensors(one / name), load_tensors(other / name), compared):
+            yield BitDifference(steps[0], f"{one.name}/{name}", what)
+    if (one / "state.json").is_file():
+        a, b = (flat(load_json(folder / "state.json")) for folder in (one, other))
+        for key in a | b:
+            x, y = (json.dumps(values[key]) if key in values else None for values in (a, b))
+            if key.rpartition(".")[2] not in CLOCK and x != y:
+                yield BitDifference(steps[0], f"{one.name}/state.json", f"{key} is {x} and {y}")
+
+
+def _tensor_differences(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], compared: BitComparison
+) -> Iterator[str]:
+    for name in sorted(a | b):
+        x, y = a.get(name), b.get(name)
+        if x is None or y is None:
+            yield f"{name} {_presence(x)} and {_presence(y)}"
+        elif (x.shape, x.dtype) != (y.shape, y.dtype):
+            yield f"{name} is {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
+        else:
+            compared.tensors, compared.values = compared.tensors + 1, compared.values + x.numel()
+            if what := first_difference(x, y):
+                yield f"{name}{what}"
+
+
+def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
+    """The index of the first value whose bits differ, both values, and how many differ; None if all are equal."""
+    unequal = bits(x) != bits(y)
+    if not (count := int(unequal.sum())):
+        return None
+    at = int(unequal.int().argmax())
+    index = [at // math.prod(x.shape[d + 1 :]) % x.shape[d] for d in range(x.ndim)]
+    values = (repr(tensor.flatten()[at].item()) for tensor in (x, y))
+    return f"[{', '.join(map(str, index))}] is {' and '.join(values)} ({count:,} of {x.numel():,} values differ)"
+
+
+def _presence(value: object) -> str:
+    return "is missing" if value is None else "exists"

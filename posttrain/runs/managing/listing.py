@@ -6,7 +6,7 @@ The table is lines of text, made in milliseconds: rich measures and styles each 
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,10 +15,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.terminal import visible
 from posttrain.runs.summary import RunSummary
 
-LEAST = 8  # characters of a column that gives way
-
-
-# Order
+LEAST = 8  # characters that a folding column keeps
 
 ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda run: run.changed,
@@ -33,7 +30,7 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
 
 
 def ordered(runs: Iterable[RunSummary], order: str, reverse: bool = False) -> list[RunSummary]:
-    """The runs by one of ORDERS; those without a value are last either way. Raises RunError for another order."""
+    """The runs by one of ORDERS, those without a value always last. Raises RunError for another order."""
     if order not in ORDERS:
         raise RunError(f"cannot sort by {order}: give one of {', '.join(ORDERS)}")
     key = ORDERS[order]
@@ -41,8 +38,6 @@ def ordered(runs: Iterable[RunSummary], order: str, reverse: bool = False) -> li
     known = sorted((run for run in runs if key(run) is not None), key=key, reverse=reverse)
     return known + [run for run in runs if key(run) is None]
 
-
-# Filters
 
 TERM = re.compile(r"(?P<field>[a-z]+)(?P<sign>!=|<=|>=|=|<|>)(?P<value>.*)", re.DOTALL)
 TEXTS: dict[str, Callable[[RunSummary], Sequence[str]]] = {
@@ -55,12 +50,7 @@ TEXTS: dict[str, Callable[[RunSummary], Sequence[str]]] = {
     "tag": lambda run: run.tags,
     "note": lambda run: (run.note,),
 }
-NUMBERS: dict[str, Callable[[RunSummary], float | None]] = {
-    "step": lambda run: run.step,
-    "result": lambda run: run.result,
-    "size": lambda run: run.size,
-    "age": lambda run: run.age,
-}
+NUMBERS = {name: operator.attrgetter(name) for name in ("step", "result", "size", "age")}  # float or None
 COMPARED: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
@@ -69,51 +59,47 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def filtered(runs: Iterable[RunSummary], terms: Iterable[str]) -> list[RunSummary]:
-    """The runs that every term fits: a word in any text of the run, or FIELD=VALUE.
+    """The runs that match every term: a word in any text of the run, or FIELD=VALUE.
 
-    Texts are compared with = and != (and * and ?), the numbers step, result, size (1.5GB) and age (30d) also with <,
-    <=, > and >=. Raises RunError for a term that cannot be read.
+    Texts are compared with = and != (with * and ?), the numbers step, result, size (1.5GB) and age (30d) also with <,
+    <=, > and >=. Raises RunError for an invalid term.
     """
     tests = [_test(term) for term in terms]
     return [run for run in runs if all(test(run) for test in tests)]
 
 
 def _test(term: str) -> Callable[[RunSummary], bool]:
-    found = TERM.fullmatch(term.strip())
-    if found is None or found["field"] not in TEXTS | NUMBERS:
-        if found is not None:
-            raise RunError(f"cannot filter by {found['field']}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
+    match = TERM.fullmatch(term.strip())
+    if match is None:
         word = term.strip().lower()
         return lambda run: any(word in text.lower() for texts in TEXTS.values() for text in texts(run))
-    field, sign, value = found["field"], found["sign"], found["value"]
+    field, sign, value = match["field"], match["sign"], match["value"]
     if field in NUMBERS:
-        return _number_test(field, sign, value)
+        compare, bound = COMPARED[sign], BOUNDS.get(field, _float)(value)
+        return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, bound)
+    if field not in TEXTS:
+        raise RunError(f"cannot filter by {field}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
     if sign not in ("=", "!="):
         raise RunError(f"{term}: {field} is a text, compared with = or !=")
     pattern = re.compile(fnmatch.translate(value.lower()))
     return lambda run: any(pattern.match(text.lower()) for text in TEXTS[field](run)) == (sign == "=")
 
 
-def _number_test(field: str, sign: str, value: str) -> Callable[[RunSummary], bool]:
-    bound = bytes_of(value) if field == "size" else seconds_of(value) if field == "age" else _float(value)
-    compare = COMPARED[sign]
-    return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, bound)
-
-
 def seconds_of(text: str) -> float:
     """30d, 12h, 2w as seconds. Raises RunError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
-    if found is None:
-        raise RunError(f"'{text}' is no time: give a number with s, m, h, d or w, such as 30d")
-    return float(found[1]) * SECONDS[found[2]]
+    return _in_units(text, SECONDS, "is no time: give a number with s, m, h, d or w, such as 30d")
 
 
 def bytes_of(text: str) -> float:
     """1.5GB, 300 MB, 1000 as bytes. Raises RunError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?b?)", text.strip().lower())
-    if found is None or (found[2] and found[2] not in BYTES):
-        raise RunError(f"'{text}' is no size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
-    return float(found[1]) * BYTES[found[2]]
+    return _in_units(text, BYTES, "is no size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
+
+
+def _in_units(text: str, units: Mapping[str, float], problem: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise RunError(f"'{text}' {problem}")
+    return float(match[1]) * units[match[2]]
 
 
 def _float(text: str) -> float:
@@ -123,9 +109,12 @@ def _float(text: str) -> float:
         raise RunError(f"'{text}' is no number") from None
 
 
+BOUNDS: dict[str, Callable[[str], float]] = {"size": bytes_of, "age": seconds_of}  # of a filter; else a plain number
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`folds`: its cells may take several lines. `right`: numbers."""
+    """`folds`: its cells may take several lines. `right`: its cells are numbers."""
 
     title: str
     folds: bool = False
@@ -133,7 +122,7 @@ class Column:
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The lines of a table in `width` characters. The widest columns that fold give way, the first, of names, late."""
+    """The lines of a table in `width` characters. The widest folding columns shrink, the first (names) last."""
     cells = [[visible(cell).replace("\n", " ").replace("\t", " ") for cell in row] for row in rows]
     table = [[column.title for column in columns], *cells]
     widths = [max(cell_width(row[index]) for row in table) for index in range(len(columns))]
@@ -173,7 +162,7 @@ def _folded(cell: str, width: int) -> Iterator[str]:
 
 
 def cell_width(text: str) -> int:
-    """The columns of a terminal that a text takes."""
+    """The number of terminal columns that a text takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len

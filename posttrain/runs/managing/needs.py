@@ -1,6 +1,5 @@
 """Which runs need what lies in another run: models they start from or read, the base of adapters, files of rows."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -11,22 +10,20 @@ from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import flat, load_json, read_regular
-from posttrain.runs.finding import find_runs, root_of
-from posttrain.runs.managing.places import short
-from posttrain.runs.managing.snapshots import original_of, snapshots_of
+from posttrain.runs.finding import BASE, find_runs, root_of, short
+from posttrain.runs.managing.copies import original_of, snapshots_of
 from posttrain.runs.summary import RunSummary
 
-BASE = "base"  # in a run folder, the base of its adapters
 OWN = ("name", "output_dir", "logging_dir")  # last parts of settings that name no input
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`run` names `place`, an absolute path, in `what`: a setting, or a file."""
+    """`run` names the absolute `path` in `what`: a setting, or a file."""
 
     run: Path
     what: str
-    place: Path
+    path: Path
 
     def __str__(self) -> str:
         return f"{short(self.run)} ({self.what})"
@@ -35,31 +32,30 @@ class Need:
 def needed(targets: Sequence[Path], beside: Iterable[Path] = ()) -> list[Need]:
     """What runs other than `targets` need in one of these folders.
 
-    Looks at the runs and snapshots next to each target's whole run, and in the folders `beside`. Runs elsewhere are not
-    known here.
+    Reads the runs and snapshots next to each target's whole run, and in the folders `beside`; not runs elsewhere.
     """
-    places = {target.resolve() for target in targets}
-    names = {place.name for place in places}
-    found: list[Need] = []
-    for folder in _others(places, beside):
-        if not within(folder.resolve(), places):
-            found += [need for need in _needs(folder, names) if within(need.place, places)]
-    return list(dict.fromkeys(found))
+    folders = {target.resolve() for target in targets}
+    names = {folder.name for folder in folders}
+    needs: list[Need] = []
+    for other in _others(folders, beside):
+        if not within(other.resolve(), folders):
+            needs += [need for need in _needs(other, names) if within(need.path, folders)]
+    return list(dict.fromkeys(needs))
 
 
-def within(place: Path, folders: Set[Path]) -> bool:
+def within(path: Path, folders: Set[Path]) -> bool:
     """Whether a path is one of these folders or lies in one."""
-    return place in folders or not folders.isdisjoint(place.parents)
+    return path in folders or not folders.isdisjoint(path.parents)
 
 
 def refuse_needed(targets: Sequence[Path], beside: Iterable[Path], what: str) -> None:
     """Raise RunError, which names them, if other runs need one of these folders."""
-    if found := needed(targets, beside):
-        raise RunError(f"{what}: {described(found)}. Keep it, remove those first, or give --force")
+    if needs := needed(targets, beside):
+        raise RunError(f"{what}: {described(needs)}. Keep it, remove those first, or give --force")
 
 
 def described(needs: Sequence[Need]) -> str:
-    """Needs by run: needed by 1 other run: runs/x (models.0.path)."""
+    """The needs as `needed by 1 other run: runs/x (models.0.path)`."""
     by_run: dict[Path, list[str]] = {}
     for need in needs:
         by_run.setdefault(need.run, []).append(need.what)
@@ -68,9 +64,9 @@ def described(needs: Sequence[Need]) -> str:
     return f"needed by {counted(len(by_run), 'other run')}: {', '.join(listed[:8])}{more}"
 
 
-def _others(places: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
+def _others(targets: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
     """The folders whose needs count: runs, whole runs and snapshots, each once."""
-    roots = dict.fromkeys([*(root_of(place).parent for place in places), *(path.resolve() for path in beside)])
+    roots = dict.fromkeys([*(root_of(target).parent for target in targets), *(path.resolve() for path in beside)])
     seen: set[Path] = set()
     for root in roots:
         runs = find_runs(root)
@@ -88,35 +84,32 @@ def _needs(folder: Path, names: set[str]) -> Iterator[Need]:
     started_in = Path(str(provenance.get("folder") or "."))
     home = original_of(folder)  # a snapshot's relative paths are those of the run
     models = provenance.get("models")
-    for setting, named in (models if isinstance(models, dict) else {}).items():
-        if isinstance(named, dict):
-            for place in _places(named, started_in, home):
-                yield Need(folder, setting, place)
+    recorded = [(setting, facts) for setting, facts in (models if isinstance(models, dict) else {}).items()]
     if _mentions(folder / "config.yaml", names):
-        for setting, value in flat(RunSummary(folder).config, lists=True).items():
-            if isinstance(value, str) and setting.rpartition(".")[2] not in OWN and "/" in value:
-                for place in _places({"path": value}, started_in, home):
-                    yield Need(folder, setting, place)
-    link = folder / BASE
-    if link.is_symlink():
-        yield Need(folder, BASE, Path(os.path.normpath(home / os.readlink(link))).resolve())
+        recorded += [
+            (setting, {"path": value})
+            for setting, value in flat(RunSummary(folder).config, lists=True).items()
+            if isinstance(value, str) and setting.rpartition(".")[2] not in OWN and "/" in value
+        ]
+    if (link := folder / BASE).is_symlink():
+        recorded.append((BASE, {"from_here": os.readlink(link)}))
     for saved in [*list_checkpoints(folder), *(folder / name for name in MODELS)]:
-        path = _json(saved / "adapter_config.json").get("base_model_name_or_path")
-        if isinstance(path, str):
-            for place in _places({"path": path}, started_in, home):
-                yield Need(folder, f"{saved.name}/adapter_config.json", place)
+        base = _json(saved / "adapter_config.json").get("base_model_name_or_path")
+        recorded.append((f"{saved.name}/adapter_config.json", {"path": base}))
+    for what, facts in recorded:
+        for path in _meant(facts, started_in, home) if isinstance(facts, dict) else ():
+            yield Need(folder, what, path)
 
 
-def _places(named: dict[str, Any], started_in: Path, home: Path) -> Iterator[Path]:
+def _meant(facts: dict[str, Any], started_in: Path, home: Path) -> Iterator[Path]:
     """The absolute paths that a recorded path may mean: from the run's folder, from where it was started, from here."""
-    if isinstance(named.get("from_here"), str):
-        yield Path(os.path.normpath(home / named["from_here"])).resolve()
-    if isinstance(named.get("path"), str):
-        path = Path(named["path"]).expanduser()
+    if isinstance(facts.get("from_here"), str):
+        yield Path(os.path.normpath(home / facts["from_here"])).resolve()
+    if isinstance(facts.get("path"), str):
         for start in (started_in, Path()):
-            place = Path(os.path.normpath(start / path))
-            if place.exists():
-                yield place.resolve()
+            path = Path(os.path.normpath(start / Path(facts["path"]).expanduser()))
+            if path.exists():
+                yield path.resolve()
 
 
 def _mentions(path: Path, names: set[str]) -> bool:
@@ -130,7 +123,7 @@ def _mentions(path: Path, names: set[str]) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = load_json(path) if path.is_file() else {}
-    except (RunError, json.JSONDecodeError):
+        data = load_json(path) if path.is_file() else {}
+    except RunError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}

@@ -1,4 +1,4 @@
-"""Deleting runs, and what a run no longer needs: checkpoints by rule, folders set aside, leftovers of crashes."""
+"""Deletion of runs, and of what a run no longer needs: old checkpoints, folders set aside, leftovers of crashes."""
 
 import os
 import re
@@ -11,9 +11,18 @@ from posttrain.base.atomic import leftovers, settle
 from posttrain.base.errors import RunError
 from posttrain.runs.atomic import remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.runs.finding import RUN_FILE, SNAPSHOTS, remove_run, root_of, size_of
+from posttrain.runs.finding import (
+    RUN_FILE,
+    SNAPSHOTS,
+    folders_of,
+    held,
+    is_garbage,
+    is_group,
+    remove_run,
+    root_of,
+    size_of,
+)
 from posttrain.runs.managing.needs import Need, needed, refuse_needed, within
-from posttrain.runs.managing.places import folders_of, held, is_garbage, is_group
 from posttrain.runs.managing.renaming import finish_renaming
 
 ASIDE = ".set-aside"
@@ -22,7 +31,7 @@ ARCHIVE = re.compile(r"\.(?:tar|tar\.gz|tgz)\.tmp-\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A folder or file that goes, and why."""
+    """A folder or file to delete, and why."""
 
     path: Path
     size: int
@@ -31,7 +40,7 @@ class Item:
 
 @dataclass(slots=True)
 class Plan:
-    """What pruning removes from a run, and what other runs need of what the rule would remove."""
+    """What pruning deletes from a run, and which of the rule's other candidates runs need."""
 
     run: Path
     items: list[Item] = field(default_factory=list)
@@ -44,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which checkpoints stay: the newest intact ones, and with `keep_best` that of the step of `best/`."""
+    """Which checkpoints are kept: the newest intact ones; with `keep_best` also the one of the step of `best/`."""
 
     keep_last: int = 1
     keep_best: bool = False
@@ -72,9 +81,9 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
 
 
 def settle_runs(root: Path, places: Iterable[Path] = ()) -> list[str]:
-    """Finish or undo what interrupted commands left beside the runs in a folder, or beside `places`: a line each.
+    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `places`; returns a line each.
 
-    What a living process writes stays, and so does what cannot be changed.
+    Files that a running process writes, and those that cannot be changed, stay.
     """
     done = []
     for folder in _homes(root, places):
@@ -90,66 +99,63 @@ def settle_runs(root: Path, places: Iterable[Path] = ()) -> list[str]:
 
 
 def left_over(root: Path) -> list[Plan]:
-    """What interrupted commands left to delete beside the runs in a folder, and archives of runs in the current one."""
+    """What interrupted commands left beside the runs in a folder, and half-written archives in the current folder."""
     plans = []
     for folder in dict.fromkeys([*_homes(root), Path()]):
-        found = leftovers(folder) if folder.is_dir() else []
         own = folder != Path() or folder.resolve() == root.resolve()
-        for path in found:
+        for path in leftovers(folder) if folder.is_dir() else []:
             if is_garbage(path) and (own or ARCHIVE.search(path.name)):
                 plans.append(Plan(path, [Item(path, _size(path), "left by an interrupted command")]))
     return plans
 
 
 def _homes(root: Path, places: Iterable[Path] = ()) -> list[Path]:
-    """The folders that have runs directly in them: down to the stages of whole runs, and those of snapshots."""
-    found = [root, *(place.parent for place in places)]
-    for folder in found[:]:
+    """The folders that have runs directly in them: down to the stages of whole runs, and the folders of snapshots."""
+    homes = [root, *(place.parent for place in places)]
+    for folder in homes[:]:
         with suppress(OSError):
-            below = [one for one in folder.iterdir() if one.is_dir() and not one.is_symlink()]
-            groups = [one for one in below if is_group(one)]
-            found += [folder / SNAPSHOTS, *groups]
-            found += [one for group in groups for one in group.iterdir() if one.is_dir() and not one.is_symlink()]
-    return [one for one in dict.fromkeys(found) if one.is_dir() and not (one / RUN_FILE).is_file()]
+            groups = [below for below in folder.iterdir() if _is_own_folder(below) and is_group(below)]
+            homes += [folder / SNAPSHOTS, *groups]
+            homes += [below for group in groups for below in group.iterdir() if _is_own_folder(below)]
+    return [home for home in dict.fromkeys(homes) if home.is_dir() and not (home / RUN_FILE).is_file()]
 
 
 def plan_prune(run: Path, rule: Rule) -> Plan:
-    """What the rule removes from a run, needed by others or not. Deletes nothing.
+    """What the rule deletes from a run, needed by others or not; nothing is deleted yet.
 
-    Kept checkpoints are verified: a damaged one does not count as one that is kept. Raises RunError if no checkpoint is
-    intact, or a process runs in the run.
+    Kept checkpoints are verified: a damaged one does not count as kept. Raises RunError if no checkpoint is intact, or
+    a process runs in the run.
     """
     with held([run]):
         return Plan(run, _items(run, rule))
 
 
 def spare_needed(plans: Sequence[Plan], beside: Iterable[Path] = ()) -> None:
-    """Take out of the plans what other runs need, and list it in their `needs`."""
+    """Move what other runs need from the plans' `items` to their `needs`."""
     items = [item.path for plan in plans for item in plan.items]
-    places = [*beside, *dict.fromkeys(root_of(plan.run).parent for plan in plans)]
-    needs = needed(items, places) if items else []
+    homes = [*beside, *dict.fromkeys(root_of(plan.run).parent for plan in plans)]
+    needs = needed(items, homes) if items else []
     for plan in plans:
-        kept = []
+        deletable = []
         for item in plan.items:
-            wanted = [need for need in needs if within(need.place, {item.path.resolve()})]
-            plan.needs += wanted
-            kept += [] if wanted else [item]
-        plan.items = kept
+            needs_it = [need for need in needs if within(need.path, {item.path.resolve()})]
+            plan.needs += needs_it
+            deletable += [] if needs_it else [item]
+        plan.items = deletable
 
 
 def _items(run: Path, rule: Rule) -> list[Item]:
     checkpoints = list_checkpoints(run)
     kept, damaged = _kept(run, checkpoints, rule)
-    older = {0: "a checkpoint", 1: "older than the newest"}.get(
-        rule.keep_last, f"older than the {rule.keep_last} newest"
-    )
+    whys = {0: "a checkpoint", 1: "older than the newest"}
+    why = whys.get(rule.keep_last, f"older than the {rule.keep_last} newest")
     items = [
-        Item(path, size_of(path), f"damaged: {damaged[path]}" if path in damaged else older)
+        Item(path, size_of(path), f"damaged: {damaged[path]}" if path in damaged else why)
         for path in checkpoints
         if path not in kept
     ]
     for path in sorted(run.iterdir()):
-        if path.name.endswith(ASIDE) and path.is_dir() and not path.is_symlink():
+        if path.name.endswith(ASIDE) and _is_own_folder(path):
             items.append(Item(path, size_of(path), "set aside by a resume, never read again"))
         elif is_garbage(path):
             items.append(Item(path, _size(path), "left by a crash"))
@@ -157,7 +163,7 @@ def _items(run: Path, rule: Rule) -> list[Item]:
 
 
 def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path], dict[Path, str]]:
-    """The checkpoints that the rule keeps, and the damaged ones that were found on the way."""
+    """The checkpoints that the rule keeps, and the problems of the damaged ones among the newest."""
     kept: set[Path] = set()
     damaged: dict[Path, str] = {}
     if len(checkpoints) <= rule.keep_last:
@@ -177,7 +183,7 @@ def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path]
     if rule.keep_best and (run / "best").is_dir():
         try:
             step = saved_step(run / "best")
-        except RunError:  # best/ is damaged: the checkpoints are all there is of it
+        except RunError:  # best/ is damaged: keep what it may have been a copy of
             return set(checkpoints), {}
         kept |= {path for path in checkpoints if path.name == f"checkpoint-{step}"}
     return kept, damaged
@@ -185,25 +191,23 @@ def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path]
 
 def prune(plan: Plan) -> int:
     """Delete what a plan lists; returns the bytes. Raises RunError, and deletes nothing, if the run is in progress."""
-    freed = 0
     with held([plan.run] if (plan.run / RUN_FILE).is_file() else []):
-        for item in plan.items:
-            if not os.path.lexists(item.path):
-                continue
-            if item.path.is_dir() and not item.path.is_symlink():
+        existing = [item for item in plan.items if os.path.lexists(item.path)]
+        for item in existing:
+            if _is_own_folder(item.path):
                 remove_folder(item.path)
-            else:
-                _unlink(item.path)
-            freed += item.size
-    return freed
+                continue
+            try:
+                item.path.unlink()
+            except OSError as error:
+                raise RunError(f"cannot delete {item.path}: {error.strerror}") from error
+    return sum(item.size for item in existing)
 
 
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError as error:
-        raise RunError(f"cannot delete {path}: {error.strerror}") from error
+def _is_own_folder(path: Path) -> bool:
+    """Whether this is a folder, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _size(path: Path) -> int:
-    return size_of(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size
+    return size_of(path) if _is_own_folder(path) else path.lstat().st_size

@@ -1,4 +1,4 @@
-"""Renaming a run, and mending the paths that it and others have saved."""
+"""Renaming a run, and updating the paths to it that it and other runs have saved."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -9,12 +9,11 @@ from typing import Any
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import load_json, save_json
-from posttrain.runs.finding import find_runs, root_of
+from posttrain.runs.finding import SWEEP, checked_name, find_runs, folders_of, held, root_of, short
+from posttrain.runs.managing.copies import is_copy
 from posttrain.runs.managing.needs import OWN, needed
-from posttrain.runs.managing.places import SWEEP, checked_name, folders_of, held, short
-from posttrain.runs.managing.snapshots import is_copy
 
-JOURNAL = "renaming.json"  # in a folder while it gets another name: what is to be mended
+JOURNAL = "renaming.json"  # in a folder while it is renamed: which settings to update
 
 
 @dataclass(slots=True)
@@ -22,17 +21,17 @@ class Renamed:
     """The new folder, the files in which the old path was replaced, and those that still have it, with the reason."""
 
     folder: Path
-    mended: list[Path] = field(default_factory=list)
+    updated: list[Path] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = False) -> Renamed:
     """Give a run, or a whole run, another name in the same folder.
 
-    Settings and provenance of all runs next to it that name its path get the new one, its own settings the new name;
-    checkpoints are sealed and stay as they are: a resume compares models by content. Raises RunError for an invalid or
-    taken name, for a model or stage of a whole run, if a process runs in it or in a run that needs it, and, without
-    `force`, if an adapter of another run names it as its base.
+    The new path replaces the old one in settings and provenance of all runs next to it, and the new name the old one in
+    its own settings. Checkpoints are sealed and stay as they are: a resume compares models by content. Raises RunError
+    for an invalid or taken name, for a model or stage of a whole run, if a process runs in it or in a run that needs
+    it, and, without `force`, if an adapter of another run names it as its base.
     """
     checked_name(name)
     runs, old = folders_of(target), target.resolve()
@@ -62,13 +61,13 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
             (old / JOURNAL).unlink()
             raise RunError(f"cannot rename {target}: {error.strerror}") from error
         done = Renamed(target.with_name(name))
-        _mend_all(old, new, [done.folder / run for run in within], others, done)
+        _update_all(old, new, [done.folder / run for run in within], others, done)
     done.left += [f"{short(need.run)}: {need.what}" for need in sealed]
     return done
 
 
 def finish_renaming(folder: Path) -> bool:
-    """Mend the settings after a renaming that was killed, or forget it if nothing had changed; whether there was one.
+    """Finish a renaming that was killed, or drop its record if nothing had changed; returns whether there was one.
 
     Raises RunError if a process runs in one of the runs, or the record is damaged.
     """
@@ -84,14 +83,14 @@ def finish_renaming(folder: Path) -> bool:
         return True
     runs = [folder / str(run) for run in facts["runs"] if ".." not in Path(str(run)).parts]
     others = [Path(str(run)) for run in facts["others"] if Path(str(run)).resolve().is_relative_to(here.parent)]
-    with held([run for one in [folder, *others] for run in _runs_in(one)]):
-        _mend_all(old, new, runs, others, Renamed(folder))
+    with held([run for place in [folder, *others] for run in _runs_in(place)]):
+        _update_all(old, new, runs, others, Renamed(folder))
     return True
 
 
-def _mend_all(old: Path, new: Path, own: list[Path], others: list[Path], done: Renamed) -> None:
+def _update_all(old: Path, new: Path, own: list[Path], others: list[Path], done: Renamed) -> None:
     for folder in dict.fromkeys([done.folder, *own, *others]):
-        _mend(folder, old, new, folder == done.folder or folder in own, done)
+        _update(folder, old, new, folder == done.folder or folder in own, done)
     (done.folder / JOURNAL).unlink()
 
 
@@ -99,24 +98,29 @@ def _runs_in(folder: Path) -> list[Path]:
     return [folder] if (folder / "run.json").is_file() else find_runs(folder)
 
 
-def _mend(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> None:
+def _update(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> None:
     """Replace the old path in a run's settings and provenance, and its own name."""
     config, facts = folder / "config.yaml", folder / "run.json"
     try:
-        read = load_json(facts) if facts.is_file() else {}
-        provenance = (read.get("provenance") if isinstance(read, dict) else None) or {}
+        saved = load_json(facts) if facts.is_file() else {}
+        provenance = (saved.get("provenance") if isinstance(saved, dict) else None) or {}
         replaced = _replacer(old, new, Path(str(provenance.get("folder") or ".")))
-        _mend_settings(config, new.name if own else None, replaced, done)
+        _update_settings(config, new.name if own else None, replaced, done)
         if isinstance(models := provenance.get("models"), dict):
-            provenance["models"] = {name: _with_path(named, replaced) for name, named in models.items()}
+            provenance["models"] = {
+                setting: {**model, "path": replaced(model["path"])}
+                if isinstance(model, dict) and isinstance(model.get("path"), str)
+                else model
+                for setting, model in models.items()
+            }
             if provenance["models"] != models:
-                save_json(facts, read)
-                done.mended.append(facts)
+                save_json(facts, saved)
+                done.updated.append(facts)
     except (PosttrainError, OSError, ValueError) as error:
         done.left.append(f"{short(folder)}: {error}")
 
 
-def _mend_settings(config: Path, name: str | None, replaced: Callable[[str], str], done: Renamed) -> None:
+def _update_settings(config: Path, name: str | None, replaced: Callable[[str], str], done: Renamed) -> None:
     from posttrain.config.reading.files import read_settings, write_yaml  # the settings' schema takes a while to import
 
     if not config.is_file():
@@ -127,25 +131,20 @@ def _mend_settings(config: Path, name: str | None, replaced: Callable[[str], str
         changed["name"] = name
     if changed != settings:
         write_file(config, write_yaml(changed))
-        done.mended.append(config)
-
-
-def _with_path(named: Any, replaced: Callable[[str], str]) -> Any:
-    known = isinstance(named, dict) and isinstance(named.get("path"), str)
-    return {**named, "path": replaced(named["path"])} if known else named
+        done.updated.append(config)
 
 
 def _replacer(old: Path, new: Path, started_in: Path) -> Callable[[str], str]:
     """Replaces a path at or below `old`, absolute or relative to where the run was started or to here."""
 
     def replaced(value: str) -> str:
-        if old.name not in value or "/" not in value:  # a bare word is no model in a run
+        if old.name not in value or "/" not in value:  # a single word is not a model in a run
             return value
         path = Path(value).expanduser()
         for start in (started_in, Path()):
-            place = (start / path).resolve()
-            if place == old or old in place.parents:
-                moved = new / place.relative_to(old)
+            absolute = (start / path).resolve()
+            if absolute == old or old in absolute.parents:
+                moved = new / absolute.relative_to(old)
                 return str(moved) if path.is_absolute() else os.path.relpath(moved, start.resolve())
         return value
 

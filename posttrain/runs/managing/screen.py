@@ -1,4 +1,4 @@
-"""The interactive mode of `posttrain runs`: a table of runs that is worked with keys."""
+"""The interactive mode of `posttrain runs`: a table of runs with keys to manage them."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from textual.widgets import DataTable, Footer, Input, Label, Static
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted, in_units
+from posttrain.runs.folder import Notes, read_notes, write_notes
+from posttrain.runs.managing.copies import take
 from posttrain.runs.managing.facts import facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered
 from posttrain.runs.managing.needs import described, refuse_needed
 from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
 from posttrain.runs.managing.renaming import rename
-from posttrain.runs.managing.snapshots import take
-from posttrain.runs.notes import Notes, read_notes, write_notes
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 T = TypeVar("T")
@@ -31,21 +31,21 @@ STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "ki
 HELP = """↑ ↓ Page Home End   choose a run          enter   show it
 /                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears
 o                   the next order (time, name, state, method, model, step, result, size); O reverses it
-t                   tags: those that the run shall have, separated by spaces
-n                   note
-r                   rename; settings of other runs that name it are mended
+t                   edit the tags, separated by spaces
+n                   edit the note
+r                   rename; settings of other runs that name it are updated
 d                   delete, after a question
 p                   prune: delete all checkpoints but the newest intact one, after a question
-s                   snapshot: a whole copy in .snapshots, which pruning and deleting do not reach
+s                   snapshot: a whole copy in .snapshots, which pruning and deleting leave alone
 R                   read the folder again
 q                   leave
 
-A run in progress is never changed, and none is deleted or pruned that others need:
-posttrain runs rm --force does that."""
+A run in progress is never changed, and a run that others need is neither deleted nor pruned:
+posttrain runs rm --force deletes it."""
 
 
-class Shown(ModalScreen[None]):
-    """A page of text that any of the usual keys closes."""
+class TextScreen(ModalScreen[None]):
+    """A page of text, closed by Escape, Enter, q or ?."""
 
     BINDINGS: ClassVar = [Binding("escape,enter,q,question_mark", "dismiss", "close")]
 
@@ -59,8 +59,8 @@ class Shown(ModalScreen[None]):
         yield Footer(compact=True)
 
 
-class Asked(ModalScreen[str | None]):
-    """One line of text, or None for Escape."""
+class InputScreen(ModalScreen[str | None]):
+    """A field for one line of text; None for Escape."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel")]
 
@@ -78,8 +78,8 @@ class Asked(ModalScreen[str | None]):
         self.dismiss(event.value)
 
 
-class Confirmed(ModalScreen[bool]):
-    """A question: y is yes, and everything else no."""
+class ConfirmScreen(ModalScreen[bool]):
+    """A question: y is yes, any other key no."""
 
     BINDINGS: ClassVar = [Binding("y", "dismiss(True)", "yes"), Binding("n,escape,enter,q", "dismiss(False)", "no")]
 
@@ -94,7 +94,7 @@ class Confirmed(ModalScreen[bool]):
 
 
 class RunsApp(App[None]):
-    """The runs below a folder. Errors are messages at the bottom; nothing is changed without the key for it."""
+    """The runs below a folder. Errors are messages at the bottom; nothing changes without its key."""
 
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
@@ -103,7 +103,7 @@ class RunsApp(App[None]):
     #filter { display: none; border: tall $accent; }
     #filter.open { display: block; }
     #status { height: auto; color: $text-muted; padding: 0 1; }
-    Shown, Asked, Confirmed { align: center middle; }
+    TextScreen, InputScreen, ConfirmScreen { align: center middle; }
     .page { width: 90%; height: 90%; border: round $accent; padding: 1 2; background: $surface; }
     .dialog { width: 80%; max-width: 100; height: auto; max-height: 80%; border: round $accent; padding: 1 2;
               background: $surface; }
@@ -157,22 +157,22 @@ class RunsApp(App[None]):
     # The table
 
     def read(self) -> None:
-        """Read the folder, and keep the cursor on its run."""
+        """Read the folder again; the cursor stays on its run."""
         self.runs = summaries_below(self.root)
         self.fill()
 
     def fill(self) -> None:
-        """Show the runs that fit the filter, in their order."""
+        """Show the runs that match the filter, in the chosen order."""
         chosen, problem = self.current, ""
         try:
             self.shown = ordered(filtered(self.runs, self.terms.split()), self.order, self.reverse)
-        except RunError as error:  # a filter that is half typed: what was shown stays
+        except RunError as error:  # the filter is half typed: the table stays as it is
             problem = str(error)
         self.table.clear()
         for run in self.shown:
             self.table.add_row(*_cells(run))
-        index = next((i for i, run in enumerate(self.shown) if chosen and run.folder == chosen.folder), 0)
-        self.table.move_cursor(row=index)
+        chosen_row = next((row for row, run in enumerate(self.shown) if chosen and run.folder == chosen.folder), 0)
+        self.table.move_cursor(row=chosen_row)
         of = f" of {len(self.runs):,}" if len(self.shown) < len(self.runs) else ""
         what = f"{counted(len(self.shown), 'run')}{of} in {self.root}, {in_units(sum(run.size for run in self.shown))}"
         order = f"sorted by {self.order}{', reversed' if self.reverse else ''}"
@@ -195,10 +195,16 @@ class RunsApp(App[None]):
 
     def action_show(self) -> None:
         if run := self.current:
-            self._tried(lambda: self.push_screen(Shown(_page(run.folder))))
+            self._tried(lambda: self._show(run.folder))
+
+    def _show(self, folder: Path) -> None:
+        """Show what `posttrain runs show` prints, with the names in a column."""
+        facts = facts_of(RunSummary(folder))
+        width = max(len(name) for name, _ in facts)
+        self.push_screen(TextScreen(visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))))
 
     def action_help(self) -> None:
-        self.push_screen(Shown(HELP))
+        self.push_screen(TextScreen(HELP))
 
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)
@@ -206,7 +212,7 @@ class RunsApp(App[None]):
         field.focus()
 
     def action_clear(self) -> None:
-        """Leave the filter's field, and empty it."""
+        """Empty and leave the filter's field."""
         field = self.query_one("#filter", Input)
         field.value = ""
         field.remove_class("open")
@@ -228,28 +234,30 @@ class RunsApp(App[None]):
     @work
     async def action_tags(self) -> None:
         if run := self.current:
-            asked = Asked(f"tags of {visible(run.name)}, separated by spaces", " ".join(run.tags))
-            if (words := await self.push_screen_wait(asked)) is not None:
+            field = InputScreen(f"tags of {visible(run.name)}, separated by spaces", " ".join(run.tags))
+            if (words := await self.push_screen_wait(field)) is not None:
                 tags = tuple(word.lstrip("#") for word in words.split())
                 self._changed(lambda: write_notes(run.folder, Notes(tags, read_notes(run.folder).note)))
 
     @work
     async def action_note(self) -> None:
         if run := self.current:
-            text = await self.push_screen_wait(Asked(f"note of {visible(run.name)}", " ".join(run.note.split())))
+            text = await self.push_screen_wait(InputScreen(f"note of {visible(run.name)}", " ".join(run.note.split())))
             if text is not None:
                 self._changed(lambda: write_notes(run.folder, Notes(read_notes(run.folder).tags, text.strip())))
 
     @work
     async def action_rename(self) -> None:
         if run := self.current:
-            name = await self.push_screen_wait(Asked(f"new name of {visible(run.name)}", run.folder.resolve().name))
+            name = await self.push_screen_wait(
+                InputScreen(f"new name of {visible(run.name)}", run.folder.resolve().name)
+            )
             if name is not None and name != run.folder.name:
                 self._changed(lambda: self._renamed(run, name))
 
     def _renamed(self, run: RunSummary, name: str) -> None:
         done = rename(run.folder, name, [self.root])
-        also = f"; mended {counted(len(done.mended), 'file')}" if done.mended else ""
+        also = f"; updated {counted(len(done.updated), 'file')}" if done.updated else ""
         left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
         self._say(f"{run.name} is now {done.folder.name}{also}{left}", "warning" if left else "information")
 
@@ -257,7 +265,7 @@ class RunsApp(App[None]):
     async def action_delete(self) -> None:
         if (run := self.current) and self._tried(lambda: refuse_needed([run.folder], [self.root], run.name)):
             what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
-            if await self.push_screen_wait(Confirmed(f"Delete {visible(what)}, for good?")):
+            if await self.push_screen_wait(ConfirmScreen(f"Delete {visible(what)}, for good?")):
                 self._changed(lambda: delete(run.folder, [self.root]), f"deleted {run.name}")
 
     @work
@@ -272,7 +280,7 @@ class RunsApp(App[None]):
             return
         lines = [f"{in_units(item.size):>7}  {item.path.name}  ({item.why})" for item in plan.items]
         question = "\n".join([f"Delete from {run.name}, {in_units(plan.size)}?", *lines])
-        if await self.push_screen_wait(Confirmed(visible(question))):
+        if await self.push_screen_wait(ConfirmScreen(visible(question))):
             self._changed(lambda: self._say(f"freed {in_units(prune(plan))}"))
 
     def _prunable(self, run: Path) -> Plan:
@@ -292,7 +300,7 @@ class RunsApp(App[None]):
     # Outcomes
 
     async def _later(self, act: Callable[[], T]) -> T | None:
-        """Do what takes long while the screen stays alive; an error becomes a message, and the result None."""
+        """Do slow work while the screen stays responsive; an error becomes a message, and the result None."""
         try:
             return await asyncio.to_thread(act)
         except (PosttrainError, OSError) as error:
@@ -300,7 +308,7 @@ class RunsApp(App[None]):
             return None
 
     def _tried(self, act: Callable[[], object]) -> bool:
-        """Do something; an error becomes a message. Returns whether it was done."""
+        """Call `act`; an error becomes a message. Returns whether it succeeded."""
         try:
             act()
         except (PosttrainError, OSError) as error:
@@ -318,23 +326,15 @@ class RunsApp(App[None]):
 
 
 def _cells(run: RunSummary) -> list[Text]:
-    """A run's cells; markup in names and settings is shown as it is."""
+    """A run's cells; markup in names and settings is not interpreted."""
     started = f"{run.started_at:%m-%d %H:%M}" if run.started_at else ""
     name = Text(_line(run.name), "bold")
     name.append("".join(f" #{_line(tag)}" for tag in run.tags), "not bold magenta")
     state = Text(run.state, STYLES.get(run.state, "yellow"))
-    texts = [run.method, run.model, run.headline]
-    method, model, result = (Text(_line(text)) for text in texts)
+    method, model, result = (Text(_line(text)) for text in (run.method, run.model, run.headline))
     step, size = (Text(text, justify="right") for text in (f"{run.step:,}", in_units(run.size)))
     return [name, state, step, result, method, model, size, Text(started)]
 
 
 def _line(text: str) -> str:
     return " ".join(visible(text).split())
-
-
-def _page(folder: Path) -> str:
-    """What `posttrain runs show` prints, with the names in a column."""
-    facts = facts_of(RunSummary(folder))
-    width = max(len(name) for name, _ in facts)
-    return visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))

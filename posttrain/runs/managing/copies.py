@@ -1,0 +1,266 @@
+"""Copies of runs: archives (.tar.gz or .tar), and snapshots, which pruning and deleting the run leave alone.
+
+.snapshots/{run}-{time}/snapshot.json    the run's relative path, time, note, SHA-256 of the files without a manifest
+.snapshots/{run}-{time}/run/             the copy
+"""
+
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from posttrain.base.atomic import LEFTOVER, beside, settle
+from posttrain.base.errors import RunError
+from posttrain.base.words import in_units
+from posttrain.runs.atomic import cannot_write, remove_folder, write_folder
+from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
+from posttrain.runs.files import is_regular, load_json, save_json
+from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
+from posttrain.runs.folder import LOCK
+from posttrain.runs.provenance import now
+
+FACTS, COPY, FORMAT = "snapshot.json", "run", 1
+KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}  # of archives
+LEVEL = 1  # of gzip: weights hardly get smaller, so a higher level only takes time
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot's facts. `run` is where the run was, and where it is restored."""
+
+    folder: Path
+    run: Path
+    made: str
+    note: str
+    size: int
+    problem: str = ""
+
+
+def snapshots_of(root: Path) -> list[Path]:
+    """The snapshot folders of the runs in a folder, oldest first, damaged ones included."""
+    try:
+        folders = [path for path in (root / SNAPSHOTS).iterdir() if (path / COPY).is_dir()]
+    except OSError:
+        return []
+    whole = (folder for folder in folders if not LEFTOVER.fullmatch(folder.name))
+    return sorted(whole, key=lambda folder: folder.stat().st_mtime)
+
+
+def read_snapshot(folder: Path) -> Snapshot:
+    """A snapshot's facts; a damaged one has a `problem`, and the path of `run` that its name suggests."""
+    try:
+        facts = _facts(folder)
+    except RunError as error:
+        return Snapshot(folder, folder.parent.parent / folder.name, "", "", size_of(folder), str(error))
+    run = Path(os.path.normpath(folder.parent.parent / facts["run"]))
+    return Snapshot(folder, run, facts["made"], facts["note"], size_of(folder))
+
+
+def original_of(folder: Path) -> Path:
+    """The path of the run whose copy a folder is; the folder itself if it is not a snapshot's copy."""
+    return read_snapshot(folder.parent).run.resolve() if is_copy(folder) else folder.resolve()
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is a snapshot's copy, whose files are sealed."""
+    return folder.name == COPY and (folder.parent / FACTS).is_file()
+
+
+def take(target: Path, name: str = "", note: str = "") -> Path:
+    """Copy a run, or a whole run; returns the snapshot's folder.
+
+    Raises RunError if a process runs in it, the disk is too full, or the name is taken.
+    """
+    runs, home = folders_of(target), root_of(target).parent
+    relative = Path(os.path.relpath(target.resolve(), home))
+    name = checked_name(name) if name else f"{'-'.join(relative.parts)}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = home / SNAPSHOTS / name
+    if os.path.lexists(folder):
+        raise RunError(f"there is a snapshot {folder} already: give another --name")
+    with held(runs):
+        size, free = size_of(target), shutil.disk_usage(home).free
+        if size > free:
+            raise RunError(f"no space for a copy of {target}: it has {in_units(size)}, and {in_units(free)} are free")
+
+        def write(temporary: Path) -> None:
+            _copy(target, temporary / COPY)
+            hashes = file_hashes(temporary / COPY, _unsealed(temporary / COPY))
+            facts = {"format": FORMAT, "run": str(relative), "made": now(), "note": note, "files": hashes}
+            save_json(temporary / FACTS, facts)
+
+        write_folder(folder, write)
+    return folder
+
+
+def restore(snapshot: Path, to: Path | None = None, replace: bool = False) -> Path:
+    """Copy a snapshot back to where the run was, or to the folder `to`; returns that folder.
+
+    Every file is verified first. Raises RunError if one is damaged; if the folder exists, unless it is a run to
+    `replace`; and if a process runs in it.
+    """
+    if problems := problems_of(snapshot):
+        raise RunError(f"{snapshot} is damaged ({'; '.join(problems[:5])}): nothing was restored")
+    target = to or read_snapshot(snapshot).run
+    exists = os.path.lexists(target)
+    if exists and not replace:
+        raise RunError(f"{target} exists: replace it with --replace, or restore under another name with --to")
+    if exists and target.is_symlink():
+        raise RunError(f"{target} is a link: give another name with --to")
+    size, free = size_of(snapshot), shutil.disk_usage(snapshot).free
+    if size > free:
+        raise RunError(f"no space to restore {snapshot}: it has {in_units(size)}, and {in_units(free)} are free")
+    with held(folders_of(target) if exists else []):
+        write_folder(target, lambda temporary: _copy(snapshot / COPY, temporary))
+    return target
+
+
+def problems_of(snapshot: Path) -> list[str]:
+    """The problems of a snapshot's files, by the manifests of checkpoints and models and its list of other files."""
+    try:
+        facts = _facts(snapshot)
+    except RunError as error:
+        return [str(error)]
+    copy = snapshot / COPY
+    problems = [f"{folder.relative_to(copy)}: {what}" for folder in _sealed(copy) for what in verify(folder)]
+    names = set(_unsealed(copy))
+    problems += [f"{name}: missing" for name in facts["files"] if name not in names]
+    problems += [f"{name}: not in {FACTS}" for name in names if name not in facts["files"]]
+    hashes = file_hashes(copy, [name for name in facts["files"] if name in names])
+    return problems + [f"{name}: SHA-256 differs" for name, value in hashes.items() if value != facts["files"][name]]
+
+
+def drop(snapshot: Path) -> None:
+    if not (snapshot / COPY).is_dir():
+        raise RunError(f"there is no snapshot {snapshot}")
+    remove_folder(snapshot)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a tree with its links as links, without locks, leftovers of crashes, pipes and sockets."""
+
+    def is_ignored(path: Path) -> bool:
+        return path.name == LOCK or is_garbage(path) or not (path.is_symlink() or path.is_dir() or path.is_file())
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if is_ignored(Path(folder, name))]
+
+    shutil.copytree(source, target, symlinks=True, ignore=ignored, dirs_exist_ok=True)
+
+
+def _sealed(copy: Path) -> list[Path]:
+    """The folders below a copy whose manifest has the hashes of their files."""
+    runs = {path.parent for path in copy.rglob("run.json")} | {copy}
+    saved = [folder for run in runs for folder in [*list_checkpoints(run), *(run / name for name in MODELS)]]
+    return sorted(folder for folder in saved if (folder / MANIFEST).is_file() and not folder.is_symlink())
+
+
+def _unsealed(copy: Path) -> list[str]:
+    return sorted(path.relative_to(copy).as_posix() for path in _files(copy, set(_sealed(copy))))
+
+
+def _files(folder: Path, without: set[Path]) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            if path not in without:
+                yield from _files(path, without)
+        elif path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _facts(snapshot: Path) -> dict[str, Any]:
+    facts = load_json(snapshot / FACTS)
+    kinds = {"run": str, "made": str, "note": str, "files": dict}
+    valid = isinstance(facts, dict) and facts.get("format") == FORMAT
+    valid = valid and all(isinstance(facts.get(name), kind) for name, kind in kinds.items())
+    valid = valid and _is_time(facts["made"])
+    if not valid or Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
+        raise RunError(f"{snapshot / FACTS} is damaged or of another version of posttrain")
+    return facts
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return bool(datetime.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+@dataclass(slots=True)
+class Archived:
+    """An archive, and what went into it."""
+
+    path: Path
+    files: int = 0
+    size: int = 0  # of the files, in bytes
+
+
+def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> Archived:
+    """Write a run, or a whole run, to an archive whose only folder has the run's name.
+
+    Without `checkpoints`, folders that only a resume reads are omitted. Links inside the run stay links; the base of
+    adapters, a link to a model outside, is archived as files. Raises RunError if a process runs in it, for another kind
+    of archive, and for a file that exists, unless `overwrite` is set.
+    """
+    runs = folders_of(target)
+    kind = next((mode for suffix, mode in KINDS.items() if path.name.endswith(suffix)), None)
+    if kind is None:
+        raise RunError(f"{path} is no archive that can be written: give a name that ends in {', '.join(KINDS)}")
+    if os.path.lexists(path) and not overwrite:
+        raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
+    if path.resolve().is_relative_to(target.resolve()):
+        raise RunError(f"{path} lies in the run itself: give another place with --output")
+    temporary = beside(path, "tmp")
+    done = Archived(path)
+    options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
+    with held(runs):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            settle(path.parent, path.name)  # of an export that was killed
+            with open(temporary, "wb") as file:
+                with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
+                    _add(archive, target, target.resolve().name, target.resolve(), checkpoints, done)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            raise cannot_write(path, error, "free some, or give another place with --output") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+    return done
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool, done: Archived) -> None:
+    """Add a path under a name, folders with their content in the order of names."""
+
+    def is_for_resume(path: Path) -> bool:
+        return path.is_dir() and (path.name.startswith("checkpoint-") or path.name.endswith(".set-aside"))
+
+    outside = path.is_symlink() and path.name == BASE and _is_model_beside(path.resolve(), root)
+    if path.is_symlink() and not outside:
+        archive.add(path, name, recursive=False, filter=_without_owner)
+    elif path.is_dir():
+        archive.addfile(_without_owner(archive.gettarinfo(str(path.resolve()), name)))
+        for entry in sorted(path.iterdir()):
+            if entry.name != LOCK and not is_garbage(entry) and (checkpoints or not is_for_resume(entry)):
+                _add(archive, entry, f"{name}/{entry.name}", root, checkpoints, done)
+    elif path.is_file():
+        archive.add(path, name, recursive=False, filter=_without_owner)
+        done.files += 1
+        done.size += path.stat().st_size
+
+
+def _is_model_beside(folder: Path, root: Path) -> bool:
+    """Whether a link out of a run leads to a model beside the run, such as an earlier stage's."""
+    outside = folder.is_relative_to(root.parent) and not folder.is_relative_to(root)
+    return outside and any(is_regular(folder / name) for name in (MANIFEST, "config.json", "adapter_config.json"))
+
+
+def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """The entry without the owner on this machine, who means nothing elsewhere."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
