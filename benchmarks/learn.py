@@ -31,10 +31,8 @@ from benchmarks.trials import save_trials, verdict
 from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.quickstart import Size, write_bare_demonstrations
-from posttrain.quickstart.__init__ import settings_files
-from posttrain.quickstart.model import make_model
-from posttrain.quickstart.show import TAGS, ask, turns
+from posttrain.quickstart import Size, settings_files, write_bare_demonstrations
+from posttrain.quickstart.model import TAGS, ask, make_model, turns
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import load_json, save_rows
 

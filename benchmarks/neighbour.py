@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import add_results, in_own_process, put_table
 from posttrain import runner
 from posttrain.config import load
-from posttrain.quickstart.__init__ import Size, settings_files
+from posttrain.quickstart import Size, settings_files
 from posttrain.quickstart.model import make_model
 
 STEPS = 150

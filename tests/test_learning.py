@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.quickstart.model import make_model
-from posttrain.quickstart.show import TAGS, turns
+from posttrain.quickstart.model import TAGS, make_model, turns
 from posttrain.runs.files import load_json
 
 WORKED, BARE = f"{TAGS.reasoning_start}{{solution}}", TAGS.reasoning_start

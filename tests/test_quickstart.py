@@ -14,8 +14,8 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, quickstart
-from posttrain.quickstart.model import make_tokenizer
-from posttrain.quickstart.show import STAGES, Reply, Share, grade, make_pairs, next_steps, rewards
+from posttrain.quickstart.model import Reply, Share, grade, make_pairs, make_tokenizer, rewards
+from posttrain.quickstart.show import STAGES, next_steps
 from posttrain.runs.metrics import read_metrics
 
 # Enough SFT and problems for some right guesses, whatever is sampled, which the pairs need; hardly any of the rest.

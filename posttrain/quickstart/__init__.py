@@ -17,14 +17,30 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import RunError
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.quickstart.model import make_model
-from posttrain.quickstart.show import Measured, Outcome, ask, make_pairs, measure, rewards, tell, write
+from posttrain.quickstart.model import Measured, ask, make_model, make_pairs, measure, rewards
+from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import save_rows
 
 __all__ = ["Size", "quickstart"]
 
-HELD_OUT = 0.15  # share of the problems whose pairs only measure
+HELD_OUT = 0.15  # share of the problems whose pairs are for validation
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The sizes of data and runs."""
+
+    worked: int = 27_000  # demonstrations that show their working
+    bare: int = 9_000  # demonstrations that only state the answer
+    sft_steps: int = 1800
+    problems: int = 2000  # whose sampled replies become preference pairs
+    samples: int = 6  # replies to each of these problems
+    reward_steps: int = 100
+    dpo_steps: int = 100
+    ppo_steps: int = 16
+    grpo_steps: int = 30
+    held_out: int = 1000  # problems of the final measurement
 
 
 def quickstart(
@@ -104,14 +120,13 @@ def claim(folder: Path, overwrite: bool) -> None:
 
 
 def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
-    """Demonstrations without working, in addition to those with working that `sft.yaml` takes from
-    `builtin:arithmetic`."""
+    """Write `bare.jsonl`: demonstrations without working; `sft.yaml` takes those with it from `builtin:arithmetic`."""
     rows = arithmetic_problems("train", size.bare, seed + 1)
     save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
 
 
 def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
-    """Preference pairs from the model's own replies, for training and, of other problems, for validation."""
+    """Write preference pairs from the model's own replies: for training, and of other problems for validation."""
     problems = list(arithmetic_problems("train", size.problems, seed + 2))
     replies = ask(model, problems, "sampling", samples=size.samples, seed=seed)
     cut = size.samples * round(size.problems * (1 - HELD_OUT))
@@ -124,29 +139,19 @@ def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
     return f"{len(replies):,} replies, {right:,} right: {len(train):,} pairs to train on, {len(test):,} held out"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The sizes of data and runs."""
-
-    worked: int = 27_000  # demonstrations that show their working
-    bare: int = 9_000  # and that do not
-    sft_steps: int = 1800
-    problems: int = 2000  # answered for preference pairs
-    samples: int = 6  # replies to each of them
-    reward_steps: int = 100
-    dpo_steps: int = 100
-    ppo_steps: int = 16
-    grpo_steps: int = 30
-    held_out: int = 1000  # problems of the final measurement
-
-
 def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
-    """Name of each stage -> its YAML. Settings that are not written have their defaults."""
+    """Name of each stage -> its YAML, which users can change and train with; other settings have their defaults."""
     common = f"output_dir: {json.dumps(str(folder))}\nseed: {seed}\ndevices: {{type: cpu}}"
     return _offline(common, size) | _online(common, size)
 
 
 def _offline(common: str, size: Size) -> dict[str, str]:
+    pairs = """\
+data:
+  source: "${output_dir}/pairs/train.jsonl"
+  template: tags
+  max_length: 128
+  validation: {source: "${output_dir}/pairs/test.jsonl"}"""
     return {
         "sft": f"""\
 # Supervised fine-tuning: the model learns to write worked solutions by imitating them.
@@ -176,11 +181,7 @@ name: reward
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}    # starts from the SFT model, with a new head
 method: reward
-data:
-  source: "${{output_dir}}/pairs/train.jsonl"
-  template: tags
-  max_length: 128
-  validation: {{source: "${{output_dir}}/pairs/test.jsonl"}}
+{pairs}
 training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-3, max_steps: {size.reward_steps}}}
 evaluation: {{eval_steps: {max(1, size.reward_steps // 5)}}}
 tracking: {{logging_steps: {max(1, size.reward_steps // 10)}}}
@@ -191,11 +192,7 @@ name: dpo
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}    # initial policy and reference model
 method: {{type: dpo, loss_type: [sigmoid], beta: 1.0}}
-data:
-  source: "${{output_dir}}/pairs/train.jsonl"
-  template: tags
-  max_length: 128
-  validation: {{source: "${{output_dir}}/pairs/test.jsonl"}}
+{pairs}
 training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-4, max_steps: {size.dpo_steps}}}
 evaluation: {{eval_steps: {max(1, size.dpo_steps // 5)}}}
 tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
@@ -204,6 +201,14 @@ tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
 
 
 def _online(common: str, size: Size) -> dict[str, str]:
+    problems = f"""\
+data:
+  source: "builtin:arithmetic"
+  max_rows: {size.problems}
+  template: tags
+  max_length: 128
+  validation: {{rows: 100}}
+rollout: {{max_completion_length: 56}}"""
     return {
         "ppo": f"""\
 # PPO: the model samples replies, the reward model scores them, and a value head predicts the expected reward.
@@ -213,7 +218,7 @@ model: {{path: "${{output_dir}}/sft/final"}}    # initial policy, and reference 
 method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.3}}
 rewards:
   - {{type: model, path: "${{output_dir}}/reward/final"}}
-{online(size.problems)}
+{problems}
 training: {{batch_size: 64, tokens_per_pack: 4096, learning_rate: 1.0e-4, max_steps: {size.ppo_steps}}}
 evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
 tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
@@ -226,21 +231,9 @@ model: {{path: "${{output_dir}}/sft/final"}}
 method: {{type: grpo, num_generations: 8, beta: 0.02}}
 rewards:
   - {{type: check_numbers}}              # 3 for the right number in the solution tags, else -1.5
-{online(size.problems)}
+{problems}
 training: {{batch_size: 32, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.grpo_steps}}}
 evaluation: {{eval_steps: {max(1, size.grpo_steps // 4)}}}
 tracking: {{logging_steps: {max(1, size.grpo_steps // 10)}}}
 """,
     }
-
-
-def online(problems: int) -> str:
-    """The common settings of the methods that sample replies."""
-    return f"""\
-data:
-  source: "builtin:arithmetic"
-  max_rows: {problems}
-  template: tags
-  max_length: 128
-  validation: {{rows: 100}}
-rollout: {{max_completion_length: 56}}"""

@@ -1,4 +1,4 @@
-"""`curves.png`: plots of a run's metrics."""
+"""The curves of a run: the panels, which metrics share a chart on pages and in pictures, and `curves.png`."""
 
 import io
 import math
@@ -16,11 +16,68 @@ if TYPE_CHECKING:  # listing runs must not import matplotlib
     from matplotlib.axes import Axes
 
 SMOOTH_FROM = 60  # points; with fewer the raw line is clear
-
-
 # Inches: a panel and its margins, fixed since an automatic layout takes time.
 WIDE, HIGH = 4.2, 2.75
 LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel: its metrics, and the scale of its axis."""
+
+    title: str
+    metrics: tuple[str, ...]
+    share: bool = False  # between 0 and 1
+    small: bool = False  # numbers such as 1e-6
+
+
+PANELS = (
+    Panel("Loss", ("loss",)),
+    Panel("Reward", ("reward",)),
+    Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
+    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
+    Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
+    Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
+    Panel("KL, or the baseline of rewards", ("kl", "delta")),
+    Panel("Groups without spread, truncated completions",
+          ("frac_reward_zero_std", "completions/clipped_ratio"), share=True),
+    Panel("Completion length", ("completions/mean_length",)),
+    Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
+    Panel("Explained variance of the returns", ("explained_variance",)),
+    Panel("Token accuracy", ("mean_token_accuracy",), share=True),
+    Panel("Entropy", ("entropy",)),
+    Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
+    Panel("Gradient norm", ("grad_norm",)),
+    Panel("Learning rate", ("learning_rate",), small=True),
+)  # fmt: skip
+KNOWN = {name for panel in PANELS for name in panel.metrics}
+
+
+def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
+    """The panel's training metrics, and the same metrics of validation, dashed.
+
+    `eval_{name}_{metric}` is that metric on the data set `name`, `eval_{metric}` on the validation set.
+    """
+    names = series.names
+    metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
+    several = len([name for name in panel.metrics if name in names]) > 1
+    colour = 0
+    for name in panel.metrics:
+        short = name.rpartition("/")[2].removesuffix("_reward")
+        for logged in [name, *(logged for logged in names if _validated(logged, metrics) == name)]:
+            if logged in names:
+                data = logged.removeprefix("eval_").removesuffix(name).strip("_") or "validation"
+                data = "" if logged == name else data
+                label = f"{short} {data}".strip() if several else data or "train"
+                yield Line(label, *series.points(logged, axis), colour=colour, dashed=logged != name)
+                colour += 1
+
+
+def _validated(logged: str, metrics: Iterable[str]) -> str | None:
+    """The metric that a validation line is about: the longest that its name ends with (nll_loss before loss)."""
+    if not logged.startswith("eval_"):
+        return None
+    return max((metric for metric in metrics if logged.endswith(f"_{metric}")), key=len, default=None)
 
 
 def write_curves(folder: Path, path: Path, title: str) -> None:
@@ -29,9 +86,9 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
 
 
 def curves_png(series: Series, title: str) -> bytes:
-    """A grid of curves over the steps: training lines thin, smoothed where there are many points; validation dotted.
+    """A grid of curves over the steps: training lines, smoothed where there are many points; validation dashed.
 
-    Steps whose value is null (not finite) leave a gap. Without any known metric the picture says so.
+    Values that are null (not finite) leave a gap. Without any known metric the picture says so.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,8 +103,9 @@ def curves_png(series: Series, title: str) -> bytes:
     for index, (panel, lines) in enumerate(panels):
         row, column = divmod(index, columns)
         left, bottom = WIDE * column + LEFT, HIGH * (rows - 1 - row) + BELOW
-        place = left / width, bottom / height, (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height
-        axes = figure.add_axes(place)
+        axes = figure.add_axes(
+            (left / width, bottom / height, (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height)
+        )
         first, last = min(series.steps), max(series.steps)
         margin = max(1, 0.02 * (last - first))
         axes.set_xlim(first - margin, last + margin)
@@ -86,7 +144,7 @@ def _draw(axes: "Axes", panel: Panel, lines: Sequence[Line]) -> None:
 
 
 def _style(axes: "Axes") -> None:
-    """The project's ink, a faint grid, and lines on the left and below alone."""
+    """The project's ink, a faint grid, and spines on the left and below only."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_facecolor(LIGHT.ground)
@@ -107,72 +165,11 @@ def _smooth(values: Sequence[float]) -> list[float]:
     for index, value in enumerate(values):
         window = sorted(v for v in values[max(0, index - reach) : index + reach + 1] if math.isfinite(v))
         trim = max(1, len(window) // 10) if len(window) >= 5 else 0
-        usual = window[trim : len(window) - trim]
-        smooth.append(sum(usual) / len(usual) if math.isfinite(value) else math.nan)
+        inner = window[trim : len(window) - trim]
+        smooth.append(sum(inner) / len(inner) if math.isfinite(value) else math.nan)
     return smooth
 
 
 def _plain(text: str) -> str:
-    """Names may hold a $, which matplotlib would read as the start of a formula."""
+    """The name with $ escaped, which matplotlib would read as the start of a formula."""
     return text.replace("$", r"\$")
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One panel of the grid: its metrics, and the scale of its axis."""
-
-    title: str
-    metrics: tuple[str, ...]
-    share: bool = False  # between 0 and 1
-    small: bool = False  # numbers such as 1e-6
-
-
-PANELS = (
-    Panel("Loss", ("loss",)),
-    Panel("Reward", ("reward",)),
-    Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
-    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
-    Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
-    Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("KL, or the baseline of rewards", ("kl", "delta")),
-    Panel(
-        "Groups without spread, truncated completions",
-        ("frac_reward_zero_std", "completions/clipped_ratio"),
-        share=True,
-    ),
-    Panel("Completion length", ("completions/mean_length",)),
-    Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
-    Panel("Explained variance of the returns", ("explained_variance",)),
-    Panel("Token accuracy", ("mean_token_accuracy",), share=True),
-    Panel("Entropy", ("entropy",)),
-    Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
-    Panel("Gradient norm", ("grad_norm",)),
-    Panel("Learning rate", ("learning_rate",), small=True),
-)
-KNOWN = {name for panel in PANELS for name in panel.metrics}
-
-
-def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
-    """The panel's metrics of training, and the same of validation, dashed.
-
-    `eval_{name}_{metric}` is that metric on the data set `name`, `eval_{metric}` on the validation set.
-    """
-    names = series.names
-    metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
-    several = len([name for name in panel.metrics if name in names]) > 1
-    colour = 0
-    for name in panel.metrics:
-        short = name.rpartition("/")[2].removesuffix("_reward")
-        for kind in [name, *(kind for kind in names if _owner(kind, metrics) == name)]:
-            if kind in names:
-                whose = "" if kind == name else kind.removeprefix("eval_").removesuffix(name).strip("_") or "validation"
-                label = f"{short} {whose}".strip() if several else whose or "train"
-                yield Line(label, *series.points(kind, axis), colour=colour, dashed=kind != name)
-                colour += 1
-
-
-def _owner(kind: str, metrics: Iterable[str]) -> str | None:
-    """The metric that a validation's name ends with, the longest: nll_loss before loss. None for one of training."""
-    if not kind.startswith("eval_"):
-        return None
-    return max((metric for metric in metrics if kind.endswith(f"_{metric}")), key=len, default=None)
