@@ -24,9 +24,9 @@ from posttrain.runs.metrics import first_latest, last_metrics, latest_metrics, r
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary, read_run, summaries_below
-from posttrain.ui.address import Query
 from posttrain.ui.data_page import data_page
 from posttrain.ui.evaluations_page import evaluations_page
+from posttrain.ui.parts import Query
 from posttrain.ui.rollouts_page import rollouts_page
 from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page

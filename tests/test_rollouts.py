@@ -35,7 +35,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.receipt import NOT_SAMPLED, TokenNumbers, step_receipt, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
-from posttrain.ui.address import Query
+from posttrain.ui.parts import Query
 from posttrain.ui.receipt import heat
 
 PROMPTS, EACH = 3, 4

@@ -24,12 +24,12 @@ from posttrain.runs.folder import Notes, write_notes
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.receipt import TokenNumbers, decoder_of, token_texts
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
-from posttrain.ui.address import Query, parse
 from posttrain.ui.evaluations_page import evaluations_page
+from posttrain.ui.parts import Query, parse
 from posttrain.ui.rollouts_page import falls, marked, rollouts_page
 from posttrain.ui.run_page import replay_command, run_page
 from posttrain.ui.runs_page import arranged, runs_page
-from posttrain.ui.search import Index, Wanted
+from posttrain.ui.search import Index
 from posttrain.ui.viewer import Runs, Viewer, rendered
 
 SAVED = Path(__file__).parent / "saved_run/run"
@@ -123,7 +123,7 @@ def test_runs_are_rows_also_damaged_ones(viewer):
     facts = json.loads((SAVED / "run.json").read_text()) | {"state": "running", "ended": None}
     (viewer.root / "gone/run.json").write_text(json.dumps(facts))
     (viewer.root / "gone/training.log").write_text("x INFO step 2/9  loss 1  ETA 2h 05m\n")
-    rows = {row.name: row for row in viewer.runs.rows()}
+    rows = {row.name: row for row in viewer.runs.all()}
     assert {name: row.state for name, row in rows.items()} == {
         "saved": "finished", "cut": "damaged", "odd": "damaged", "gone": "killed",
     }  # fmt: skip
@@ -147,7 +147,7 @@ def test_filters_order_and_settings_that_differ(viewer):
     shutil.copytree(viewer.root / "saved", viewer.root / "other")
     settings = (viewer.root / "other/config.yaml").read_text().replace("beta: 0.05", "beta: 0.7")
     (viewer.root / "other/config.yaml").write_text(settings)
-    rows = Runs(viewer.root).rows()
+    rows = Runs(viewer.root).all()
     assert [row.name for row in arranged(rows, parse("?find=OTHER grpo"))] == ["other"]
     assert [row.name for row in arranged(rows, parse("?sort=name"))] == ["other", "saved"]
     assert [row.name for row in arranged(rows, parse("?sort=name&reverse=1"))] == ["saved", "other"]
@@ -158,13 +158,13 @@ def test_filters_order_and_settings_that_differ(viewer):
 
 def test_tags_and_notes_are_shown_and_found(viewer):
     shutil.copytree(viewer.root / "saved", viewer.root / "other")
-    assert len(viewer.runs.rows()) == 2
+    assert len(viewer.runs.all()) == 2
     write_notes(viewer.root / "saved", Notes(("keep", "paper"), HOSTILE))
     again = Viewer(viewer.root, viewer.cache)
     for page, address in ((runs_page, "?"), (run_page, "?run=saved")):
         made = rendered(page, again, address)
         assert "#keep #paper" in made and "<script" not in made and "alert(1)" in made
-    assert [run.name for run in arranged(again.runs.rows(), parse("?find=paper"))] == ["saved"]
+    assert [run.name for run in arranged(again.runs.all(), parse("?find=paper"))] == ["saved"]
     write_notes(viewer.root / "saved", Notes(("draft",)))
     again.runs._listed = (-1.0, [])  # as a second later
     assert "#draft" in rendered(run_page, again, "?run=saved")
@@ -184,7 +184,7 @@ def test_a_run_says_its_checks_data_log_and_command(viewer):
     page = rendered(run_page, viewer, "?run=saved")
     assert "16 rows read" in page and "<script" not in page
     assert page.count(">not recorded<") == 7 and ">passed<" not in page  # the run is of a version without a record
-    assert replay_command(viewer.runs.rows()[0]) == f"posttrain train {folder}/config.yaml --name saved-again"
+    assert replay_command(viewer.runs.all()[0]) == f"posttrain train {folder}/config.yaml --name saved-again"
     facts = json.loads((folder / "run.json").read_text())
     packed = {"value": 3e-7, "limit": 5e-4, "unit": "nats", "failed": False, "times": 1}
     ratio = {"value": None, "limit": 5e-4, "unit": "nats", "failed": True, "times": 2}
@@ -233,18 +233,18 @@ def indexed(tmp_path) -> Index:
 
 
 def test_rollouts_are_found_by_words_phrases_and_numbers(indexed):
-    def count(**wanted) -> int:
-        return indexed.search(Wanted(**wanted)).total
+    def count(**filters) -> int:
+        return indexed.search(Query(tuple((name, str(value)) for name, value in filters.items()))).total
 
     assert indexed.problem == "" and count() == 6
-    assert count(words="cat") == 2 and count(words='"cat 2"') == 1 and count(words="ca") == 2  # the last may go on
-    assert count(words="what 2") == 2 and count(words="cat question") == 0
+    assert count(find="cat") == 2 and count(find='"cat 2"') == 1 and count(find="ca") == 2  # the last may go on
+    assert count(find="what 2") == 2 and count(find="cat question") == 0
     for operators in ("NOT a", "AND", '"', 'a" OR "b', "cat*", "(", "step:1", "NEAR(a b)", "-", "\0", "a" * 5000):
-        count(words=operators)  # never an error
+        count(find=operators)  # never an error
     assert count(verdict="correct") == 2 and count(row=8) == 2 and count(ended="length") == 0
     assert count(part="exact", least=0.5) == 2 and count(most=0.5) == 4 and count(shortest=4) == 2
-    assert count(first_step=2, last_step=2, longest=3) == 2
-    top = indexed.search(Wanted(sort="largest push")).rows[0]
+    assert count(**{"from": 2, "to": 2, "longest": 3}) == 2
+    top = indexed.search(parse("?sort=largest+push")).rows[0]
     assert top["length"] == 9 and top["push"] == pytest.approx(
         np.sum(0.5 * (1 - np.exp(np.linspace(-2, -0.5, 9)))), rel=1e-5
     )
@@ -255,8 +255,8 @@ def test_a_resumed_run_is_indexed_again_and_the_run_is_not_touched(indexed):
     write(indexed.run, {2: [rollout(0, 0, "a fox", 1.0)]}, after=1)
     before = {path.name: path.stat().st_mtime_ns for path in indexed.run.iterdir()}
     again = Index(indexed.run, indexed.path.parent).refresh(wait=20)
-    assert again.search(Wanted(words="fox")).total == 1 and again.search(Wanted(words="cat")).total == 1
-    assert again.search(Wanted()).total == 4
+    assert again.search(parse("?find=fox")).total == 1 and again.search(parse("?find=cat")).total == 1
+    assert again.search(Query()).total == 4
     assert {path.name: path.stat().st_mtime_ns for path in indexed.run.iterdir()} == before
 
 
@@ -267,12 +267,12 @@ def test_damage_and_locks_are_said(indexed, tmp_path, monkeypatch):
         file.unlink()
     indexed.path.write_bytes(b"no database " * 999)  # the index: made again
     again = Index(indexed.run, cache).refresh(wait=20)
-    assert again.problem == "" and again.search(Wanted()).total == 6
+    assert again.problem == "" and again.search(Query()).total == 6
     database = indexed.run / "rollouts.sqlite"
     whole = database.read_bytes()
     database.write_bytes(whole[: len(whole) // 2])
     assert "rollouts.sqlite" in (cut := Index(indexed.run, cache).refresh(wait=20)).problem
-    assert cut.search(Wanted()).total == 6  # what was read before
+    assert cut.search(Query()).total == 6  # what was read before
     database.write_bytes(whole)
     with sqlite3.connect(database) as other:
         other.execute("PRAGMA journal_mode = DELETE")

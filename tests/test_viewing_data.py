@@ -9,9 +9,9 @@ from data_tokenizer import CHATML, byte_tokenizer, prepare
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, ValidationConfig
 from posttrain.data import Selection, overview
-from posttrain.ui.address import address
 from posttrain.ui.commands import Answer, Commands
 from posttrain.ui.data_page import CHECK, check, data_page, read
+from posttrain.ui.parts import address
 from posttrain.ui.viewer import Viewer, perform, rendered
 
 ROWS = [{"prompt": f"Say {n}<b>", "completion": " é" * (1 + n % 7)} for n in range(30)]

@@ -8,10 +8,10 @@ import pytest
 from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.config.schema.methods import METHOD_NAMES
-from posttrain.ui.address import Query, address, parse
 from posttrain.ui.commands import Answer, Commands, Launches
 from posttrain.ui.draft import draft, fields_of
 from posttrain.ui.new_page import new_page, start
+from posttrain.ui.parts import Query, address, parse
 from posttrain.ui.viewer import Viewer, perform, rendered
 
 WHOLE = {

@@ -23,11 +23,11 @@ from posttrain.base.terminal import say
 from posttrain.reports.markup import el
 from posttrain.runs.files import is_regular
 from posttrain.serving.listening import bounded_server, listen
-from posttrain.ui.address import FAVICON, POLICY, Query, framed, parse
 from posttrain.ui.data_page import check, data_page, read
 from posttrain.ui.evaluations_page import evaluations_page
 from posttrain.ui.guard import Guard
 from posttrain.ui.new_page import new_page, plan, start
+from posttrain.ui.parts import FAVICON, POLICY, Query, framed, parse
 from posttrain.ui.rollouts_page import rollouts_page
 from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page

@@ -19,8 +19,8 @@ from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client
 from posttrain.serving.process import ModelServers
 from posttrain.serving.talk import Talk, together
-from posttrain.ui.address import HEAD, STYLE, bar
 from posttrain.ui.guard import CHAT
+from posttrain.ui.parts import HEAD, STYLE, bar
 from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
 

@@ -12,9 +12,9 @@ from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.runs.files import read_regular
-from posttrain.ui.address import Query, act, address, choice, entry, form, hidden
 from posttrain.ui.commands import Answer
 from posttrain.ui.draft import draft
+from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden
 from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer
 from posttrain.ui.votes import seen
@@ -96,7 +96,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
 
 
 def _choice(viewer: Viewer, name: str) -> Markup:
-    rows = viewer.runs.rows()
+    rows = viewer.runs.all()
     said = f"There is no run {name}." if name else "The data of which run?" if rows else "No run here has data yet."
     hint = el("p", "The page ", el("a", "New run", href="/new"), " shows the data of settings before a run.",
               class_="quiet")  # fmt: skip

@@ -14,7 +14,7 @@ from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.load import FlagText
 from posttrain.config.render import flow, reads
 from posttrain.config.schema.methods import METHOD_NAMES
-from posttrain.ui.address import Query
+from posttrain.ui.parts import Query
 
 METHOD, NAME, OUTPUT = "method.type", "name", "output_dir"
 # Where a message is shown that names a group which the form has no field for.

@@ -10,7 +10,7 @@ from posttrain.evaluation.comparing.items import Flip
 from posttrain.evaluation.comparing.page import HOW, differences_table, interval, notes, values_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
-from posttrain.ui.address import Query, address, choice, form, hidden, pager, search
+from posttrain.ui.parts import Query, address, choice, form, hidden, pager, search
 from posttrain.ui.viewer import Evaluation, Viewer
 
 PATH = "/evaluations"

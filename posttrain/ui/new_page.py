@@ -10,9 +10,9 @@ from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, flow
 from posttrain.config.schema.datasets import KNOWN
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, message
-from posttrain.ui.address import SHOW, Query, act, address, choice
 from posttrain.ui.commands import CONFIGS, Launch
 from posttrain.ui.draft import METHOD, NAME, Draft, draft, fields_of
+from posttrain.ui.parts import SHOW, Query, act, address, choice
 from posttrain.ui.viewer import Viewer, models_below
 
 PATH, FORM = "/new", "draft"

@@ -19,7 +19,7 @@ from posttrain.runs.receipt import (
 )
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.address import Query, address
+from posttrain.ui.parts import Query, address
 
 PATH = "/rollouts"
 MOST = 5  # tokens that are named as the most responsible

@@ -11,10 +11,10 @@ from posttrain.reports.markup import Markup, el, join, link, message, number, sh
 from posttrain.reports.series import Series
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.address import Query, address, choice, entry, form, hidden, pager, search
+from posttrain.ui.parts import Query, address, choice, entry, form, hidden, pager, search
 from posttrain.ui.receipt import completion_view, group_view, step_view
 from posttrain.ui.runs_page import run_links
-from posttrain.ui.search import SORTS, Found, Wanted, words_of
+from posttrain.ui.search import SORTS, Index, words_of
 from posttrain.ui.viewer import Viewer
 
 PATH = "/rollouts"
@@ -41,7 +41,7 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
 
 
 def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
-    having = [one for one in viewer.runs.rows() if one.has_rollouts]
+    having = [one for one in viewer.runs.all() if one.has_rollouts]
     if row is not None:
         said = f"{name} has no rollouts: only methods that sample completions have, with rollout.save."
     elif name:
@@ -141,7 +141,7 @@ def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
         search("find", "Search prompts and completions", query.one("find"), 'words, or "a phrase"', wide=True),
         entry("from", "From step", query.one("from")),
         entry("to", "to", query.one("to")),
-        entry("row", "RunSummary of the data", query.one("row")),
+        entry("row", "Row of the data", query.one("row")),
         choice("part", "Reward", ["", *choices["part"]], query.one("part"), "total"),
         entry("least", "at least", query.one("least")),
         entry("most", "at most", query.one("most")),
@@ -154,29 +154,11 @@ def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
         choice("sort", "Order", list(SORTS), sort),
         hidden(query, "run"),
     )
-    found = index.search(wanted(query), PAGE, PAGE * query.page)
-    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, found, query))
+    matches = index.search(query, PAGE, PAGE * query.page)
+    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, matches, query))
 
 
-def wanted(query: Query) -> Wanted:
-    """The filters of an address."""
-    return Wanted(
-        words=query.one("find"),
-        first_step=query.integer("from"),
-        last_step=query.integer("to"),
-        row=query.integer("row"),
-        part=query.one("part"),
-        least=query.number("least"),
-        most=query.number("most"),
-        shortest=query.integer("shortest"),
-        longest=query.integer("longest"),
-        verdict=query.one("verdict"),
-        ended=query.one("ended"),
-        sort=query.one("sort"),
-    )
-
-
-def _progress(index: Any) -> Markup | None:
+def _progress(index: Index) -> Markup | None:
     if index.problem:
         return message(f"Not all rollouts are in the search: {index.problem}", "warning")
     if index.progress is not None:

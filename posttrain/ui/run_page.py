@@ -10,7 +10,7 @@ from posttrain.reports.report import alarms_of, data_said
 from posttrain.reports.series import AXES, Series
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.address import Query, address, choice, form, hidden, slider
+from posttrain.ui.parts import Query, address, choice, form, hidden, slider
 from posttrain.ui.runs_page import SMOOTH, badge, run_links
 from posttrain.ui.viewer import Viewer
 
@@ -23,7 +23,7 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     row = viewer.runs.find(name)
     if row is None:
         said = f"There is no run {name}." if name else "Which run?"
-        return join([message(said), run_links(viewer.runs.rows(), PATH)])
+        return join([message(said), run_links(viewer.runs.all(), PATH)])
     series = viewer.series(row.folder)
     above = [_head(row), _cards(row, series), _alarms(series), _curves(row, series, query)]
     return join([*above, _checks(row), _data(row), _log(row)])

@@ -11,7 +11,7 @@ from posttrain.reports.series import AXES
 from posttrain.reports.several import differing
 from posttrain.runs.checks import advice
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.address import Query, address, choice, form, hidden, search, slider
+from posttrain.ui.parts import Query, address, choice, form, hidden, search, slider
 from posttrain.ui.viewer import STATES, Viewer
 
 PATH = "/"
@@ -22,7 +22,7 @@ SMOOTH = ("0", "0.6", "0.9", "0.97")
 
 
 def runs_page(viewer: Viewer, query: Query) -> Markup:
-    rows = viewer.runs.rows()
+    rows = viewer.runs.all()
     if not rows:
         return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
     found = arranged(rows, query)

@@ -1,7 +1,7 @@
-"""An index of a run's rollouts: full-text search and filters over all steps. It lies in the pages' own cache.
+"""An index of a run's rollouts, in the cache of the pages: full-text search and filters over all steps.
 
-The run's database is read-only here. The index grows by whole steps in a thread of its own; steps that a resumed run
-made again are found by their fingerprints and read again. It can be deleted at any time.
+The run's database is only read. A thread adds whole steps to the index; steps that a resumed run has repeated are
+recognised by their fingerprints and read again. The index can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any
 from posttrain.base.errors import PosttrainError
 from posttrain.runs.receipt import CompletionReceipt, factor
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.ui.parts import Query
 
 log = logging.getLogger("posttrain")
 
 VERSION = 1
-REST_S = 0.003  # after every step, for the pages that are asked for meanwhile
-AGE_S = 2.0  # the run's database is looked at again after this time
+REST_S = 0.003  # pause after every step, so that pages are served meanwhile
+AGE_S = 2.0  # then the run's database is read again
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, fingerprint TEXT);
@@ -59,31 +60,15 @@ SORTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Filters; None or an empty string: any."""
+class Matches:
+    """The number of matching rollouts, and the rows of one page of them."""
 
-    words: str = ""
-    first_step: int | None = None
-    last_step: int | None = None
-    row: int | None = None
-    part: str = ""  # of the reward; empty: the reward itself
-    least: float | None = None
-    most: float | None = None
-    shortest: int | None = None
-    longest: int | None = None
-    verdict: str = ""
-    ended: str = ""
-    sort: str = "latest"
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
     total: int
     rows: Sequence[Mapping[str, Any]]
 
 
 class Index:
-    """The index of one run's rollouts. `refresh` returns at once; `progress` says how far it is."""
+    """The index of one run's rollouts. `refresh` returns at once; `progress` is set while steps are read."""
 
     def __init__(self, run: Path, cache: Path):
         self.run = run
@@ -91,37 +76,37 @@ class Index:
         self.path = cache / f"rollouts-{name}.sqlite"
         self.problem = ""
         self.progress: tuple[int, int] | None = None  # steps read and to read, while it works
-        self._lock, self._looked = threading.Lock(), -AGE_S
+        self._lock, self._updated = threading.Lock(), -AGE_S
         self._thread: threading.Thread | None = None
 
     def refresh(self, wait: float = 0.0) -> Index:
-        """Start to read what is new, unless that is being done, or was just now; wait so many seconds for it."""
+        """Start reading new steps, unless that is going on or was done just now; wait `wait` seconds for it."""
         started = None
         with self._lock:
             busy = self._thread is not None and self._thread.is_alive()
-            if not busy and time.monotonic() - self._looked >= AGE_S:
+            if not busy and time.monotonic() - self._updated >= AGE_S:
                 self._thread = started = threading.Thread(target=self._work, name="index", daemon=True)
                 started.start()
         if wait and started is not None:
             started.join(wait)
         return self
 
-    def search(self, wanted: Wanted, limit: int = 50, offset: int = 0) -> Found:
-        """The rollouts that fit, of the steps indexed so far."""
-        where, values = _conditions(wanted)
-        order = SORTS.get(wanted.sort, SORTS["latest"])
+    def search(self, query: Query, limit: int = 50, offset: int = 0) -> Matches:
+        """The rollouts that match the filters of an address, of the steps indexed so far."""
+        where, values = _conditions(query)
+        order = SORTS[query.choice("sort", list(SORTS))]
         with closing(self._opened()) as connection:
             total = connection.execute(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values).fetchone()[0]
             rows = connection.execute(
                 f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
             )
-            return Found(total, [dict(row) for row in rows])
+            return Matches(total, [dict(row) for row in rows])
 
     def choices(self) -> dict[str, list[str]]:
-        """The verdicts, ends and reward parts that occur."""
+        """The verdicts, finish reasons and reward parts that occur."""
         with closing(self._opened()) as connection:
-            rows = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
-        return json.loads(rows[0]) if rows else {"verdict": [], "ended": [], "part": []}
+            row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
+        return json.loads(row[0]) if row else {"verdict": [], "ended": [], "part": []}
 
     def _opened(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +114,7 @@ class Index:
         connection.row_factory = sqlite3.Row
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = OFF")  # it is made again if the machine goes off
+            connection.execute("PRAGMA synchronous = OFF")  # after a power failure it is made again
             if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
                 connection.executescript(SCHEMA)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -155,14 +140,14 @@ class Index:
             log.exception("the rollouts of %s cannot be indexed", self.run)
             self.problem = f"the rollouts cannot be indexed: {type(error).__name__}"
         finally:
-            self.progress, self._looked = None, time.monotonic()
+            self.progress, self._updated = None, time.monotonic()
 
     def _update(self) -> None:
         with StoredRun(self.run, looking=True) as stored, closing(self._opened()) as connection:
-            there = _fingerprints(stored)
+            current = _fingerprints(stored)
             known = dict(connection.execute("SELECT step, fingerprint FROM steps").fetchall())
-            gone = [step for step, mark in known.items() if there.get(step) != mark]
-            new = [step for step, mark in there.items() if known.get(step) != mark]
+            gone = [step for step, fingerprint in known.items() if current.get(step) != fingerprint]
+            new = [step for step, fingerprint in current.items() if known.get(step) != fingerprint]
             if not gone and not new:
                 return
             with connection:
@@ -171,14 +156,14 @@ class Index:
             for done, step in enumerate(new):
                 self.progress = done, len(new)
                 rollouts = stored.rollouts(step)
-                prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
-                with connection:  # a step is there with all its rollouts, or not
-                    _add(connection, step, there[step], prompts, rollouts)
+                prompts = {prompt["prompt_index"]: prompt for prompt in stored.prompts(step)}
+                with connection:  # one transaction: a step is indexed with all its rollouts or not at all
+                    _add(connection, step, current[step], prompts, rollouts)
                 time.sleep(REST_S)
 
 
 def _fingerprints(stored: StoredRun) -> dict[int, str]:
-    """The steps of a run, each with what changes when it is made again: its number of completions and the first one."""
+    """Step -> its number of completions and a hash of the first, which change when a step is repeated."""
     rows = stored.query(
         "SELECT r.step, COUNT(*), (SELECT f.completion FROM rollouts f WHERE f.step = r.step ORDER BY prompt_index, "
         "rollout_index LIMIT 1) FROM rollouts r GROUP BY r.step"
@@ -190,7 +175,7 @@ def _fingerprints(stored: StoredRun) -> dict[int, str]:
 
 
 def _remove(connection: sqlite3.Connection, step: int) -> None:
-    """Its texts stay in the word lists, whose entries then lead nowhere: ids are never used again."""
+    """Remove a step. Its words stay in the full-text tables, where they match no row: ids are never reused."""
     connection.execute("DELETE FROM parts WHERE rollout_id IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
     for table in ("rollouts", "prompts", "steps"):
         connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
@@ -205,22 +190,22 @@ def _add(
 ) -> None:
     _remove(connection, step)
     ids = {}
-    for index, one in prompts.items():
+    for index, prompt in prompts.items():
         ids[index] = connection.execute("INSERT INTO prompts (step) VALUES (?)", (step,)).lastrowid
-        connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], one["prompt"]))
+        connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], prompt["prompt"]))
     marks = ", ".join("?" * len(COLUMNS))
     choices = {"verdict": set(), "ended": set(), "part": set()}
-    for one in rollouts:
-        index, completion = one["prompt_index"], CompletionReceipt.of(one)
+    for rollout in rollouts:
+        index, completion = rollout["prompt_index"], CompletionReceipt.of(rollout)
         numbers, verdict = completion.numbers, completion.verdict
         values = (
             step, index, completion.rollout, ids.get(index), prompts[index]["row"] if index in prompts else None,
             completion.reward, completion.advantage, len(completion.tokens), completion.finish_reason, verdict,
             completion.push, int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
         )  # fmt: skip
-        made = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
-        connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (made, completion.text))
-        graded = [(made, name, part.value) for name, part in completion.parts.items()]
+        added = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
+        connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (added, completion.text))
+        graded = [(added, name, part.value) for name, part in completion.parts.items()]
         connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
         choices["verdict"].add(verdict)
         choices["ended"].add(completion.finish_reason)
@@ -228,7 +213,7 @@ def _add(
     connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
     row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
     before = json.loads(row[0]) if row else {}
-    merged = {name: sorted({*filter(None, found), *before.get(name, [])}) for name, found in choices.items()}
+    merged = {name: sorted({*filter(None, values), *before.get(name, [])}) for name, values in choices.items()}
     connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
 
 
@@ -239,35 +224,36 @@ def words_of(search: str) -> list[str]:
 
 
 def _match(search: str) -> str:
-    """Every word as a string of FTS5's language, so that nothing in it is an operator; the last may be a beginning."""
+    """The words as strings of FTS5's language, so that none is an operator; the last matches as a prefix."""
     words = [f'"{word.replace(chr(0), "")}"' for word in words_of(search)]
     return " ".join(words) + ("" if search.endswith('"') or not words else " *")
 
 
-def _conditions(wanted: Wanted) -> tuple[str, list[Any]]:
+def _conditions(query: Query) -> tuple[str, list[Any]]:
+    """The filters of an address as a condition of SQL with its values."""
     conditions, values = ["1"], []
 
     def need(condition: str, *more: Any) -> None:
         conditions.append(condition)
         values.extend(more)
 
-    if words_of(wanted.words):
-        match = _match(wanted.words)
+    if words_of(query.one("find")):
+        match = _match(query.one("find"))
         need(
             "(id IN (SELECT rowid FROM completion_texts WHERE completion_texts MATCH ?) "
             "OR prompt_id IN (SELECT rowid FROM prompt_texts WHERE prompt_texts MATCH ?))",
             match, match,
         )  # fmt: skip
-    column = "reward"
-    if wanted.part:
+    column, part = "reward", query.one("part")
+    if part:
         column = "(SELECT value FROM parts WHERE rollout_id = id AND name = ?)"
-    for value, sign in ((wanted.least, ">="), (wanted.most, "<=")):
-        if value is not None:
-            need(f"{column} {sign} ?", *([wanted.part] if wanted.part else []), value)
+    for name, sign in (("least", ">="), ("most", "<=")):
+        if (value := query.number(name)) is not None:
+            need(f"{column} {sign} ?", *([part] if part else []), value)
     for name, sign, value in (
-        ("step", ">=", wanted.first_step), ("step", "<=", wanted.last_step), ("row", "=", wanted.row),
-        ("length", ">=", wanted.shortest), ("length", "<=", wanted.longest),
-        ("verdict", "=", wanted.verdict or None), ("ended", "=", wanted.ended or None),
+        ("step", ">=", query.integer("from")), ("step", "<=", query.integer("to")), ("row", "=", query.integer("row")),
+        ("length", ">=", query.integer("shortest")), ("length", "<=", query.integer("longest")),
+        ("verdict", "=", query.one("verdict") or None), ("ended", "=", query.one("ended") or None),
     ):  # fmt: skip
         if value is not None:
             need(f"{name} {sign} ?", value)

@@ -1,4 +1,4 @@
-"""What all pages share: the runs of a folder, their series, the indexes of their rollouts, and their models."""
+"""What all pages read: the runs and evaluations below a folder, series, indexes of rollouts, and models."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.paths import default_cache
@@ -19,21 +19,177 @@ from posttrain.evaluation.comparing.sources import Source, read_source
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
 from posttrain.reports.markup import Markup, message
 from posttrain.reports.series import Series, sparkline
-from posttrain.runs import metrics, notes
 from posttrain.runs.checkpoint import MODELS
+from posttrain.runs.folder import NOTES
+from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.metrics import headline_metrics
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
-from posttrain.ui.address import Query, parse
 from posttrain.ui.commands import Commands, Launches
+from posttrain.ui.parts import Query, parse
 from posttrain.ui.search import Index
 
-SERIES = 24  # runs whose curves are held in memory
-WARM = 100  # runs whose curves are read before they are asked for
-PATIENCE_S = 0.2  # a small run is indexed in this time, and the page shows it at once
+STATES = ("running", "finished", "interrupted", "failed", "killed", DAMAGED)
+WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a change of one of them is a change of the run
+SERIES, SMALL = 24, 10_000  # runs whose curves, and folders whose summaries and small curves are kept in memory
+WARM = 100  # runs whose small curves are read at the start
+PATIENCE_S = 0.2  # a small run is indexed in this time, so that the page shows it at once
 MODEL_FILES = ("config.json", "adapter_config.json")
 MOST_MODELS = 200  # in a list to choose from
 MOST_CHECKPOINTS = 3  # of a run, the newest
+BESIDE = "evaluations"  # the folder beside that of the runs where `posttrain eval` writes, for models outside runs
+DEPTH = 5  # of evaluations below a folder
+ANSWERED, COMPARED = 6, 2  # evaluations whose answers, and comparisons that are kept in memory
+RESAMPLES = 2_000  # of the bootstrap, which must not delay a page
 log = logging.getLogger("posttrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation. `name` is its path below the folder of runs or beside it, in a run RUN/MODEL; `suites` are the
+    summaries by key."""
+
+    name: str
+    folder: Path
+    suites: dict[str, dict[str, Any]]
+    problem: str  # why it cannot be read
+
+
+Entry = TypeVar("Entry", RunSummary, Evaluation)
+
+
+class Listing(Generic[Entry]):
+    """What lies below a folder; the folder is read again when the list is older than AGE_S."""
+
+    AGE_S = 1.0
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._lock = threading.Lock()
+        self._listed: tuple[float, list[Entry]] = (-self.AGE_S, [])
+
+    def all(self) -> list[Entry]:
+        """The latest first."""
+        with self._lock:
+            if time.monotonic() - self._listed[0] >= self.AGE_S:
+                self._listed = time.monotonic(), self._read()
+            return self._listed[1]
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of this name in the list: names in addresses are never joined to a path."""
+        return next((entry for entry in self.all() if entry.name == name), None)
+
+    def _read(self) -> list[Entry]:
+        raise NotImplementedError
+
+
+class Runs(Listing[RunSummary]):
+    """The runs below a folder; a run is read again only when its files have changed."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self._known: dict[Path, tuple[object, RunSummary]] = {}
+        self._spark = lru_cache(SMALL)(lambda folder, stamp, method: sparkline(folder, curve_metrics(method)))
+
+    def spark(self, run: RunSummary) -> list[float]:
+        """The curve of a run's headline metric, in a few points."""
+        return self._spark(run.folder, _stamp(run.folder), run.method)
+
+    def _read(self) -> list[RunSummary]:
+        known = {}
+        for run in summaries_below(self.root):
+            stamp, before = _stamp(run.folder), self._known.get(run.folder)
+            if stamp[0] is not None:  # else the run was removed meanwhile
+                known[run.folder] = before if before and before[0] == stamp else (stamp, run)
+        self._known = known
+        return sorted((run for _, run in known.values()), key=_by_time, reverse=True)
+
+
+def _by_time(run: RunSummary) -> tuple[float, str]:
+    return run.started_at.timestamp() if run.started_at else 0.0, run.name
+
+
+def curve_metrics(method: str) -> list[str]:
+    """The candidates for a headline's curve; training comes first, as it has more points than validation."""
+    names = list(headline_metrics(method))  # validation and training alternate
+    return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
+
+
+def _stamp(folder: Path) -> tuple[object, ...]:
+    """Changes when one of the watched files of a run changes."""
+    stamps = []
+    for name in WATCHED:
+        try:
+            facts = (folder / name).stat()
+            stamps.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
+        except OSError:
+            stamps.append(None)
+    return tuple(stamps)
+
+
+class Evaluations(Listing[Evaluation]):
+    """The evaluations below a folder of runs, and beside it; read again only when their files have changed."""
+
+    AGE_S = 2.0
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self._evaluation = lru_cache(SMALL)(_evaluation)
+        self._source = lru_cache(ANSWERED)(lambda folder, changed: read_source(str(folder)))
+        self._comparison = lru_cache(COMPARED)(self._compare)
+
+    def _read(self) -> list[Evaluation]:
+        beside = self.root.absolute().parent / BESIDE
+        homes = [self.root, *([beside] if beside.is_dir() else [])]
+        folders = [(_changed(folder), home, folder) for home in homes for folder in _evaluations_below(home)]
+        folders.sort(key=lambda entry: entry[0], reverse=True)
+        return [self._evaluation(*entry) for entry in folders]
+
+    def source(self, evaluation: Evaluation) -> Source:
+        """The answers of an evaluation. Raises RunError if it is unfinished or damaged."""
+        return self._source(evaluation.folder, _changed(evaluation.folder))
+
+    def comparison(self, evaluations: Sequence[Evaluation]) -> Comparison:
+        """Each against the first. Raises RunError if they have no suite in common."""
+        return self._comparison(tuple((each.name, each.folder, _changed(each.folder)) for each in evaluations))
+
+    def _compare(self, evaluations: Sequence[tuple[str, Path, float]]) -> Comparison:
+        sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in evaluations])
+        return compare(sides, CompareOptions(resamples=RESAMPLES))
+
+
+def _changed(folder: Path) -> float:
+    """When an evaluation last changed (Unix, s)."""
+    times = [0.0]
+    for name in (SUMMARY, ANSWERS, DATABASE):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def _evaluation(changed: float, home: Path, folder: Path) -> Evaluation:
+    """The evaluation in `folder`, which lies below `home`; `changed` is part of the cache's key."""
+    parts = list(folder.relative_to(home).parts) or [folder.name]
+    of_run = len(parts) > 2 and parts[-2] == "evaluation"  # RUN/evaluation/MODEL
+    name = "/".join([*parts[:-2], parts[-1]] if of_run else parts)
+    try:
+        suites = {str(key): facts for key, facts in read_summary(folder)["suites"].items() if isinstance(facts, dict)}
+        return Evaluation(name, folder, suites, "")
+    except (PosttrainError, OSError) as error:
+        return Evaluation(name, folder, {}, str(error))
+
+
+def _evaluations_below(home: Path) -> list[Path]:
+    """The evaluation folders there; folders of models, which have many files, are skipped."""
+    evaluations = []
+    for path, folders, files in os.walk(home):
+        if (SUMMARY in files and ANSWERS in files) or DATABASE in files:
+            evaluations.append(Path(path))
+        deep = len(Path(path).relative_to(home).parts) >= DEPTH
+        models = MODELS if "run.json" in files else ()
+        folders[:] = [] if deep else [f for f in folders if f not in models and not f.startswith("checkpoint-")]
+    return evaluations
 
 
 class Viewer:
@@ -43,24 +199,24 @@ class Viewer:
         self.root = root
         self.cache = cache or default_cache() / "ui"
         self.runs = Runs(root)
-        self._series = lru_cache(SERIES)(Series)
         self.evaluations = Evaluations(root)
         self.commands = Commands(self.cache / "asked")
         self.launches = Launches(root)
+        self._series = lru_cache(SERIES)(Series)
         self._indexes: dict[Path, Index] = {}
         self._lock = threading.Lock()
 
     def warm(self) -> None:
         """Read what the first page shows."""
-        for row in self.runs.rows()[:WARM]:
-            self.runs.spark(row)
+        for run in self.runs.all()[:WARM]:
+            self.runs.spark(run)
 
     def series(self, run: Path) -> Series:
-        """The curves of a run, read on from where they were left."""
+        """The curves of a run; only new lines are read."""
         return self._series(run).refresh()
 
     def index(self, run: Path) -> Index:
-        """The index of a run's rollouts, which starts to read what is new."""
+        """The index of a run's rollouts, which starts to read new steps."""
         with self._lock:
             index = self._indexes.setdefault(run, Index(run, self.cache))
         return index.refresh(PATIENCE_S)
@@ -87,34 +243,29 @@ def _guarded(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: s
         return work(viewer, parse(address))
     except PosttrainError as error:
         return message(message_of(error), "error")
-    except Exception as error:  # the page must stay usable whatever a damaged run makes of it
+    except Exception as error:  # the page must stay usable whatever a damaged run leads to
         log.exception("a page could not be shown: %s", address)
-        said = f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more."
-        return message(said, "error")
+        return message(f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more.", "error")
 
 
 def models_below(viewer: Viewer) -> dict[str, str]:
     """Name -> folder of every saved model: of each run, the latest first, its final, best and newest checkpoints, and
     the quantised ones."""
-    found: dict[str, str] = {}
-    for row in viewer.runs.rows():
-        for folder in _models_of(row.folder):
-            found[f"{row.name}/{folder.relative_to(row.folder)}"] = str(folder)
-            if len(found) >= MOST_MODELS:
-                return found
-    for folder in sorted((viewer.root / "quantized_models").glob("*")):
-        if _is_model(folder):
-            found[str(folder.relative_to(viewer.root))] = str(folder)
-    return found
+    models: dict[str, str] = {}
+    for run in viewer.runs.all():
+        for folder in _models_of(run.folder):
+            models[f"{run.name}/{folder.relative_to(run.folder)}"] = str(folder)
+            if len(models) >= MOST_MODELS:
+                return models
+    for folder in filter(_is_model, sorted((viewer.root / "quantized_models").glob("*"))):
+        models[str(folder.relative_to(viewer.root))] = str(folder)
+    return models
 
 
 def _models_of(run: Path) -> list[Path]:
     checkpoints = sorted(run.glob("checkpoint-*"), key=_step, reverse=True)[:MOST_CHECKPOINTS]
-    return [
-        path
-        for path in [run / "final", run / "best", *checkpoints, *sorted(run.glob("quantized_*/*"))]
-        if _is_model(path)
-    ]
+    folders = [run / "final", run / "best", *checkpoints, *sorted(run.glob("quantized_*/*"))]
+    return list(filter(_is_model, folders))
 
 
 def _is_model(folder: Path) -> bool:
@@ -124,164 +275,3 @@ def _is_model(folder: Path) -> bool:
 def _step(folder: Path) -> int:
     step = folder.name.rpartition("-")[2]
     return int(step) if step.isdecimal() else -1
-
-
-STATES = ("running", "finished", "interrupted", "failed", "killed", DAMAGED)
-WATCHED = ("run.json", "config.yaml", metrics.NAME, notes.NAME)  # a change of one of them is a change of the run
-AGE_S = 1.0  # the list of folders is walked again after this time
-
-
-class Runs:
-    """The runs below a folder."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self._lock = threading.Lock()
-        self._known: dict[Path, tuple[object, RunSummary]] = {}
-        self._listed: tuple[float, list[RunSummary]] = (-AGE_S, [])
-        self._sparks: dict[Path, tuple[object, list[float]]] = {}
-
-    def spark(self, run: RunSummary) -> list[float]:
-        """The curve of a run's headline, for the runs that are shown."""
-        now, kept = _stamp(run.folder), self._sparks.get(run.folder)
-        if kept is None or kept[0] != now:
-            kept = self._sparks[run.folder] = now, sparkline(run.folder, curve_metrics(run.method))
-        return kept[1]
-
-    def rows(self) -> list[RunSummary]:
-        """All runs, the latest first."""
-        with self._lock:
-            if time.monotonic() - self._listed[0] >= AGE_S:
-                known = {}
-                for run in summaries_below(self.root):
-                    stamp, before = _stamp(run.folder), self._known.get(run.folder)
-                    if stamp[0] is not None:  # else removed meanwhile
-                        known[run.folder] = before if before and before[0] == stamp else (stamp, run)
-                self._known = known
-                runs = sorted((run for _, run in known.values()), key=_by_time, reverse=True)
-                self._listed = time.monotonic(), runs
-            return self._listed[1]
-
-    def find(self, name: str) -> RunSummary | None:
-        """The run of this name, if it is in the list: names of addresses are never joined to a path."""
-        return next((run for run in self.rows() if run.name == name), None)
-
-
-def _by_time(run: RunSummary) -> tuple[float, str]:
-    return run.started_at.timestamp() if run.started_at else 0.0, run.name
-
-
-def curve_metrics(method: str) -> list[str]:
-    """The metrics of which the first that a run has is the headline's curve: that of the training has more points."""
-    names = list(headline_metrics(method))  # each of the validation, then of the training
-    return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
-
-
-def _stamp(folder: Path) -> tuple[object, ...]:
-    stamps = []
-    for name in WATCHED:
-        try:
-            facts = (folder / name).stat()
-        except OSError:
-            stamps.append(None)
-        else:
-            stamps.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    return tuple(stamps)
-
-
-BESIDE = "evaluations"  # where `posttrain eval` puts those of models outside runs, beside `runs`
-DEPTH = 5
-AGE_S = 2.0
-KEPT, COMPARED = 6, 2  # evaluations whose answers, and comparisons that are held in memory
-RESAMPLES = 2_000  # of the bootstrap: a page shall not wait
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """An evaluation folder. `name` is its path below the folder it was found in, of a run RUN/MODEL; `suites` are the
-    summaries by key."""
-
-    name: str
-    folder: Path
-    suites: dict[str, dict[str, Any]]
-    problem: str  # why it cannot be read
-
-
-class Evaluations:
-    """The evaluations below a folder of runs, and beside it."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self._lock = threading.Lock()
-        self._listed: tuple[float, list[Evaluation]] = (-AGE_S, [])
-        self._read: dict[Path, tuple[object, Evaluation]] = {}
-        self._source = lru_cache(KEPT)(lambda folder, changed: read_source(str(folder)))
-        self._comparison = lru_cache(COMPARED)(self._compare)
-
-    def all(self) -> list[Evaluation]:
-        """The latest first."""
-        with self._lock:
-            if time.monotonic() - self._listed[0] >= AGE_S:
-                places = [self.root, *([beside] if (beside := self.root.absolute().parent / BESIDE).is_dir() else [])]
-                found = [(stamp(folder), place, folder) for place in places for folder in _below(place)]
-                found.sort(key=lambda one: one[0], reverse=True)
-                self._listed = time.monotonic(), [self._one(*one) for one in found]
-            return self._listed[1]
-
-    def find(self, name: str) -> Evaluation | None:
-        """By its name in the list: names of addresses are never joined to a path."""
-        return next((one for one in self.all() if one.name == name), None)
-
-    def source(self, one: Evaluation) -> Source:
-        """Its answers. Raises RunError if it is unfinished or damaged."""
-        return self._source(one.folder, stamp(one.folder))
-
-    def comparison(self, several: Sequence[Evaluation]) -> Comparison:
-        """Each against the first. Raises RunError if they have no suite in common."""
-        return self._comparison(tuple((one.name, one.folder, stamp(one.folder)) for one in several))
-
-    def _compare(self, several: Sequence[tuple[str, Path, float]]) -> Comparison:
-        sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in several])
-        return compare(sides, CompareOptions(resamples=RESAMPLES))
-
-    def _one(self, changed: float, place: Path, folder: Path) -> Evaluation:
-        kept = self._read.get(folder)
-        if kept is None or kept[0] != changed:
-            kept = changed, _summary(place, folder)
-            self._read[folder] = kept
-        return kept[1]
-
-
-def stamp(folder: Path) -> float:
-    """When it was last changed."""
-    times = [0.0]
-    for name in (SUMMARY, ANSWERS, DATABASE):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
-
-
-def _summary(place: Path, folder: Path) -> Evaluation:
-    parts = list(folder.relative_to(place).parts) or [folder.name]
-    inside = len(parts) > 2 and parts[-2] == "evaluation"  # of a run: RUN/evaluation/MODEL
-    name = "/".join([*parts[:-2], parts[-1]] if inside else parts)
-    try:
-        summary = read_summary(folder)
-        kept = {str(key): facts for key, facts in summary["suites"].items() if isinstance(facts, dict)}
-        return Evaluation(name, folder, kept, "")
-    except (PosttrainError, OSError) as error:
-        return Evaluation(name, folder, {}, str(error))
-
-
-def _below(place: Path) -> list[Path]:
-    """The evaluation folders there; those of models, which have many files, are not entered."""
-    found = []
-    for at, folders, files in os.walk(place):
-        if (SUMMARY in files and ANSWERS in files) or DATABASE in files:
-            found.append(Path(at))
-        deep = len(Path(at).relative_to(place).parts) >= DEPTH
-        models = MODELS if "run.json" in files else ()
-        folders[:] = [] if deep else [one for one in folders if one not in models and not one.startswith("checkpoint-")]
-    return found

@@ -1,6 +1,7 @@
-"""What a page shows is in its address: `/rollouts?run=NAME&step=3`. Every value in it is untrusted.
+"""The parts of every page: its address, the controls that change it, and the frame around the content.
 
-The controls above a table or a picture are a form whose values become the page's address.
+An address says what a page shows: `/rollouts?run=NAME&step=3`. Every value in it is untrusted. The controls above a
+table or a picture are a form whose values become the address.
 """
 
 import math
@@ -18,11 +19,22 @@ from posttrain.reports.page import digest, document, script_in
 LONGEST, MOST = 8_000, 200  # characters and values that are read
 BIG = 1 << 53
 MOST_PAGES = 10_000  # of a list
+HERE = Path(__file__).parent
+FAVICON = HERE / "favicon.svg"
+STYLE = design.TOKENS + design.PARTS + (HERE / "style.css").read_text(encoding="utf-8")
+SCRIPT = script_in("document.querySelector('main')", HOVER, (HERE / "view.js").read_text(encoding="utf-8"))
+HEAD = Markup('<link rel="icon" href="/favicon.ico" type="image/svg+xml">')
+POLICY = (
+    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+BAR = {"/": "Runs", "/rollouts": "Rollouts", "/evaluations": "Evaluations", "/data": "Data", "/chat": "Chat",
+       "/new": "New run"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The values of an address, in their order."""
+    """The values of an address, in order."""
 
     pairs: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
@@ -38,7 +50,7 @@ class Query:
         return value if value in choices else choices[0]
 
     def integer(self, name: str) -> int | None:
-        """None if it is missing or no whole number from 0."""
+        """None if the value is missing or not a whole number from 0."""
         value = self.one(name).strip()
         return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
 
@@ -54,16 +66,16 @@ class Query:
         return min(self.integer("page") or 0, MOST_PAGES)
 
     def but(self, path: str = "", **changes: object) -> str:
-        """The address with other values; None removes one, a list gives several."""
-        kept = [(key, value) for key, value in self.pairs if key not in changes]
-        for name, value in changes.items():
-            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-            kept += [(name, str(one)) for one in several]
-        return f"{path}?{urlencode(kept)}"
+        """The address with changed values; None removes a value, a list sets several."""
+        pairs = [(key, value) for key, value in self.pairs if key not in changes]
+        for name, change in changes.items():
+            values = change if isinstance(change, list | tuple) else [] if change is None else [change]
+            pairs += [(name, str(value)) for value in values]
+        return f"{path}?{urlencode(pairs)}"
 
 
 def parse(address: str) -> Query:
-    """The query of an address or what follows its `?`; what cannot be read is dropped."""
+    """The query of an address, or of the part after its `?`; empty if it cannot be read."""
     _, mark, rest = address.partition("?")
     try:
         pairs = parse_qsl((rest if mark else address).partition("#")[0][:LONGEST], max_num_fields=MOST)
@@ -76,7 +88,7 @@ def address(path: str, **values: object) -> str:
     return Query().but(path, **values)
 
 
-# The first button of a form is the one that Enter presses. It is visible only without script.
+# The first button of a form, which Enter presses. It is visible only without script.
 SHOW = el("button", "Show", class_="show")
 
 
@@ -85,12 +97,12 @@ def form(path: str, *fields: Child) -> Markup:
 
 
 def act(name: str, label: str, form: str, **attributes: object) -> Markup:
-    """A button that posts its form, by id, with the action of this name."""
+    """A button that posts the form with this id, with the action of this name."""
     return el("button", label, form=form, formmethod="post", name="act", value=name, **attributes)
 
 
 def hidden(query: Query, *names: str) -> list[Markup]:
-    """Values of the address that other controls own, kept as they are."""
+    """The values of the address that other controls set, passed on unchanged."""
     return [el("input", type="hidden", name=name, value=value) for name in names for value in query.many(name)]
 
 
@@ -101,66 +113,49 @@ def search(name: str, label: str, value: str, hint: str = "", wide: bool = False
 
 def entry(name: str, label: str, value: str, hint: str = "") -> Markup:
     """A short field for a number."""
-    made = el("input", type="text", inputmode="decimal", name=name, value=value, placeholder=hint, size=6, maxlength=40)
-    return _labelled(label, made)
+    field = el(
+        "input", type="text", inputmode="decimal", name=name, value=value, placeholder=hint, size=6, maxlength=40
+    )
+    return _labelled(label, field)
 
 
 def choice(
     name: str, label: str, choices: Sequence[str], value: str, empty: str = "", labels: Mapping[str, str] | None = None
 ) -> Markup:
-    shown = labels or {}
-    options = [el("option", shown.get(one, one or empty), value=one, selected=one == value) for one in choices]
+    labels = labels or {}
+    options = [el("option", labels.get(each, each or empty), value=each, selected=each == value) for each in choices]
     return _labelled(label, el("select", *options, name=name))
 
 
 def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
-    """A few steps as radio buttons: reachable by keyboard, readable at a glance."""
+    """A few choices as radio buttons: reachable by keyboard, readable at a glance."""
     options = [
-        el("label", el("input", type="radio", name=name, value=one, checked=one == value), el("span", one))
-        for one in choices
+        el("label", el("input", type="radio", name=name, value=each, checked=each == value), el("span", each))
+        for each in choices
     ]
     return el("fieldset", el("legend", label), el("span", *options, class_="steps"))
 
 
 def pager(query: Query, path: str, size: int, total: int, what: str) -> Markup:
-    """How many there are, which of them are shown, and links to those before and after."""
+    """The number of items, which of them are shown, and links to the pages before and after."""
     page, last = query.page, min(total, size * (query.page + 1))
-    said = (f"{size * page + 1:,} to {last:,} of " if total > size else "") + f"{counted(total, what)} "
+    text = (f"{size * page + 1:,} to {last:,} of " if total > size else "") + f"{counted(total, what)} "
     before = link("← before", query.but(path, page=page - 1)) if page else None
     after = link("after →", query.but(path, page=page + 1)) if last < total else None
-    return el("p", said, before, " ", after, class_="quiet")
+    return el("p", text, before, " ", after, class_="quiet")
 
 
 def _labelled(label: str, control: Markup, class_: str = "") -> Markup:
     return el("label", el("span", label, class_="label"), control, class_=f"field {class_}".strip())
 
 
-HERE = Path(__file__).parent
-FAVICON = HERE / "favicon.svg"
-STYLE = design.TOKENS + design.PARTS + (HERE / "style.css").read_text(encoding="utf-8")
-SCRIPT = script_in("document.querySelector('main')", HOVER, (HERE / "view.js").read_text(encoding="utf-8"))
-HEAD = Markup('<link rel="icon" href="/favicon.ico" type="image/svg+xml">')
-POLICY = (
-    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; img-src 'self' data:; "
-    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-)
-BAR = {
-    "/": "Runs",
-    "/rollouts": "Rollouts",
-    "/evaluations": "Evaluations",
-    "/data": "Data",
-    "/chat": "Chat",
-    "/new": "New run",
-}
-
-
 def bar(path: str) -> Markup:
-    """Links to the pages; the one at `path` is marked."""
+    """Links to the pages; the page at `path` is marked."""
     links = (el("a", title, href=at, aria_current="page" if at == path else None) for at, title in BAR.items())
     return el("nav", *links, class_="pages", aria_label="pages")
 
 
 def framed(path: str, shown: Markup, seconds: int) -> str:
-    """The page at `path` around what it shows, which its script renews every `seconds`."""
+    """The page at `path` around its content, which its script renews every `seconds`."""
     main = el("main", shown, class_="view", data_seconds=seconds)
     return document("posttrain", join([bar(path), main]), STYLE, SCRIPT, HEAD, "page")
