@@ -153,7 +153,7 @@ def test_actions_are_forms_of_these_pages(ui, runs):
     status, place, _ = posted(f"{address}/new", f"{fields}&act=plan")
     assert status == 303 and place == "/new?method.type=sft&model.path=%2Fno%2Fmodel&data.source=gsm8k"
     status, place, page = posted(f"{address}/new?seed=3", "act=start", **{"X-Shown": "0"})
-    assert status == 200 and place == "/new?seed=3" and "are not whole yet" in page and "<html" not in page
+    assert status == 200 and place == "/new?seed=3" and "the settings are incomplete" in page and "<html" not in page
     assert posted(f"{address}/new", "act=start")[0] == 200, "refused: the page says why"
     assert "There is no run" in posted(f"{address}/data?run=..%2Fx", "act=read")[2]
     for body in (

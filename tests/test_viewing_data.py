@@ -9,7 +9,7 @@ from data_tokenizer import CHATML, byte_tokenizer, prepare
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, ValidationConfig
 from posttrain.data import Selection, overview
-from posttrain.ui.commands import Answer, Commands
+from posttrain.ui.commands import Commands, Output
 from posttrain.ui.data_page import CHECK, check, data_page, read
 from posttrain.ui.parts import address
 from posttrain.ui.viewer import Viewer, perform, rendered
@@ -32,16 +32,16 @@ class Explored(Commands):
     def find(self, verb, text, arguments=()):
         return self.answers.get((verb, text, *arguments))
 
-    def has_asked(self, verb, text):
+    def has_run(self, verb, text):
         return any(key[:2] == (verb, text) for key in self.answers)
 
-    def ask(self, verb, text, arguments=()):
+    def start(self, verb, text, arguments=()):
         self.asked.append(arguments)
         file = self.folder / "asked.yaml"
         file.write_text(text)
         code = main([verb, str(file), *arguments])
         said, wrong = self.capsys.readouterr()
-        self.answers[verb, text, *arguments] = Answer(wrong if code else said, code)
+        self.answers[verb, text, *arguments] = Output(wrong if code else said, code)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_settings_in_an_address_are_read_when_asked_for(viewer, tmp_path):
     missing = address("/data", **given | {"data.source": "nowhere.jsonl"})
     page = acted(read, viewer, missing)
     assert "nowhere.jsonl" in page and "Read again" in page and len(viewer.commands.asked) == 3
-    assert "these settings are not whole" in acted(read, viewer, "/data?method.type=sft")
+    assert "these settings are incomplete" in acted(read, viewer, "/data?method.type=sft")
     assert "There is no run ../x" in rendered(data_page, viewer, "/data?run=../x")
     assert ">one</a>" in rendered(data_page, viewer, "/data")
 
@@ -144,7 +144,7 @@ def test_settings_in_an_address_are_read_when_asked_for(viewer, tmp_path):
 def test_a_damaged_answer_or_file_is_a_message(viewer, tmp_path):
     rendered(data_page, viewer, address("/data", run="one"))
     for key, answer in viewer.commands.answers.items():
-        viewer.commands.answers[key] = Answer(answer.said[:100], 0)
+        viewer.commands.answers[key] = Output(answer.text[:100], 0)
     assert "more than a page can show" in rendered(data_page, viewer, address("/data", run="one"))
     (tmp_path / "runs/one/config.yaml").write_bytes(b"\xff\xfe")
     assert "the settings of one cannot be read" in rendered(data_page, viewer, address("/data", run="one"))

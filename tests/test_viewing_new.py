@@ -8,7 +8,7 @@ import pytest
 from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.config.schema.methods import METHOD_NAMES
-from posttrain.ui.commands import Answer, Commands, Launches
+from posttrain.ui.commands import Commands, Launches, Output
 from posttrain.ui.draft import draft, fields_of
 from posttrain.ui.new_page import new_page, start
 from posttrain.ui.parts import Query, address, parse
@@ -75,7 +75,7 @@ def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
     taken = address("/new", **WHOLE, name="sft-b")
     assert "There is a run sft-b already" in rendered(new_page, viewer, taken)
     assert "there is a run sft-b already" in str(perform(start, viewer, taken))
-    assert "are not whole yet" in str(perform(start, viewer, "?name=x"))
+    assert "settings are incomplete" in str(perform(start, viewer, "?name=x"))
     assert not (tmp_path / "configs").exists()
 
 
@@ -103,14 +103,14 @@ def test_a_command_is_asked_once_and_its_error_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.ui.commands.command", lambda given: [sys.executable, "-c", program, *given])
     commands = Commands(tmp_path / "asked")
     for text in ("good", "bad"):
-        assert commands.find("plan", text) is None and not commands.has_asked("plan", text)
-        commands.ask("plan", text)
-    _until(lambda: all((commands.find("plan", text) or Answer()).code is not None for text in ("good", "bad")))
+        assert commands.find("plan", text) is None and not commands.has_run("plan", text)
+        commands.start("plan", text)
+    _until(lambda: all((commands.find("plan", text) or Output()).code is not None for text in ("good", "bad")))
     good, bad = commands.find("plan", "good"), commands.find("plan", "bad")
     assert good is not None and bad is not None
-    assert (good.said, good.code) == ("good\n", 0) and (bad.said, bad.code) == ("it is wrong", 1)
-    commands.ask("plan", "good")
-    assert commands.has_asked("plan", "good") and commands.find("plan", "good", ["--x"]) is None
+    assert (good.text, good.code) == ("good\n", 0) and (bad.text, bad.code) == ("it is wrong", 1)
+    commands.start("plan", "good")
+    assert commands.has_run("plan", "good") and commands.find("plan", "good", ["--x"]) is None
     assert commands.find("plan", "good") is good and not list((tmp_path / "asked").iterdir())
 
 

@@ -1,7 +1,7 @@
-"""The application: pages by plain routes, the chat page in Gradio, the reports of runs; and how it is served.
+"""The application: pages by plain routes, the chat page in Gradio, the reports of runs; and its server.
 
-A page is a function of its address. GET answers with the whole page or, to the page's own script, with what it shows
-now; POST performs the action of a button, which only pages of this site can send (`guard`).
+A page is a function of its address. GET returns the whole page or, to the page's script, its current content; POST
+performs the action of a button, which only pages of this site can send (`guard`).
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page
 from posttrain.ui.viewer import Act, Render, Viewer, perform, rendered
 
-SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them
-READING_S = 10.0  # then the first page waits for the rest
+SWITCH_S = 0.0005  # a page of hundreds of database rows must not wait for the index's thread at each of them
+READING_S = 10.0  # at the start; then the pages are served while the rest is read
 SHORTEST = 8  # characters of a token
-SHOWN = "x-shown"  # of a request by a page's script: the version of the content that the page shows
+SHOWN = "x-shown"  # header of a request by a page's script: the version of the content that the page shows
 HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
-# The file is the run's, which may be a stranger's: it may run its own scripts, in an origin of its own.
+# A report may be a stranger's: it may run its scripts, but in a separate origin.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "font-src data:"
@@ -47,7 +47,7 @@ REPORT_POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: what it shows, how often that is renewed, and the actions of its buttons by name."""
+    """A page: its content, the seconds between renewals, and the actions of its buttons by name."""
 
     render: Render
     seconds: int
@@ -65,7 +65,7 @@ PAGES = {
 
 
 def application(viewer: Viewer, token: str | None = None, local: bool = True) -> fastapi.FastAPI:
-    """The ASGI application: the pages, the reports of runs, and what guards them."""
+    """The ASGI application: the pages and the reports of runs, behind the guard."""
     from posttrain.ui import chat  # Gradio takes seconds to import
 
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -87,12 +87,12 @@ def add_page(app: fastapi.FastAPI, viewer: Viewer, path: str, page: Page) -> Non
 
 
 def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) -> Response:
-    """The page at an address, or to its script what it shows: 204 if the script has that already.
+    """The page at an address, or to its script only the content: 204 if the script has it already.
 
-    A form's action is performed first, on the values of the address and the form. The message of one that was refused
-    is not part of the version: it stays until the page's content changes.
+    A form's action is performed first, on the values of the address and the form. Its error message is not part of the
+    version: it stays until the page's content changes.
     """
-    address, refused, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
+    address, error, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
     headers = dict(HEADERS)
     if request.method == "POST":
         fields = parse(f"?{form}")
@@ -100,42 +100,41 @@ def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) 
         if act is None:
             return PlainTextResponse("This page has no such action.", 400)
         address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
-        refused = perform(act, viewer, address)
-        if refused is None and seen is None:
+        error = perform(act, viewer, address)
+        if error is None and seen is None:
             return RedirectResponse(address, 303)
         headers["Content-Location"] = address
     content = rendered(page.render, viewer, address)
     version = str(hash(content))
     if seen == version and request.method != "POST":
         return Response(status_code=204)
-    shown = el("div", None if refused == content else refused, content, class_="shown", data_version=version)
+    shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
     html = framed(path, shown, page.seconds) if seen is None else shown
     return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
 
 
 def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
-    """Serve `/report?run=NAME`: the report of a run, as its own page without any right on this one."""
+    """Serve `/report?run=NAME`: the report of a run, without access to these pages."""
 
     @app.get("/report")
     def report(run: str = "") -> Response:
         row = viewer.runs.find(run)
         file = row and row.folder / "report.html"
         if file is None or not is_regular(file):
-            return PlainTextResponse(
-                "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`.", 404
-            )
+            text = "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`."
+            return PlainTextResponse(text, 404)
         return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
-    """Serve the pages until Ctrl-C; a browser opens the address `page` of them. Raises ConfigError if the address
-    cannot be used, or needs a token."""
+    """Serve the pages until Ctrl-C; with `browser`, open `page` in one. Raises ConfigError if the address cannot be
+    used, or needs a token."""
     local = is_loopback(host)
     check_access(root, host, token)
     listening = listen(host, port)
     sys.setswitchinterval(SWITCH_S)
     viewer = Viewer(root)
-    reading = threading.Thread(target=viewer.warm, daemon=True)  # so that the first page is quick
+    reading = threading.Thread(target=viewer.warm, daemon=True)  # makes the first page fast
     reading.start()
     app = application(viewer, token or None, local)
     reading.join(READING_S)
@@ -143,13 +142,13 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
-    server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # open pages wait for events without an end
+    server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # pages keep event streams open
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
 
 
 def check_access(root: Path, host: str, token: str | None) -> None:
-    """Raises ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
+    """Raise ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: name the folder that has the runs")
     if not root.exists():

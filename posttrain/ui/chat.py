@@ -1,4 +1,4 @@
-"""Chat: one model, or two that answer the same questions; rewards, votes, and each token of a reply."""
+"""The page Chat: one model, or two that answer the same questions; rewards, votes, and the tokens of a reply."""
 
 import random
 import re
@@ -25,12 +25,12 @@ from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
 
 VOTES = "votes.jsonl"  # in the folder of runs
-AT_WORK = 3  # models in memory at a time: two that answer, and one that scores
+IN_MEMORY = 3  # models at a time: two that reply, and one that scores
 ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
-# Colour of the palette -> Gradio's variables that take it, in light and dark alike: the palette itself changes.
+# Colour of the palette -> Gradio's variables with it, the same in light and dark: the palette changes.
 THEME = {
     "ground": """
         body_background_fill background_fill_primary block_background_fill input_background_fill
@@ -59,7 +59,7 @@ History = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models that one can talk to: those of the runs, and those at work."""
+    """The models to talk to: those of the runs, and their servers."""
 
     viewer: Viewer
     servers: ModelServers
@@ -79,14 +79,14 @@ class Models:
 
 @dataclass(frozen=True)
 class Answered:
-    """Who gave the last replies; the controls may have changed since."""
+    """The models of the last replies; the controls may have changed since."""
 
     models: tuple[str, ...]
     system: str
 
 
 @dataclass(frozen=True)
-class Asked:
+class Controls:
     """The values of the page's controls."""
 
     model_a: str
@@ -122,9 +122,9 @@ def mount(app: FastAPI, viewer: Viewer) -> None:
     """Add the chat page to an application, at its address. Gradio's other services are off."""
     with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
         gr.HTML(bar(CHAT), apply_default_css=False, padding=False)
-        page(Models(viewer, ModelServers(AT_WORK)))
+        page(Models(viewer, ModelServers(IN_MEMORY)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that pages are not rendered by a Node server, unasked
+        warnings.simplefilter("ignore", UserWarning)  # that no Node server renders the pages
         gr.mount_gradio_app(
             app, blocks, path=CHAT, footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
             mcp_server=False, enable_monitoring=False, theme=theme(), head=f"{HEAD}<style>{STYLE}</style>",
@@ -133,17 +133,16 @@ def mount(app: FastAPI, viewer: Viewer) -> None:
 
 
 def theme() -> gr.themes.Base:
-    """The project's design as a Gradio theme: system fonts, so that no page asks another host for anything."""
+    """The project's design as a Gradio theme, with system fonts, so that nothing is loaded from another host."""
     sans, mono = ([name.strip().strip('"') for name in font.split(",")] for font in (design.FONT, design.MONO))
-    made = gr.themes.Base(font=sans, font_mono=mono, radius_size="sm", spacing_size="md", text_size="md")
+    base = gr.themes.Base(font=sans, font_mono=mono, radius_size="sm", spacing_size="md", text_size="md")
     values = {name: f"var(--{colour})" for colour, names in THEME.items() for name in names.split()}
-    known = vars(made)
-    dark = {f"{name}_dark": value for name, value in values.items() if f"{name}_dark" in known}
-    return made.set(**values, **dark, block_shadow="none", button_primary_shadow="none", button_secondary_shadow="none")
+    dark = {f"{name}_dark": value for name, value in values.items() if f"{name}_dark" in vars(base)}
+    return base.set(**values, **dark, block_shadow="none", button_primary_shadow="none", button_secondary_shadow="none")
 
 
 def page(models: Models) -> None:
-    """The page's components and what they do."""
+    """The page's components and their events."""
     controls = _controls(models)
     with gr.Row():
         sides = [_chatbot("Model A"), _chatbot("Model B", visible=False)]
@@ -161,17 +160,17 @@ def page(models: Models) -> None:
     _panels(models, controls, sides)
 
     def ask(*values: Any) -> Iterator[Any]:
-        *given, a, b, said = values
-        yield from _answered(models, Asked(*given), [a, b], str(said or "").strip())
+        *controls, a, b, question = values
+        yield from _answered(models, Controls(*controls), [a, b], str(question or "").strip())
 
     def once_more(*values: Any) -> Iterator[Any]:
-        *given, a, b = values
-        yield from _answered(models, Asked(*given), [without_reply(a), without_reply(b)], None)
+        *controls, a, b = values
+        yield from _answered(models, Controls(*controls), [without_reply(a), without_reply(b)], None)
 
     def vote(better: int, answered: Answered | None, a: Any, b: Any) -> str:
         return _voted(models.viewer.root, answered, [a, b], better)
 
-    answered = gr.State(None)  # by which models, for a vote
+    answered = gr.State(None)  # the models of the last replies, for a vote
     changed = [*sides, question, status, answered]
     asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **QUIET)
     repeating = again.click(once_more, [*controls, *sides], changed, **QUIET)
@@ -185,7 +184,7 @@ def page(models: Models) -> None:
 
 
 def _controls(models: Models) -> list[Any]:
-    """The inputs whose values `Asked` has, in its order."""
+    """The inputs for the values of `Controls`, in its order."""
     with gr.Row(equal_height=True):
         chosen = [
             gr.Dropdown([""], value="", label=label, info=info, allow_custom_value=True)
@@ -206,7 +205,7 @@ def _controls(models: Models) -> list[Any]:
         ]
 
     def listed(request: gr.Request) -> list[Any]:
-        """The lists, with the values in them: Gradio shows a value that its list lacks, and sends another."""
+        """The lists with their values: Gradio shows a value that is not in its list, but sends another."""
         choices, named = models.named(request.query_params)
         return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
 
@@ -218,7 +217,7 @@ def _controls(models: Models) -> list[Any]:
 
 
 def _panels(models: Models, controls: list[Any], sides: list[Any]) -> None:
-    """The tokens of the last reply, and what the model reads."""
+    """The tokens of the last reply, and the prompt that the model reads."""
     with gr.Accordion("Tokens of the last reply", open=False):
         with gr.Row():
             whose = gr.Radio(["A", "B"], value="A", label="Reply of")
@@ -230,12 +229,12 @@ def _panels(models: Models, controls: list[Any], sides: list[Any]) -> None:
         prompt = _view()
 
     def explain(whose: str, colour: str, *values: Any) -> str:
-        *given, a, b = values
-        return _guarded(lambda: _explained(models, Asked(*given), [a, b], 1 if whose == "B" else 0, str(colour)))
+        *controls, a, b = values
+        return _guarded(lambda: _explained(models, Controls(*controls), [a, b], 1 if whose == "B" else 0, str(colour)))
 
     def rendered(*values: Any) -> str:
-        *given, a, b = values
-        return _guarded(lambda: _prompts(models, Asked(*given), [a, b]))
+        *controls, a, b = values
+        return _guarded(lambda: _prompts(models, Controls(*controls), [a, b]))
 
     show.click(explain, [whose, colour, *controls, *sides], tokens, **QUIET)
     read.click(rendered, [*controls, *sides], prompt, **QUIET)
@@ -252,45 +251,45 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
     )  # fmt: skip
 
 
-def _answered(models: Models, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
-    """The chatbots, the question, the status and who answers, as the replies come: to `said` or the last question."""
+def _answered(models: Models, controls: Controls, histories: list[History], question: str | None) -> Iterator[Any]:
+    """The chatbots, the question, the status and the models, as the replies to the question (None: the last) arrive."""
     histories = [list(history or []) for history in histories]
-    if not asked.models:
-        yield *histories, said, message("Choose model A first.", "warning"), gr.skip()
+    if not controls.models:
+        yield *histories, question, message("Choose model A first.", "warning"), gr.skip()
         return
-    if said == "" or (said is None and not any(histories)):
+    if question == "" or (question is None and not any(histories)):
         yield *histories, "", message("Type a question first.", "warning"), gr.skip()
         return
-    seed = int(asked.seed) if asked.seed is not None else random.getrandbits(31)
-    yield *histories, gr.skip(), message(f"Loading {' and '.join(asked.models)} …"), gr.skip()
+    seed = int(controls.seed) if controls.seed is not None else random.getrandbits(31)
+    yield *histories, gr.skip(), message(f"Loading {' and '.join(controls.models)} …"), gr.skip()
     try:
-        talks = asked.talks(models, histories, seed)
-        replies = [talk.again() if said is None else talk.ask(said) for talk in talks]
-        asks = [] if said is None else [{"role": "user", "content": shown(said)}]
-        now: list[History] = [[*history, *asks, {"role": "assistant", "content": ""}] for history in histories]
-        said_so_far = [""] * len(talks)
-        yield *_sides(now, len(talks)), "", "", Answered(tuple(asked.models), asked.system)
+        talks = controls.talks(models, histories, seed)
+        replies = [talk.again() if question is None else talk.ask(question) for talk in talks]
+        turns = [] if question is None else [{"role": "user", "content": shown(question)}]
+        now: list[History] = [[*history, *turns, {"role": "assistant", "content": ""}] for history in histories]
+        texts = [""] * len(talks)
+        yield *_sides(now, len(talks)), "", "", Answered(tuple(controls.models), controls.system)
         for side, piece in together(replies):
-            said_so_far[side] += piece
-            now[side][-1]["content"] = shown(said_so_far[side])
+            texts[side] += piece
+            now[side][-1]["content"] = shown(texts[side])
             yield *_sides(now, len(talks)), gr.skip(), gr.skip(), gr.skip()
-        yield *_sides(now, len(talks)), gr.skip(), _facts(models, asked, talks, seed), gr.skip()
+        yield *_sides(now, len(talks)), gr.skip(), _facts(models, controls, talks, seed), gr.skip()
     except PosttrainError as error:
-        yield *histories, said or "", message(message_of(error), "error"), gr.skip()
+        yield *histories, question or "", message(message_of(error), "error"), gr.skip()
 
 
 def _sides(now: Sequence[History], count: int) -> list[Any]:
     return [now[side] if side < count else gr.skip() for side in range(2)]
 
 
-def _facts(models: Models, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
-    """What is known about the last replies: their rewards, and the seed."""
-    said = [f"seed {seed}"]
-    if asked.reward:
-        client = models.client(asked.reward, "auto")
+def _facts(models: Models, controls: Controls, talks: Sequence[Talk], seed: int) -> str:
+    """The seed and the rewards of the last replies."""
+    facts = [f"seed {seed}"]
+    if controls.reward:
+        client = models.client(controls.reward, "auto")
         rewards = client.rewards([talk.messages for talk in talks])
-        said += [f"reward of {name} {value:.3f}" for name, value in zip("AB", rewards, strict=False)]
-    return el("p", " · ".join(said), class_="quiet")
+        facts += [f"reward of {name} {value:.3f}" for name, value in zip("AB", rewards, strict=False)]
+    return el("p", " · ".join(facts), class_="quiet")
 
 
 def _voted(root: Path, answered: Answered | None, histories: Sequence[History], better: int) -> str:
@@ -313,21 +312,21 @@ def _voted(root: Path, answered: Answered | None, histories: Sequence[History], 
     return _guarded(write)
 
 
-def _explained(models: Models, asked: Asked, histories: Sequence[History], side: int, colour: str) -> str:
+def _explained(models: Models, controls: Controls, histories: Sequence[History], side: int, colour: str) -> str:
     turns = turns_of(histories[side] or [])
     if not turns or turns[-1]["role"] != "assistant":
         return message("There is no reply yet.", "warning")
-    system = [{"role": "system", "content": asked.system}] if asked.system else []
-    scored = [models.client(one, asked.template).score([*system, *turns], ALTERNATIVES) for one in asked.models]
-    second = scored[1].completion if len(scored) > 1 else None
-    found = cells(scored[0].completion, second)
-    return token_map(found, colour if colour in COLOURS else "difference", asked.models)
+    system = [{"role": "system", "content": controls.system}] if controls.system else []
+    clients = [models.client(model, controls.template) for model in controls.models]
+    scored = [client.score([*system, *turns], ALTERNATIVES).completion for client in clients]
+    reply = cells(scored[0], scored[1] if len(scored) > 1 else None)
+    return token_map(reply, colour if colour in COLOURS else "difference", controls.models)
 
 
-def _prompts(models: Models, asked: Asked, histories: Sequence[History]) -> str:
+def _prompts(models: Models, controls: Controls, histories: Sequence[History]) -> str:
     parts = []
-    for model, history in zip(asked.models, histories, strict=False):
-        talk = Talk(models.client(model, asked.template), {}, asked.system or None, turns_of(history or []))
+    for model, history in zip(controls.models, histories, strict=False):
+        talk = Talk(models.client(model, controls.template), {}, controls.system or None, turns_of(history or []))
         parts.append(el("div", el("p", model, class_="quiet"), el("pre", text(talk.prompt())), class_="side"))
     return el("div", *parts, class_="sides") if parts else message("Choose model A first.", "warning")
 
@@ -341,19 +340,19 @@ def _guarded(work: Any) -> str:
 
 def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The turns of a chatbot's messages, whose contents are strings or lists of parts, without what `shown` adds."""
-    found = []
+    turns = []
     for entry in history:
         content = entry.get("content")
         parts = content if isinstance(content, list) else [content]
-        said = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part or "") for part in parts)
+        text = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part or "") for part in parts)
         if entry.get("role") in ("user", "assistant"):
-            found.append({"role": str(entry["role"]), "content": OPENED.sub(r"\1", said)})
-    return found
+            turns.append({"role": str(entry["role"]), "content": OPENED.sub(r"\1", text)})
+    return turns
 
 
-def shown(said: str) -> str:
-    """A text for the chatbot, which reads HTML: with an invisible character where a tag or an entity would begin."""
-    return OPENING.sub(rf"\g<0>{JOINER}", said)
+def shown(text: str) -> str:
+    """The text for the chatbot, which reads HTML: an invisible character keeps tags and entities from starting."""
+    return OPENING.sub(rf"\g<0>{JOINER}", text)
 
 
 def without_reply(history: History | None) -> History:

@@ -1,4 +1,4 @@
-"""Commands of posttrain as processes of their own, which import what the pages' process never does."""
+"""Commands of posttrain as child processes, which import what the process of the pages never does."""
 
 import atexit
 import contextlib
@@ -17,52 +17,52 @@ from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
 
 DEADLINE_S = 600.0  # data may have to be downloaded
-KEPT, KEPT_SIZE = 50, 32_000_000  # answers, and characters of all together
-LONGEST = 4_000_000  # characters of an answer
-SAID = 20_000  # characters of an error
-COLUMNS = 58  # of its lines
-SECRETS = ("POSTTRAIN_UI_TOKEN",)  # of the pages, which no other process needs
-CONFIGS = "configs"  # in the folder of runs: settings and output of what the pages started
+KEPT, KEPT_SIZE = 50, 32_000_000  # outputs, and characters of all together
+LONGEST = 4_000_000  # characters of an output
+LONGEST_ERROR = 20_000  # characters
+COLUMNS = 58  # of the lines of an error
+SECRETS = ("POSTTRAIN_UI_TOKEN",)  # which only the pages need
+CONFIGS = "configs"  # in the folder of runs: settings and output of the runs that the pages started
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a command said; `code` is None while it works."""
+class Output:
+    """The output of a command, or its error; `code` is None while it runs."""
 
-    said: str = ""
+    text: str = ""
     code: int | None = None
 
 
 class Commands:
-    """Commands about settings, each asked once for the same settings. They run one after another, with a deadline."""
+    """Commands about settings, each run once for the same settings, one after another, with a deadline."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._asked: set[str] = set()  # about which settings
+        self._outputs: OrderedDict[str, Output] = OrderedDict()
+        self._run_with: set[str] = set()  # command and settings, with any arguments
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._child: Child | None = None
         atexit.register(self.close)
 
-    def find(self, verb: str, text: str, arguments: Sequence[str] = ()) -> Answer | None:
-        return self._answers.get(_key(verb, text, arguments))
+    def find(self, verb: str, text: str, arguments: Sequence[str] = ()) -> Output | None:
+        return self._outputs.get(_key(verb, text, arguments))
 
-    def has_asked(self, verb: str, text: str) -> bool:
-        """Whether it was asked about these settings, with any arguments."""
-        return _key(verb, text) in self._asked
+    def has_run(self, verb: str, text: str) -> bool:
+        """Whether the command was started for these settings, with any arguments."""
+        return _key(verb, text) in self._run_with
 
-    def ask(self, verb: str, text: str, arguments: Sequence[str] = ()) -> None:
-        """Start `posttrain VERB FILE ARGUMENTS`, FILE with these settings, unless it is at work or has succeeded."""
+    def start(self, verb: str, text: str, arguments: Sequence[str] = ()) -> None:
+        """Start `posttrain VERB FILE ARGUMENTS`, FILE with these settings, unless it is running or has succeeded."""
         key = _key(verb, text, arguments)
         with self._lock:
-            before = self._answers.get(key)
+            before = self._outputs.get(key)
             if before is not None and before.code in (None, 0):
                 return
-            self._asked.add(_key(verb, text))
-            self._answers[key] = Answer()
-            self._answers.move_to_end(key)
-            while len(self._answers) > KEPT or sum(len(one.said) for one in self._answers.values()) > KEPT_SIZE:
-                self._answers.popitem(last=False)
+            self._run_with.add(_key(verb, text))
+            self._outputs[key] = Output()
+            self._outputs.move_to_end(key)
+            while len(self._outputs) > KEPT or sum(len(each.text) for each in self._outputs.values()) > KEPT_SIZE:
+                self._outputs.popitem(last=False)
         threading.Thread(target=self._work, args=[key, verb, text, arguments], daemon=True).start()
 
     def close(self) -> None:
@@ -75,24 +75,24 @@ class Commands:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 put_file(file, text)
-                answer = self._run([verb, str(file), *arguments])
+                output = self._run([verb, str(file), *arguments])
             except OSError as error:
-                answer = Answer(f"it did not start: {error}", 1)
+                output = Output(f"it did not start: {error}", 1)
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
-        self._answers[key] = answer
+        self._outputs[key] = output
 
-    def _run(self, arguments: Sequence[str]) -> Answer:
+    def _run(self, arguments: Sequence[str]) -> Output:
         narrow = environment() | {"COLUMNS": str(COLUMNS)}
         with Child(command(arguments), environment=narrow, session=True) as child:
             self._child = child
             try:
-                said, code = child.output(DEADLINE_S), child.status(DEADLINE_S)
+                printed, code = child.output(DEADLINE_S), child.status(DEADLINE_S)
             except TimeoutError:
-                return Answer(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
+                return Output(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
             if code == 0:
-                return Answer(said.decode(errors="replace")[:LONGEST], 0)
-            return Answer(child.last_words()[-SAID:].rpartition("error: ")[2].strip(), code or 1)
+                return Output(printed.decode(errors="replace")[:LONGEST], 0)
+            return Output(child.last_words()[-LONGEST_ERROR:].rpartition("error: ")[2].strip(), code or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Launch:
 
 
 class Launches:
-    """Runs that the pages started, by name. They outlive the pages: a second look at them is the run's own page."""
+    """Runs that the pages started, by name. They continue when the pages end."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -121,7 +121,7 @@ class Launches:
         return self._started.get(name)
 
     def start(self, name: str, text: str) -> Launch:
-        """`posttrain train configs/NAME.yaml` as a process of its own. Raises ConfigError if the run exists."""
+        """Start `posttrain train configs/NAME.yaml`. Raises ConfigError if the run exists or cannot be started."""
         with self._lock:
             before = self._started.get(name)
             if (self.root / name).exists() or (before is not None and not before.ended):

@@ -1,5 +1,6 @@
-"""Settings of a new run as they are typed into a page: checked as the command line checks flags, written as YAML."""
+"""Settings of a new run as typed into a page: checked as the command line checks flags, and written as YAML."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +18,16 @@ from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.ui.parts import Query
 
 METHOD, NAME, OUTPUT = "method.type", "name", "output_dir"
-# Where a message is shown that names a group which the form has no field for.
+# Group of settings without a field in the form -> the field that shows its messages.
 SHOWN_AT = {"models": "model.path", "data": "data.source", "method": METHOD}
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A new run. `problems` are messages by setting; of the settings in `missing` only a value is."""
+    """A new run. `problems` are messages by setting; settings in `missing` have no other problem than no value."""
 
     method: str
-    given: Mapping[str, str]  # by path, as typed
+    given: Mapping[str, str]  # values as typed, by path
     name: str
     text: str  # the settings file
     config: RunConfig | None  # None: there are problems
@@ -49,33 +50,33 @@ def fields_of(method: str) -> list[Setting]:
 
 
 def draft(query: Query, root: Path) -> Draft:
-    """The settings in an address, with what is wrong about them. Names of no setting are dropped."""
+    """The settings in an address, with their problems. Unknown names are dropped."""
     method = query.choice(METHOD, METHOD_NAMES)
     known = [setting.path for setting in fields_of(method)]
     given = {path: value for path in known if (value := query.one(path).strip())}
     name = given.get(NAME) or ""
     values = {METHOD: method, OUTPUT: flow(escaped(str(root))), **given}
-    found, notes, lines = _checked(values)
-    if not name and found is not None:
-        name = _free_name(root, f"{found.method.type}-{found.models[0].folder_name}")
+    config, notes, lines = _checked(values)
+    if not name and config is not None:
+        name = _free_name(root, f"{config.method.type}-{config.models[0].folder_name}")
         values[NAME] = flow(escaped(name))
-        found, notes, lines = _checked(values)
+        config, notes, lines = _checked(values)
     problems, elsewhere = _by_setting(lines, known)
     return Draft(
         method=method,
         given=given,
-        name=(found.name or "") if found else name,
+        name=(config.name or "") if config else name,
         text=_as_file(values),
-        config=found,
+        config=config,
         problems=problems,
-        missing=tuple(path for path, said in problems.items() if " is missing;" in said),
+        missing=tuple(path for path, problem in problems.items() if " is missing;" in problem),
         elsewhere=tuple(elsewhere),
         notes=tuple(notes),
     )
 
 
 def _checked(values: Mapping[str, str]) -> tuple[RunConfig | None, list[str], list[str]]:
-    """The settings or None, notes about them, and a line for each problem."""
+    """The settings or None, notes about them, and a line per problem."""
     try:
         loaded = load(None, (), {path: FlagText(text, path) for path, text in values.items()})
     except ConfigError as error:
@@ -85,47 +86,43 @@ def _checked(values: Mapping[str, str]) -> tuple[RunConfig | None, list[str], li
 
 
 def _by_setting(lines: list[str], known: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The messages by the setting whose field shows them, and the rest."""
-    found: dict[str, str] = {}
-    rest: list[str] = []
+    """The messages by the setting whose field shows them, and the other messages."""
+    by_setting: dict[str, str] = {}
+    others: list[str] = []
     for line in lines:
-        where, _, said = line.partition(": ")
+        where, _, problem = line.partition(": ")
         if where not in (*known, METHOD, OUTPUT):
-            said = line
-        named = said.partition(" ")[0]
+            problem = line
+        named = problem.partition(" ")[0]
         named = SHOWN_AT.get(named, named)
-        # A message about several settings begins with one of them; its place may be another's of the same heading.
-        path = next((one for one in (named, where) if one in known), "")
+        # A message about several settings begins with one of them, which may differ from `where`.
+        path = next((path for path in (named, where) if path in known), "")
         if path:
             inside = named == path or named.startswith(f"{path}.")
-            found.setdefault(path, said if inside else f"{path}: {said}")
+            by_setting.setdefault(path, problem if inside else f"{path}: {problem}")
         else:
-            rest.append(line)
-    return found, rest
+            others.append(line)
+    return by_setting, others
 
 
 def _as_file(values: Mapping[str, str]) -> str:
-    """A settings file that `load` reads as it does these values; empty if they cannot be read."""
+    """A settings file that `load` reads like these values; empty if they cannot be read."""
     layers = Layers()
     try:
         override(layers, [(path, text, path) for path, text in values.items()])
     except ConfigError:
         return ""
     tree: dict[str, Any] = dict(layers.values)
-    models = tree.pop("models", None)
-    if models:
+    if models := tree.pop("models", None):
         tree["model"] = models[0]["path"] if list(models[0]) == ["path"] else models[0]
     if isinstance(tree.get("method"), dict) and list(tree["method"]) == ["type"]:
         tree["method"] = tree["method"]["type"]
     first = [NAME, OUTPUT, "seed", "model", "method", "data", "rewards"]
-    order = {key: place for place, key in enumerate(first)}
+    order = {key: at for at, key in enumerate(first)}
     return write_yaml({key: tree[key] for key in sorted(tree, key=lambda key: order.get(key, len(order)))})
 
 
 def _free_name(root: Path, wanted: str) -> str:
-    """The name, or with the first number that no run has."""
-    name, number = wanted, 1
-    while (root / name).exists():
-        number += 1
-        name = f"{wanted}-{number}"
-    return name
+    """The name, with the first number that makes it new where a run has it."""
+    names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
+    return next(name for name in names if not (root / name).exists())

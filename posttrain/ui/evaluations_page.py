@@ -1,4 +1,4 @@
-"""The page Evaluations: means with their intervals, the four classes, answers side by side."""
+"""The page Evaluations: means with intervals, the four classes, answers side by side."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from posttrain.evaluation.comparing.page import HOW, differences_table, interval
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
 from posttrain.ui.parts import Query, address, choice, form, hidden, pager, search
+from posttrain.ui.runs_page import toggle
 from posttrain.ui.viewer import Evaluation, Viewer
 
 PATH = "/evaluations"
@@ -30,31 +31,29 @@ def evaluations_page(viewer: Viewer, query: Query) -> Markup:
             "posttrain eval RUN --suite gsm8k"
         )
     named = [viewer.evaluations.find(name) for name in query.many("of")[:MOST]]
-    chosen = [one for one in named if one is not None]
-    listing = _listing(every, chosen, query)
+    chosen = [evaluation for evaluation in named if evaluation is not None]
+    listing = _listing(every, chosen)
     if len(chosen) > 1:
         return join([_compared(viewer, chosen, query), listing])
     return join([_one(viewer, chosen[0], query), listing]) if chosen else listing
 
 
-def _listing(every: Sequence[Evaluation], chosen: Sequence[Evaluation], query: Query) -> Markup:
-    names = [one.name for one in chosen]
+def _listing(every: Sequence[Evaluation], chosen: Sequence[Evaluation]) -> Markup:
+    names = [evaluation.name for evaluation in chosen]
     rows = []
-    for one in every:
-        at = names.index(one.name) if one.name in names else None
-        others = [name for name in names if name != one.name]
-        where = address(PATH, of=others if at is not None else [*names, one.name][:MOST])
-        label = f"{'remove' if at is not None else 'choose'} {one.name}"
-        on = "" if at is None else f" on c{at}"
-        toggle = link("✓" if at is not None else "+", where, class_=f"toggle{on}", aria_label=label)
-        name = link(one.name, address(PATH, of=one.name), class_="name")
-        for first, (key, facts) in enumerate(one.suites.items() or [("", {})]):
-            head = [toggle, name] if not first else ["", ""]
-            rows.append([*head, *(_summary_cells(key, facts) if facts else [one.problem, *[""] * 6])])
+    for evaluation in every:
+        at = names.index(evaluation.name) if evaluation.name in names else None
+        others = [name for name in names if name != evaluation.name]
+        where = address(PATH, of=others if at is not None else [*names, evaluation.name][:MOST])
+        mark = toggle(evaluation.name, at, where)
+        name = link(evaluation.name, address(PATH, of=evaluation.name), class_="name")
+        for number_of, (key, facts) in enumerate(evaluation.suites.items() or [("", {})]):
+            head = [mark, name] if number_of == 0 else ["", ""]
+            rows.append([*head, *(_summary_cells(key, facts) if facts else [evaluation.problem, *[""] * 6])])
     header = ["", "evaluation", "suite", "metric", "mean", "95 % interval", "", "answers", "not graded"]
     hint = " · choose two to compare them" if len(chosen) < 2 else None
-    said = el("p", counted(len(every), "evaluation"), hint, class_="quiet")
-    return join([el("h2", "All evaluations") if chosen else None, said, table(header, rows, numbers=(4, 7, 8))])
+    summary = el("p", counted(len(every), "evaluation"), hint, class_="quiet")
+    return join([el("h2", "All evaluations") if chosen else None, summary, table(header, rows, numbers=(4, 7, 8))])
 
 
 def _summary_cells(key: str, facts: Mapping[str, Any]) -> list[object]:
@@ -67,7 +66,7 @@ def _summary_cells(key: str, facts: Mapping[str, Any]) -> list[object]:
     ]  # fmt: skip
 
 
-def interval_bar(value: float | None, low: float | None, high: float | None) -> Markup:
+def interval_bar(value: float | None, low: float | None = None, high: float | None = None) -> Markup:
     """A mean between 0 and 1 as a dot on its interval."""
     if value is None or not 0 <= value <= 1:
         return Markup("")
@@ -85,22 +84,19 @@ def _float(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-# --- one evaluation ---------------------------------------------------------------------------------------------------
-
-
-def _one(viewer: Viewer, one: Evaluation, query: Query) -> Markup:
-    title = el("h1", one.name)
-    if one.problem:
-        return join([title, message(one.problem, "warning")])
-    key = query.choice("suite", tuple(one.suites)) if one.suites else ""
-    facts = one.suites.get(key, {})
-    scores = viewer.evaluations.source(one).suites.get(key)
+def _one(viewer: Viewer, evaluation: Evaluation, query: Query) -> Markup:
+    title = el("h1", evaluation.name)
+    if evaluation.problem:
+        return join([title, message(evaluation.problem, "warning")])
+    key = query.choice("suite", tuple(evaluation.suites)) if evaluation.suites else ""
+    facts = evaluation.suites.get(key, {})
+    scores = viewer.evaluations.source(evaluation).suites.get(key)
     answers = list(scores.answers) if scores else []
     kinds = list(dict.fromkeys(answer.verdict for answer in answers))
     classes = [name for name in CLASSES if any(answer.format_and_answer == name for answer in answers)]
     controls = form(
         PATH,
-        choice("suite", "Suite", list(one.suites), key),
+        choice("suite", "Suite", list(evaluation.suites), key),
         search("find", "Find in prompts and answers", query.one("find"), wide=True),
         choice("verdict", "Verdict", ["", *kinds], query.one("verdict"), "any"),
         choice("class", "Class", ["", *classes], query.one("class"), "any", CLASSES) if classes else None,
@@ -108,37 +104,27 @@ def _one(viewer: Viewer, one: Evaluation, query: Query) -> Markup:
     )
     kept = [answer for answer in answers if _fits(answer, query)]
     items = [_item(answer.item, answer.prompt, answer.gold, [("", answer)]) for answer in _paged(kept, query)]
-    return join(
-        [
-            title,
-            _facts(facts),
-            _four_classes(facts),
-            _groups(facts),
-            controls,
-            pager(query, PATH, PAGE, len(kept), "item"),
-            *items,
-        ]
-    )
+    about = [title, _facts(facts), _four_classes(facts), _groups(facts)]
+    return join([*about, controls, pager(query, PATH, PAGE, len(kept), "item"), *items])
 
 
 def _facts(facts: Mapping[str, Any]) -> Markup:
     low, high = _float(facts.get("low")), _float(facts.get("high"))
     shown = {str(facts.get("metric", "mean")): number(facts.get("value"), 3), "95 % interval": interval(low, high)}
-    for name in ("items", "answers", "graded", "truncated"):
-        if facts.get(name) is not None:
-            shown[name] = number(facts[name])
+    counts = ("items", "answers", "graded", "truncated")
+    shown |= {name: number(facts[name]) for name in counts if facts.get(name) is not None}
     ungraded = facts.get("ungraded") or {}
     missing = [f"{reason}: {count:,}" for reason, count in ungraded.items()] if isinstance(ungraded, dict) else []
     return join([cards(shown), message(f"Not graded: {'; '.join(missing)}", "warning") if missing else None])
 
 
 def _four_classes(facts: Mapping[str, Any]) -> Markup | None:
-    """Format and answer, right and wrong: the four classes with their shares."""
-    found = facts.get("classes")
-    if not isinstance(found, dict) or not found:
+    """The number and share of answers by right and wrong format and answer."""
+    counts = facts.get("classes")
+    if not isinstance(counts, dict) or not counts:
         return None
-    whole = sum(found.values()) or 1
-    cell = {name: f"{found.get(name, 0):,}  ({found.get(name, 0) / whole:.0%})" for name in CLASSES}
+    whole = sum(counts.values()) or 1
+    cell = {name: f"{counts.get(name, 0):,}  ({counts.get(name, 0) / whole:.0%})" for name in CLASSES}
     rows = [["format right", cell["11"], cell["10"]], ["format wrong", cell["01"], cell["00"]]]
     return el("div", table(["", "answer right", "answer wrong"], rows, numbers=(1, 2)), class_="small")
 
@@ -147,104 +133,94 @@ def _groups(facts: Mapping[str, Any]) -> Markup | None:
     groups = facts.get("groups")
     if not isinstance(groups, dict) or not groups:
         return None
-    rows = []
-    for name, one in groups.items():
-        if isinstance(one, dict):
-            value, items = one.get("value"), one.get("items")
-            rows.append([name, number(value, 3), interval_bar(_float(value), None, None), number(items)])
+    rows = [
+        [name, number(value := group.get("value"), 3), interval_bar(_float(value)), number(group.get("items"))]
+        for name, group in groups.items()
+        if isinstance(group, dict)
+    ]
     shown = table(["group", "mean", "", "items"], rows, numbers=(1, 3))
     return el("details", el("summary", counted(len(rows), "group")), shown)
 
 
 def _fits(answer: Answer, query: Query) -> bool:
-    words, kind, quarter = query.one("find").casefold().split(), query.one("verdict"), query.one("class")
+    texts = (answer.item, answer.prompt, answer.completion, answer.extracted, answer.gold)
     return (
-        (not kind or answer.verdict == kind)
-        and (not quarter or answer.format_and_answer == quarter)
-        and _says(words, answer.item, answer.prompt, answer.completion, answer.extracted, answer.gold)
+        query.one("verdict") in ("", answer.verdict)
+        and query.one("class") in ("", answer.format_and_answer)
+        and _contains(query.one("find"), *texts)
     )
 
 
-# --- several ----------------------------------------------------------------------------------------------------------
-
-
 def _compared(viewer: Viewer, chosen: Sequence[Evaluation], query: Query) -> Markup:
-    broken = [message(f"{one.name}: {one.problem}", "warning") for one in chosen if one.problem]
-    whole = [one for one in chosen if not one.problem]
-    if len(whole) < 2:
+    broken = [message(f"{each.name}: {each.problem}", "warning") for each in chosen if each.problem]
+    readable = [each for each in chosen if not each.problem]
+    if len(readable) < 2:
         return join(broken)
-    comparison = viewer.evaluations.comparison(whole)
+    comparison = viewer.evaluations.comparison(readable)
     key = query.choice("suite", [suite.key for suite in comparison.suites])
     suite = next(suite for suite in comparison.suites if suite.key == key)
-    names = [one.b for one in suite.differences]
+    names = [each.b for each in suite.differences]
     difference = suite.differences[names.index(query.choice("against", names))]
     shows = query.choice("show", SHOWS)
     controls = form(
         PATH,
-        choice("suite", "Suite", [one.key for one in comparison.suites], key),
+        choice("suite", "Suite", [each.key for each in comparison.suites], key),
         choice("against", f"{difference.a} and", names, difference.b) if len(names) > 1 else None,
         choice("show", "Items", SHOWS, shows, labels={"flipped": "flipped only", "all": "all in common"}),
         choice("won", "Better", ["", "a", "b"], query.one("won"), "either", {"a": difference.a, "b": difference.b}),
         search("find", "Find", query.one("find"), wide=True),
         hidden(query, "of"),
     )
-    items = _pairs(viewer, whole, suite, difference, query, shows)
+    items = _pairs(viewer, readable, suite, difference, query, shows)
     blocks = [
-        _item(one.item, one.prompt, one.gold, [(difference.a, one.a), (difference.b, one.b)])
-        for one in _paged(items, query)
+        _item(pair.item, pair.prompt, pair.gold, [(difference.a, pair.a), (difference.b, pair.b)])
+        for pair in _paged(items, query)
     ]
-    left = [message(f"{name} is not compared: {why}", "warning") for name, why in comparison.left_out.items()]
-    return join(
-        [
-            el("h1", " and ".join(one.name for one in whole)),
-            *broken,
-            *left,
-            el("p", *(el("strong", verdict(one), " ") for one in suite.differences)),
-            *(
-                table(*cells_of(made), numbers=tuple(range(1, 6)))
-                for made in (values_table(suite, "95 %"), differences_table(suite, "95 %"))
-            ),
-            el(
-                "details", el("summary", "How this was tested"), el("p", HOW), *(el("p", line) for line in notes(suite))
-            ),
-            controls,
-            pager(query, PATH, PAGE, len(items), "item"),
-            *blocks,
-        ]
-    )
+    omitted = [message(f"{name} is not compared: {why}", "warning") for name, why in comparison.left_out.items()]
+    tables = [
+        table(*cells_of(made), numbers=tuple(range(1, 6)))
+        for made in (values_table(suite, "95 %"), differences_table(suite, "95 %"))
+    ]
+    test = [el("summary", "How this was tested"), el("p", HOW), *(el("p", line) for line in notes(suite))]
+    title = el("h1", " and ".join(each.name for each in readable))
+    verdicts = el("p", *(el("strong", verdict(each), " ") for each in suite.differences))
+    shown = [controls, pager(query, PATH, PAGE, len(items), "item"), *blocks]
+    return join([title, *broken, *omitted, verdicts, *tables, el("details", *test), *shown])
 
 
 def _pairs(
     viewer: Viewer, chosen: Sequence[Evaluation], suite: Suite, difference: Difference, query: Query, shows: str
 ) -> list[Flip]:
     """The items of two sides: those that flipped, or all that they have in common."""
-    found = list(difference.flips)
+    pairs = list(difference.flips)
     if shows == "all":
-        flipped = {one.item: one for one in found}
+        flipped = {flip.item: flip for flip in pairs}
         answers = []
         for name in (difference.a, difference.b):
-            side = next(one for one in chosen if one.name == name)
+            side = next(each for each in chosen if each.name == name)
             every = viewer.evaluations.source(side).suites[suite.key].answers
             answers.append({answer.item: answer for answer in every[::-1]})
         scores = zip(difference.items.items, difference.items.a_C, difference.items.b_C, strict=True)
-        found = [
+        pairs = [
             flipped.get(item)
             or Flip(item, answers[0][item].prompt, answers[0][item].gold, a, b, answers[0][item], answers[1][item])
             for item, a, b in scores
         ]
-    won, words = query.one("won"), query.one("find").casefold().split()
+    won, find = query.one("won"), query.one("find")
     return [
-        one
-        for one in found
-        if (won != "a" or one.a_score > one.b_score)
-        and (won != "b" or one.b_score > one.a_score)
-        and _says(words, one.item, one.prompt, one.gold, one.a.completion, one.b.completion)
+        pair
+        for pair in pairs
+        if (won != "a" or pair.a_score > pair.b_score)
+        and (won != "b" or pair.b_score > pair.a_score)
+        and _contains(find, pair.item, pair.prompt, pair.gold, pair.a.completion, pair.b.completion)
     ]
 
 
-def _says(words: Sequence[str], *texts: str | None) -> bool:
-    said = " ".join(map(str, texts)).casefold() if words else ""
-    return all(word in said for word in words)
+def _contains(find: str, *texts: str | None) -> bool:
+    """Whether every word of a search is in one of the texts."""
+    words = find.casefold().split()
+    text = " ".join(map(str, texts)).casefold() if words else ""
+    return all(word in text for word in words)
 
 
 def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:
@@ -252,9 +228,9 @@ def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:
 
 
 def _item(item: str, prompt: str, gold: str | None, answers: Sequence[tuple[str, Answer]]) -> Markup:
-    asked = el("details", el("summary", el("b", f"item {item} "), short(prompt, 150)), el("pre", prompt))
+    question = el("details", el("summary", el("b", f"item {item} "), short(prompt, 150)), el("pre", prompt))
     right = el("p", el("span", "right answer ", class_="quiet"), gold) if gold is not None else None
-    return el("article", asked, right, el("div", *(_side(*one) for one in answers), class_="sides"), class_="item")
+    return el("article", question, right, el("div", *(_side(*one) for one in answers), class_="sides"), class_="item")
 
 
 def _side(name: str, answer: Answer) -> Markup:

@@ -1,4 +1,4 @@
-"""Who may ask: this machine's browser alone, or whoever has the token. Foreign web pages are refused in either case."""
+"""Access to the pages: for browsers of this machine, or with a token; never for requests of other web pages."""
 
 import hmac
 import html
@@ -18,25 +18,25 @@ from posttrain.ui.parts import LONGEST
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
-MOST_BYTES = 16 << 20  # of an event
+MOST_BYTES = 16 << 20  # of a request to Gradio
 FORM = "application/x-www-form-urlencoded"
 CHAT = "/chat"  # Gradio's page
-UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's route, which would write what anyone sends to a disk
+UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's route, which would write any file to the disk
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
 CHAT_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; frame-src 'self'; frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
 )
-POLICY = "default-src 'none'; frame-ancestors 'none'"  # of answers that bring none
+POLICY = "default-src 'none'; frame-ancestors 'none'"  # of responses without a policy
 HEADERS = {
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"same-origin",  # with no-referrer, forms of these pages would have no origin either
+    b"referrer-policy": b"same-origin",  # with no-referrer, forms of these pages would send no origin either
 }
 
 
 class Guard:
-    """Middleware. With a `token` it is asked for once and kept in a cookie; `local`: only names of this machine."""
+    """Middleware. A `token` is requested once and kept in a cookie; `local`: accept only host names of this machine."""
 
     def __init__(self, app: ASGIApp, token: str | None, local: bool):
         self.app, self.token, self.local = app, token, local
@@ -60,10 +60,10 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if event and message["status"] == 500:  # Gradio's, for inputs that a page would not send
+                if event and message["status"] == 500:  # Gradio's, for inputs that no page sends
                     message["status"] = 400
-                there = {name.lower() for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *((k, v) for k, v in headers.items() if k not in there)]
+                present = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *((k, v) for k, v in headers.items() if k not in present)]
             await send(message)
 
         if posted:
@@ -85,7 +85,7 @@ class Guard:
 
         try:
             await self.app(scope, received, guarded)
-        except Exception as error:  # Gradio raises whatever an input that no page sends leads to
+        except Exception as error:  # Gradio raises any error for inputs that no page sends
             if not event:
                 raise
             log.warning("an event of a page was refused: %s: %s", type(error).__name__, visible(str(error)[:200]))
@@ -93,22 +93,22 @@ class Guard:
             if not started:
                 await PlainTextResponse("No page sends such an event.", 400)(scope, receive, guarded)
 
-    def _refusal(self, asked: HTTPConnection) -> Response | None:
-        if (unclear := ambiguous(asked.scope["headers"])) is not None:
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        if (unclear := ambiguous(request.scope["headers"])) is not None:
             return PlainTextResponse(unclear, 403)
-        if UPLOADS.search(asked.scope["path"]):
+        if UPLOADS.search(request.scope["path"]):
             return PlainTextResponse("No page uploads files.", 404)
-        host = asked.headers.get("host", "")
+        host = request.headers.get("host", "")
         if self.local and not is_loopback(host_name(host)):
             return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
-        if is_foreign(asked.headers.get("origin"), host):
+        if is_foreign(request.headers.get("origin"), host):
             return PlainTextResponse("Requests of other web pages are refused.", 403)
-        if self.token is None or _same(asked.cookies.get(COOKIE, ""), self.token):
+        if self.token is None or _same(request.cookies.get(COOKIE, ""), self.token):
             return None
-        given = asked.query_params.get("token", "")
+        given = request.query_params.get("token", "")
         if _same(given, self.token):
-            rest = urlencode([(key, value) for key, value in asked.query_params.multi_items() if key != "token"])
-            path = "/" + quote(asked.scope["path"].lstrip("/"))  # two slashes would lead to another site
+            rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
+            path = "/" + quote(request.scope["path"].lstrip("/"))  # two slashes would lead to another site
             response = RedirectResponse(f"{path}{f'?{rest}' if rest else ''}", 303)
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
@@ -116,7 +116,7 @@ class Guard:
 
 
 async def _received(receive: Receive, most: int) -> list[Message]:
-    """All parts of a body, until they have more than so many bytes."""
+    """The parts of a body, until they have more than `most` bytes."""
     parts, size, more = [], 0, True
     while more and size <= most:
         parts.append(await receive())
@@ -126,7 +126,7 @@ async def _received(receive: Receive, most: int) -> list[Message]:
 
 
 def _is_text(body: bytes) -> bool:
-    """Whether a body is JSON of text: half of a surrogate pair is in no page, and nothing can write it."""
+    """Whether a body is JSON without lone surrogates, which no page sends and no file can hold."""
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -139,12 +139,12 @@ def _same(given: str, token: str) -> bool:
 
 
 def _login(wrong: bool) -> str:
-    said = html.escape("This is not the token." if wrong else "The token is that of posttrain ui --token.")
+    hint = html.escape("This is not the token." if wrong else "The token is that of posttrain ui --token.")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>posttrain</title>'
         '<meta name="viewport" content="width=device-width">'
         "<style>body{font:16px system-ui;margin:20vh auto;max-width:22rem;color-scheme:light dark}"
         "input,button{font:inherit;padding:.4rem .6rem}</style>"
         f'<form><p><label>Token <input name="token" type="password" autofocus></label> <button>Open</button></p>'
-        f"<p>{said}</p></form></html>"
+        f"<p>{hint}</p></form></html>"
     )

@@ -1,4 +1,4 @@
-"""The page New run: a form of the schema, the settings file and the command that it makes, the plan, and the start."""
+"""The page New run: a form with all settings, the settings file and command that they give, the plan, the start."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from posttrain.config.reading.fields import Setting, choices
 from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, flow
 from posttrain.config.schema.datasets import KNOWN
 from posttrain.config.schema.methods import METHOD_NAMES
-from posttrain.reports.markup import Markup, el, join, message
+from posttrain.reports.markup import Markup, el, join, link, message
 from posttrain.ui.commands import CONFIGS, Launch
 from posttrain.ui.draft import METHOD, NAME, Draft, draft, fields_of
 from posttrain.ui.parts import SHOW, Query, act, address, choice
@@ -32,49 +32,42 @@ def new_page(viewer: Viewer, query: Query) -> Markup:
 
 
 def plan(viewer: Viewer, query: Query) -> None:
-    """Ask `posttrain plan` about the settings in an address."""
-    viewer.commands.ask("plan", _whole(viewer, query).text)
+    """Run `posttrain plan` with the settings in an address. Raises ConfigError."""
+    viewer.commands.start("plan", _complete(viewer, query).text)
 
 
 def start(viewer: Viewer, query: Query) -> None:
     """Start a run with the settings in an address. Raises ConfigError."""
-    made = _whole(viewer, query)
+    made = _complete(viewer, query)
     viewer.launches.start(made.name, made.text)
 
 
-def _whole(viewer: Viewer, query: Query) -> Draft:
+def _complete(viewer: Viewer, query: Query) -> Draft:
     made = draft(query, viewer.root)
     if made.config is None:
-        raise ConfigError("the settings are not whole yet")
+        raise ConfigError("the settings are incomplete")
     return made
-
-
-# --- the form ---------------------------------------------------------------------------------------------------------
 
 
 def _form(viewer: Viewer, made: Draft) -> Markup:
     fields = fields_of(made.method)
-    essential = [one for one in fields if _is_essential(one)]
-    essential.sort(key=lambda one: ESSENTIAL.index(one.path) if one.path in ESSENTIAL else len(ESSENTIAL) // 2)
-    others = [one for one in fields if not _is_essential(one)]
-    sections = [
-        _section(heading, [one for one in others if one.section == section], made)
-        for section, heading in HEADINGS.items()
-    ]
-    return el(
-        "form",
-        SHOW,
+    essential = [setting for setting in fields if _is_essential(setting)]
+    order = {path: at for at, path in enumerate(ESSENTIAL)}
+    essential.sort(key=lambda setting: order.get(setting.path, len(ESSENTIAL) // 2))
+    others = [setting for setting in fields if not _is_essential(setting)]
+    sections = {heading: [s for s in others if s.section == section] for section, heading in HEADINGS.items()}
+    parts = [
         choice(METHOD, "method", METHOD_NAMES, made.method),
-        el("div", *(_field(one, made) for one in essential), class_="fields"),
+        el("div", *(_field(setting, made) for setting in essential), class_="fields"),
         el("h2", "All other settings"),
-        *sections,
-        _list("models", [f"{folder}" for folder in models_below(viewer).values()]),
+        *(
+            _section(heading, [s for s in others if s.section == section], made)
+            for section, heading in HEADINGS.items()
+        ),
+        _list("models", list(models_below(viewer).values())),
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
-        action=PATH,
-        method="get",
-        id=FORM,
-        autocomplete="off",
-    )
+    ]
+    return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
 
 
 def _is_essential(setting: Setting) -> bool:
@@ -84,19 +77,19 @@ def _is_essential(setting: Setting) -> bool:
 def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup | None:
     if not settings:
         return None
-    open_ = any(one.path in made.problems or one.path in made.given for one in settings)
-    fields = el("div", *(_field(one, made) for one in settings), class_="fields")
+    open_ = any(setting.path in made.problems or setting.path in made.given for setting in settings)
+    fields = el("div", *(_field(setting, made) for setting in settings), class_="fields")
     return el("details", el("summary", heading), fields, open=open_)
 
 
 def _field(setting: Setting, made: Draft) -> Markup:
-    path, wrong = setting.path, made.problems.get(setting.path)
-    wrong = None if path in made.missing else wrong
+    missing = setting.path in made.missing
+    problem = None if missing else made.problems.get(setting.path)
     about = el("span", described(setting), class_="about")
-    said = el("span", wrong if wrong else "needed" if path in made.missing else "", class_="wrong")
-    label = el("span", path, class_="label")
-    return el("label", label, _control(setting, made), said if wrong or path in made.missing else None, about,
-              class_="field" + (" invalid" if wrong else ""))  # fmt: skip
+    note = el("span", "needed" if missing else problem, class_="wrong") if missing or problem else None
+    label = el("span", setting.path, class_="label")
+    look = "field invalid" if problem else "field"
+    return el("label", label, _control(setting, made), note, about, class_=look)
 
 
 def _control(setting: Setting, made: Draft) -> Markup:
@@ -105,8 +98,8 @@ def _control(setting: Setting, made: Draft) -> Markup:
     default = "" if setting.required else flow(setting.default)
     invalid = "true" if path in made.problems and path not in made.missing else None
     if words:
-        kept = words if value in ("", *words) else [value, *words]
-        options = [el("option", one or f"{default} (default)", value=one, selected=one == value) for one in ("", *kept)]
+        values = ["", *words] if value in ("", *words) else ["", value, *words]
+        options = [el("option", word or f"{default} (default)", value=word, selected=word == value) for word in values]
         return el("select", *options, name=path, aria_invalid=invalid)
     if path == NAME:
         hint = made.name
@@ -115,17 +108,12 @@ def _control(setting: Setting, made: Draft) -> Markup:
     else:
         hint = HINTS.get(path, default)
     offered = {"model.path": "models", "data.source": "sources"}.get(path)
-    return el(
-        "input", type="search", name=path, value=value, placeholder=hint, maxlength=400, spellcheck="false",
-        list=offered, aria_invalid=invalid,
-    )  # fmt: skip
+    return el("input", type="search", name=path, value=value, placeholder=hint, maxlength=400, spellcheck="false",
+              list=offered, aria_invalid=invalid)  # fmt: skip
 
 
 def _list(name: str, values: Sequence[str]) -> Markup:
     return el("datalist", *(el("option", value=value) for value in values), id=name)
-
-
-# --- what it makes ----------------------------------------------------------------------------------------------------
 
 
 def _made(viewer: Viewer, made: Draft) -> Markup:
@@ -145,17 +133,17 @@ def _made(viewer: Viewer, made: Draft) -> Markup:
     parts += [message(note) for note in made.notes]
     if made.config is not None:
         rows = address("/data", **{METHOD: made.method, **made.given})
-        parts += [_plan(viewer, made), el("p", el("a", "The data", href=rows), " as it will be trained"), *yaml]
+        parts += [_plan(viewer, made), el("p", link("The data", rows), " as it will be trained"), *yaml]
     return el("aside", *parts, aria_label="What the settings make")
 
 
 def _state(viewer: Viewer, made: Draft) -> Markup:
     """What is wrong or missing; else the button that starts the run."""
-    wrong = [path for path in made.problems if path not in made.missing]
-    lines = [*(made.problems[path] for path in wrong), *made.elsewhere]
-    if lines or made.missing:
-        needed = message(f"Still needed: {', '.join(made.missing)}.") if made.missing else None
-        return join([*(message(line, "error") for line in lines), needed])
+    problems = [problem for path, problem in made.problems.items() if path not in made.missing]
+    lines = [message(line, "error") for line in (*problems, *made.elsewhere)]
+    lines += [message(f"Still needed: {', '.join(made.missing)}.")] if made.missing else []
+    if lines:
+        return join(lines)
     if (viewer.root / made.name).exists():
         return message(f"There is a run {made.name} already: give another name.", "error")
     return el("p", act("start", "Start", FORM, class_="primary"), " ", el("b", made.name))
@@ -164,35 +152,31 @@ def _state(viewer: Viewer, made: Draft) -> Markup:
 def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
     row = viewer.runs.find(name)
     if row is not None:
-        there = el("a", name, href=address("/run", run=name))
         broken = row.state in ("failed", "damaged", "killed")
-        works = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
-        now = f" {row.state}" if launch.ended else works
-        said = f": {row.explanation}" if row.explanation else None
-        return el("p", there, now, said, class_="message error" if broken else "message", role="status")
+        running = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
+        now = f" {row.state}" if launch.ended else running
+        why = f": {row.explanation}" if row.explanation else None
+        look = "message error" if broken else "message"
+        return el("p", link(name, address("/run", run=name)), now, why, class_=look, role="status")
     if not launch.ended:
         return message(f"{name} is starting: its output is in {launch.log}.")
-    said = launch.log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if launch.log.is_file() else ""
-    again = el("p", act("start", "Start again", FORM))
-    return join([message(f"{name} did not start (exit status {launch.process.returncode}):", "error"),
-                 el("pre", said), again])  # fmt: skip
+    output = launch.log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if launch.log.is_file() else ""
+    problem = message(f"{name} did not start (exit status {launch.process.returncode}):", "error")
+    return join([problem, el("pre", output), el("p", act("start", "Start again", FORM))])
 
 
 def _plan(viewer: Viewer, made: Draft) -> Markup:
-    answer = viewer.commands.find("plan", made.text)
-    if answer is None:
-        return el(
-            "p",
-            act("plan", "Plan", FORM),
-            el("span", " examples, tokens, steps and memory, before anything runs", class_="quiet"),
-        )
-    if answer.code is None:
-        return message("Planning: the data is read and tokenised …")
-    if answer.code:
+    output = viewer.commands.find("plan", made.text)
+    if output is None:
+        about = el("span", " examples, tokens, steps and memory, before anything runs", class_="quiet")
+        return el("p", act("plan", "Plan", FORM), about)
+    if output.code is None:
+        return message("Planning: the data is being read and tokenised …")
+    if output.code:
         again = el("p", act("plan", "Plan again", FORM))
-        return join([message(answer.said or "The plan failed without a message.", "error"), again])
-    return join([el("h2", "Plan"), el("pre", answer.said)])
+        return join([message(output.text or "The plan failed without a message.", "error"), again])
+    return join([el("h2", "Plan"), el("pre", output.text)])
 
 
-def _copy(label: str, said: str) -> Markup:
-    return el("button", label, type="button", data_copy=said)
+def _copy(label: str, text: str) -> Markup:
+    return el("button", label, type="button", data_copy=text)

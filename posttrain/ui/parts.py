@@ -113,10 +113,8 @@ def search(name: str, label: str, value: str, hint: str = "", wide: bool = False
 
 def entry(name: str, label: str, value: str, hint: str = "") -> Markup:
     """A short field for a number."""
-    field = el(
-        "input", type="text", inputmode="decimal", name=name, value=value, placeholder=hint, size=6, maxlength=40
-    )
-    return _labelled(label, field)
+    box = el("input", type="text", inputmode="decimal", name=name, value=value, placeholder=hint, size=6, maxlength=40)
+    return _labelled(label, box)
 
 
 def choice(

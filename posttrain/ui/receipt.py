@@ -22,18 +22,18 @@ from posttrain.runs.summary import RunSummary
 from posttrain.ui.parts import Query, address
 
 PATH = "/rollouts"
-MOST = 5  # tokens that are named as the most responsible
+MOST = 5  # tokens listed as those that pushed most
 TOKENS = 2_000  # on one page
 FIRST = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "frac_reward_zero_std", "max_ratio")
 PUSH = (
     "Push: how strongly the step raised (above 0) or lowered the logit of the sampled token, A r (1 − p): advantage × "
-    "ratio × what the token's probability leaves. 0 where the ratio was clipped."
+    "ratio × (1 − the token's probability). 0 where the ratio was clipped."
 )
 LOGPROBS = (
     " Log-probabilities (nats) are those of the engine (sampler), of the policy before and after (old, new), and of "
     "the reference (ref)."
 )
-# Colouring -> what a token's number is, and whether it has a sign.
+# Number to colour tokens by -> whether it has a sign.
 COLOURINGS = {
     "push": True, "advantage": True, "ratio": True, "sampler − trainer": True, "entropy": False,
     "policy − reference": True, "clipped": False,
@@ -102,10 +102,11 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):
         chosen = pushed[0] if pushed else 0 if tokens else None
-    choices = []
-    for name in colours:
-        current = "true" if name == colouring else None
-        choices.append(el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current)))
+    current = {colouring: "true"}
+    choices = [
+        el("span", link(name, query.but(PATH, colour=name, token=chosen), aria_current=current.get(name)))
+        for name in colours
+    ]
     return join(
         [
             cards(_facts(completion)),
@@ -127,25 +128,23 @@ def heat(
     chosen: int | None,
     query: Query,
 ) -> Markup:
-    """The tokens, each a link that shows its numbers; the stronger the colour the larger the number."""
+    """The tokens as links that show their numbers; a stronger colour is a larger number."""
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     start = 0 if chosen is None or chosen < TOKENS else chosen - chosen % TOKENS
     most, parts = set(pushed), []
     for at in range(start, min(start + TOKENS, len(texts))):
         value = float(values[at])
         level = round(6 * min(1.0, abs(value) / largest)) if np.isfinite(value) else 0
-        looks = [f"h{level}"] if level else []
-        looks += ["down"] if signed_ and value < 0 else []
-        looks += ["clipped"] if numbers.clipped[at] else []
-        looks += [] if numbers.trained[at] else ["other"]
-        looks += ["most"] if at in most else []
-        looks += ["chosen"] if at == chosen else []
+        looks = {
+            f"h{level}": level, "down": signed_ and value < 0, "clipped": numbers.clipped[at],
+            "other": not numbers.trained[at], "most": at in most, "chosen": at == chosen,
+        }  # fmt: skip
         written = f"{value:+.4g}" if signed_ else f"{value:.4g}"
         parts.append(
             link(
                 _written(texts[at]),
                 query.but(PATH, token=at),
-                class_=" ".join(looks) or None,
+                class_=" ".join(look for look, applies in looks.items() if applies) or None,
                 title=f"{at}: {written if numbers.trained[at] else NOT_SAMPLED}",
                 tabindex=None if at in most else "-1",
             )
@@ -153,25 +152,24 @@ def heat(
     shown = el("div", *parts, class_="tokens")
     if len(texts) <= TOKENS:
         return shown
-    stretches = [
+    pages = [
         link(f"{first:,} to {min(first + TOKENS, len(texts)) - 1:,}", query.but(PATH, token=first))
         for first in range(0, len(texts), TOKENS)
     ]
-    return join([shown, el("p", "Tokens ", *(part for one in stretches for part in (one, " · ")), class_="quiet")])
+    return join([shown, el("p", "Tokens ", *(part for page in pages for part in (page, " · ")), class_="quiet")])
 
 
-def _written(said: str) -> str:
-    """A token so that its blanks are seen."""
-    return said.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
+def _written(text: str) -> str:
+    """A token with visible white space."""
+    return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
 def _legend(name: str, values: np.ndarray, signed_: bool, numbers: TokenNumbers) -> Markup:
     finite = values[np.isfinite(values) & numbers.trained]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
-    middle = f"{name}: from {low:.4g} to {high:.4g}"
-    keys = ["blue above 0, orange below" if signed_ else "stronger is larger", "struck out: clipped"]
-    keys += [] if numbers.trained.all() else [f"grey: {NOT_SAMPLED}"]
-    return el("p", f"{middle}; {'; '.join(keys)}; underlined: the largest pushes.", class_="quiet")
+    keys = [f"{name}: from {low:.4g} to {high:.4g}", "blue above 0, orange below" if signed_ else "stronger is larger"]
+    keys += ["struck out: clipped", *([] if numbers.trained.all() else [f"grey: {NOT_SAMPLED}"])]
+    return el("p", f"{'; '.join(keys)}; underlined: the largest pushes.", class_="quiet")
 
 
 def _responsible(
@@ -190,14 +188,14 @@ def _responsible(
     if not rows:
         return message("This completion has no tokens.")
     header = ["", "token", "share of the push", *columns, ""]
-    nothing = "This completion pushed nothing: its advantage is 0, or it is not in the loss"
-    title = "The tokens that pushed most" if pushed else nothing
+    none = "No token was pushed: the completion's advantage is 0, or it is not in the loss"
+    title = "The tokens that pushed most" if pushed else none
     about = el("p", PUSH, LOGPROBS, class_="quiet")
     return join([el("h3", title), table(header, rows, numbers=(0, *range(3, 3 + len(columns)))), about])
 
 
 def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
-    """The numbers of each of COLOURINGS."""
+    """The numbers of COLOURINGS; None: not stored."""
     return {
         "push": numbers.push,
         "advantage": numbers.advantage,
@@ -210,17 +208,14 @@ def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
 
 
 def _metrics(series: Series, step: int) -> Markup | None:
-    found = series.at(step)
-    if not found:
+    metrics = series.at(step)
+    if not metrics:
         return message("The metrics of this step have not been logged.")
-    first = [name for name in FIRST if name in found]
-    at = int(found.pop("step"))
-    rows = [[name, number(value)] for name, value in found.items()]
-    mean = f" They are means of the steps up to {at}." if at != step else ""
-    every = el(
-        "details", el("summary", f"All {len(rows)} metrics.{mean}"), table(["metric", "value"], rows, numbers=(1,))
-    )
-    return join([cards({name: number(found[name]) for name in first}), every])
+    logged = int(metrics.pop("step"))
+    rows = [[name, number(value)] for name, value in metrics.items()]
+    summary = f"All {len(rows)} metrics." + (f" They are means of the steps up to {logged}." if logged != step else "")
+    every = el("details", el("summary", summary), table(["metric", "value"], rows, numbers=(1,)))
+    return join([cards({name: number(metrics[name]) for name in FIRST if name in metrics}), every])
 
 
 def _facts(completion: CompletionReceipt) -> dict[str, object]:
@@ -231,7 +226,7 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
 
 
 def _part(part: StoredPart | None) -> str:
-    """A reward's part: weight × value, what a rule found."""
+    """A part of a reward: weight × value, and a rule's verdict and answer."""
     if part is None:
         return "–"
     value = number(part.value) if part.weight == 1 else f"{number(part.weight)} × {number(part.value)}"

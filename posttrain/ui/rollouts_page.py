@@ -1,8 +1,7 @@
-"""The page Rollouts: a run's curves and search, then down a path: step, group, completion, token."""
+"""The page Rollouts: curves and search of a run; its steps, groups, completions and tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
@@ -14,12 +13,12 @@ from posttrain.runs.summary import RunSummary
 from posttrain.ui.parts import Query, address, choice, entry, form, hidden, pager, search
 from posttrain.ui.receipt import completion_view, group_view, step_view
 from posttrain.ui.runs_page import run_links
-from posttrain.ui.search import SORTS, Index, words_of
+from posttrain.ui.search import SORTS, Index, Matches, words_of
 from posttrain.ui.viewer import Viewer
 
 PATH = "/rollouts"
 PAGE = 50  # rows
-FALLS = 3  # steps of falling reward that are named
+FALLS = 3  # steps of the largest falls of the reward that are named
 
 
 def rollouts_page(viewer: Viewer, query: Query) -> Markup:
@@ -41,14 +40,14 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
 
 
 def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
-    having = [one for one in viewer.runs.all() if one.has_rollouts]
+    runs = [run for run in viewer.runs.all() if run.has_rollouts]
     if row is not None:
-        said = f"{name} has no rollouts: only methods that sample completions have, with rollout.save."
+        text = f"{name} has no rollouts: only methods that sample completions have them, with rollout.save."
     elif name:
-        said = f"There is no run {name}."
+        text = f"There is no run {name}."
     else:
-        said = "The rollouts of which run?" if having else "No run here has rollouts (rollouts.sqlite)."
-    return join([message(said), run_links(having, PATH)])
+        text = "The rollouts of which run?" if runs else "No run here has rollouts (rollouts.sqlite)."
+    return join([message(text), run_links(runs, PATH)])
 
 
 def _head(row: RunSummary) -> Markup:
@@ -56,7 +55,7 @@ def _head(row: RunSummary) -> Markup:
 
 
 def _path(row: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
-    """Where one is: run, step, group, completion, each a link back to it."""
+    """The path to what is shown: run, step, group, completion, as links."""
     places = [
         link("all steps", address(PATH, run=row.name)),
         link(f"step {step}", address(PATH, run=row.name, step=step)),
@@ -69,91 +68,68 @@ def _path(row: RunSummary, step: int, prompt: int | None, rollout: int | None) -
 
 
 def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
-    """The steps before and after."""
+    """Links to the steps before and after."""
     steps = stored.steps()
     at = steps.index(step)
-    links = []
-    if at > 0:
-        links.append(link(f"← step {steps[at - 1]}", query.but(PATH, step=steps[at - 1])))
-    if at + 1 < len(steps):
-        links.append(link(f"step {steps[at + 1]} →", query.but(PATH, step=steps[at + 1])))
-    return el("p", *(part for one in links for part in (one, "  ")))
-
-
-# --- over the steps ---------------------------------------------------------------------------------------------------
+    links = [link(f"← step {before}", query.but(PATH, step=before)) for before in steps[:at][-1:]]
+    links += [link(f"step {after} →", query.but(PATH, step=after)) for after in steps[at + 1 : at + 2]]
+    return el("p", *(part for each in links for part in (each, "  ")))
 
 
 def _overview(row: RunSummary, series: Series) -> Markup:
     go = address(PATH, run=row.name) + "&step="
 
-    def of(title: str, metrics: Mapping[str, str], share: bool = False) -> Drawing | None:
-        there = [(name, label) for name, label in metrics.items() if name in series.names]
-        lines = [Line(label, *series.points(name), colour=at) for at, (name, label) in enumerate(there)]
+    def drawn(title: str, metrics: Mapping[str, str], share: bool = False) -> Drawing | None:
+        logged = [(name, label) for name, label in metrics.items() if name in series.names]
+        lines = [Line(label, *series.points(name), colour=at) for at, (name, label) in enumerate(logged)]
         return chart(lines, title, go=go, share=share) if lines else None
 
-    parts = {
-        name: name.split("/")[1] for name in series.names if name.startswith("rewards/") and name.endswith("/mean")
-    }
+    parts = [name for name in series.names if name.startswith("rewards/") and name.endswith("/mean")]
+    shares = {"frac_reward_zero_std": "without spread", "completions/clipped_ratio": "truncated"}
     charts = [
-        of("Reward", {"reward": "reward"}),
-        of("Reward by part", parts),
-        of("Completion length", {"completions/mean_length": "mean"}),
-        of(
-            "Groups without spread, truncated completions",
-            {"frac_reward_zero_std": "without spread", "completions/clipped_ratio": "truncated"},
-            share=True,
-        ),
+        drawn("Reward", {"reward": "reward"}),
+        drawn("Reward by part", {name: name.split("/")[1] for name in parts}),
+        drawn("Completion length", {"completions/mean_length": "mean"}),
+        drawn("Groups without spread, truncated completions", shares, share=True),
     ]
-    said = "A click on a curve opens that step: its groups, then their completions, then the tokens."
-    hint = el("p", said, class_="quiet") if any(charts) else None
+    text = "A click on a curve opens that step: its groups, then their completions, then the tokens."
+    hint = el("p", text, class_="quiet") if any(charts) else None
     return join([_falls(row, series), el("div", *charts, class_="charts four"), hint])
 
 
 def falls(series: Series) -> list[tuple[int, float]]:
-    """The steps at which the reward fell most against the logged step before, with the difference."""
+    """The steps at which the reward fell most since the logged step before, with the difference."""
     steps, values = series.points("reward")
-    found = [
-        (int(step), now - before)
-        for step, before, now in zip(steps[1:], values, values[1:], strict=False)
-        if math.isfinite(now - before) and now < before
-    ]
-    return sorted(found, key=lambda one: one[1])[:FALLS]
+    changes = [(int(step), now - before) for step, before, now in zip(steps[1:], values, values[1:], strict=False)]
+    return sorted((fall for fall in changes if -math.inf < fall[1] < 0), key=lambda fall: fall[1])[:FALLS]
 
 
 def _falls(row: RunSummary, series: Series) -> Markup | None:
-    found = falls(series)
-    if not found:
-        return None
-    links = [link(f"step {step} ({change:+.3g})", address(PATH, run=row.name, step=step)) for step, change in found]
-    parts = [part for one in links for part in (one, ", ")][:-1]
-    return el("p", "The reward fell most at ", *parts, ".")
-
-
-# --- search -----------------------------------------------------------------------------------------------------------
+    steps = falls(series)
+    links = [link(f"step {step} ({change:+.3g})", address(PATH, run=row.name, step=step)) for step, change in steps]
+    parts = [part for each in links for part in (each, ", ")][:-1]
+    return el("p", "The reward fell most at ", *parts, ".") if parts else None
 
 
 def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
     index = viewer.index(row.folder)
     choices = index.choices()
-    sort = query.choice("sort", tuple(SORTS))
+
+    def number_field(name: str, label: str) -> Markup:
+        return entry(name, label, query.one(name))
+
+    def choice_of(name: str, label: str, empty: str) -> Markup:
+        return choice(name, label, ["", *choices[name]], query.one(name), empty)
+
     controls = form(
         PATH,
         search("find", "Search prompts and completions", query.one("find"), 'words, or "a phrase"', wide=True),
-        entry("from", "From step", query.one("from")),
-        entry("to", "to", query.one("to")),
-        entry("row", "Row of the data", query.one("row")),
-        choice("part", "Reward", ["", *choices["part"]], query.one("part"), "total"),
-        entry("least", "at least", query.one("least")),
-        entry("most", "at most", query.one("most")),
-        entry("shortest", "Tokens from", query.one("shortest")),
-        entry("longest", "to", query.one("longest")),
-        choice("verdict", "Verdict", ["", *choices["verdict"]], query.one("verdict"), "any")
-        if choices["verdict"]
-        else None,
-        choice("ended", "Ended by", ["", *choices["ended"]], query.one("ended"), "any"),
-        choice("sort", "Order", list(SORTS), sort),
-        hidden(query, "run"),
-    )
+        number_field("from", "From step"), number_field("to", "to"), number_field("row", "Row of the data"),
+        choice_of("part", "Reward", "total"), number_field("least", "at least"), number_field("most", "at most"),
+        number_field("shortest", "Tokens from"), number_field("longest", "to"),
+        choice_of("verdict", "Verdict", "any") if choices["verdict"] else None, choice_of("ended", "Ended by", "any"),
+        choice("sort", "Order", list(SORTS), query.choice("sort", tuple(SORTS))), hidden(query, "run"),
+    )  # fmt: skip
     matches = index.search(query, PAGE, PAGE * query.page)
     return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, matches, query))
 
@@ -163,64 +139,57 @@ def _progress(index: Index) -> Markup | None:
         return message(f"Not all rollouts are in the search: {index.problem}", "warning")
     if index.progress is not None:
         done, steps = index.progress
-        return message(f"The search is being prepared: {done:,} of {counted(steps, 'step')}. What is there is shown.")
+        return message(f"The search is being prepared: {done:,} of {counted(steps, 'step')} can be searched.")
     return None
 
 
-def _results(row: RunSummary, found: Found, query: Query) -> Markup:
-    texts = _texts(row, found.rows)
-    words = words_of(query.one("find"))
-    body = []
-    for one in found.rows:
-        place = (one["step"], one["prompt"], one["rollout"])
-        at = address(PATH, run=row.name, step=place[0], prompt=place[1], rollout=place[2])
-        said = texts.get(place)
-        body.append(
-            [
-                link(f"{place[0]} · {place[1]} · {place[2]}", at),
-                number(one["reward"]),
-                number(one["advantage"], 3),
-                f"{one['length']:,}",
-                one["ended"],
-                one["verdict"] or "–",
-                marked(said, words) if said is not None else el("span", "no longer stored", class_="quiet"),
-            ]
-        )
-    said = pager(query, PATH, PAGE, found.total, "completion")
+def _results(row: RunSummary, matches: Matches, query: Query) -> Markup:
+    keys = [(match["step"], match["prompt"], match["rollout"]) for match in matches.rows]
+    texts, words = _texts(row, keys), words_of(query.one("find"))
+    gone = el("span", "no longer stored", class_="quiet")
+    body = [
+        [
+            link(" · ".join(map(str, key)), address(PATH, run=row.name, step=key[0], prompt=key[1], rollout=key[2])),
+            number(match["reward"]), number(match["advantage"], 3), f"{match['length']:,}", match["ended"],
+            match["verdict"] or "–",
+            gone if (text := texts.get(key)) is None else marked(text, words),
+        ]
+        for key, match in zip(keys, matches.rows, strict=True)
+    ]  # fmt: skip
     header = ["step · prompt · completion", "reward", "advantage", "tokens", "ended by", "verdict", "completion"]
-    return join([said, table(header, body, numbers=(1, 2, 3), class_="results") if body else None])
+    shown = table(header, body, numbers=(1, 2, 3), class_="results") if body else None
+    return join([pager(query, PATH, PAGE, matches.total, "completion"), shown])
 
 
-def _texts(row: RunSummary, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int], str]:
-    """The completions of some rows, from the run itself."""
-    if not rows:
+def _texts(row: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], str]:
+    """The completions with these numbers of step, prompt and rollout, from the run itself."""
+    if not keys:
         return {}
-    places = [(one["step"], one["prompt"], one["rollout"]) for one in rows]
-    marks = ", ".join("(?, ?, ?)" for _ in places)
+    marks = ", ".join("(?, ?, ?)" for _ in keys)
     with StoredRun(row.folder, looking=True) as stored:
-        found = stored.query(
+        rows = stored.query(
             "SELECT step, prompt_index, rollout_index, completion FROM rollouts "
             f"WHERE (step, prompt_index, rollout_index) IN (VALUES {marks})",
-            [value for place in places for value in place],
+            [number for key in keys for number in key],
         )
-    return {(step, prompt, rollout): completion for step, prompt, rollout, completion in found}
+    return {(step, prompt, rollout): completion for step, prompt, rollout, completion in rows}
 
 
-def marked(said: str, words: Sequence[str], around: int = 60) -> Markup:
+def marked(text: str, words: Sequence[str], around: int = 60) -> Markup:
     """One line of a completion, around the first of the words, with all of them marked."""
-    flat = " ".join(said[:20_000].split())
+    flat = " ".join(text[:20_000].split())
     lower = flat.casefold()
-    if len(lower) != len(flat):  # letters that change their length: mark nothing rather than the wrong place
+    if len(lower) != len(flat):  # letters whose length changes: mark nothing rather than wrong characters
         return el("span", short(flat))
     spots = sorted((lower.find(word.casefold()), len(word)) for word in words if word.casefold() in lower)
     start = max(0, spots[0][0] - around) if spots else 0
     end, parts, at = min(len(flat), start + 3 * around), ["…" if start else ""], start
     while at < end:
-        hits = [(place, word) for word in words if (place := lower.find(word.casefold(), at, end)) >= 0]
+        hits = [(spot, word) for word in words if (spot := lower.find(word.casefold(), at, end)) >= 0]
         if not hits:
             break
-        place, word = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
-        parts += [flat[at:place], el("mark", flat[place : place + len(word)])]
-        at = place + len(word)
+        spot, word = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+        parts += [flat[at:spot], el("mark", flat[spot : spot + len(word)])]
+        at = spot + len(word)
     parts += [flat[at:end], "…" if end < len(flat) else ""]
     return el("span", *parts)

@@ -1,11 +1,11 @@
-"""The page Run: curves, checks, data, log and the command of one run."""
+"""The page Run: curves, checks, data, log and command of one run."""
 
 import shlex
 
 from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import chart
 from posttrain.reports.curves import PANELS, lines_of
-from posttrain.reports.markup import Markup, cards, el, join, message, number, table
+from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.reports.report import alarms_of, data_said
 from posttrain.reports.series import AXES, Series
 from posttrain.runs.progress import duration
@@ -22,8 +22,8 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     name = query.one("run")
     row = viewer.runs.find(name)
     if row is None:
-        said = f"There is no run {name}." if name else "Which run?"
-        return join([message(said), run_links(viewer.runs.all(), PATH)])
+        text = f"There is no run {name}." if name else "Which run?"
+        return join([message(text), run_links(viewer.runs.all(), PATH)])
     series = viewer.series(row.folder)
     above = [_head(row), _cards(row, series), _alarms(series), _curves(row, series, query)]
     return join([*above, _checks(row), _data(row), _log(row)])
@@ -35,13 +35,9 @@ def replay_command(row: RunSummary) -> str:
 
 
 def _head(row: RunSummary) -> Markup:
-    links = []
-    if (row.folder / "report.html").is_file():
-        links.append(el("a", "Report", href=address("/report", run=row.name)))
-    if row.has_rollouts:
-        links.append(el("a", "Rollouts", href=address("/rollouts", run=row.name)))
-    links.append(el("a", "Data", href=address("/data", run=row.name)))
-    links.append(el("a", "Compare", href=address("/", chosen=row.name)))
+    links = [link("Report", address("/report", run=row.name))] if (row.folder / "report.html").is_file() else []
+    links += [link("Rollouts", address("/rollouts", run=row.name))] if row.has_rollouts else []
+    links += [link("Data", address("/data", run=row.name)), link("Compare", address("/", chosen=row.name))]
     command = replay_command(row)
     copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
     written = el("noscript", el("code", command))
@@ -51,13 +47,13 @@ def _head(row: RunSummary) -> Markup:
     kind = "error" if row.state in ("failed", "damaged") else "warning"
     why = message(row.explanation, kind) if row.explanation else None
     killed = message(KILLED, "warning") if row.state == "killed" else None
-    above = el("p", *(part for one in links for part in (one, " · ")), copy, written)
+    above = el("p", *(part for each in links for part in (each, " · ")), copy, written)
     return join([title, about, note, above, why, killed])
 
 
 KILLED = (
-    "Its process ended without recording why: it was killed, or the machine was switched off. Nothing that was logged "
-    "is lost; `posttrain train --resume` continues from the last checkpoint."
+    "Its process ended without recording why: it was killed, or the machine was switched off. No logged metric is "
+    "lost; `posttrain train --resume` continues from the last checkpoint."
 )
 
 
@@ -65,19 +61,16 @@ def _cards(row: RunSummary, series: Series) -> Markup:
     facts = {
         row.metric or "result": number(row.result),
         "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
+        "time left": row.eta,
+        "time": duration(row.seconds) if row.ended and row.seconds is not None else "",
+        "disk": in_units(row.size),
+        "started": f"{row.started_at:%m-%d %H:%M}" if row.started_at else "",
     }
-    if row.eta:
-        facts["time left"] = row.eta
-    if row.ended and row.seconds is not None:
-        facts["time"] = duration(row.seconds)
-    facts["disk"] = in_units(row.size)
-    if row.started_at:
-        facts["started"] = f"{row.started_at:%m-%d %H:%M}"
-    return cards(facts)
+    return cards({name: value for name, value in facts.items() if value})
 
 
 def _alarms(series: Series) -> Markup | None:
-    lines = [message(said, "warning") for said in alarms_of(series)]
+    lines = [message(alarm, "warning") for alarm in alarms_of(series)]
     return join([el("h2", "Alarms"), *lines]) if lines else None
 
 
@@ -92,8 +85,8 @@ def _curves(row: RunSummary, series: Series, query: Query) -> Markup:
     controls = form(
         PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
     )
-    lost = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
-    damaged = message(lost, "warning") if series.damaged else None
+    text = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
+    damaged = message(text, "warning") if series.damaged else None
     hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
@@ -107,11 +100,11 @@ def _checks(row: RunSummary) -> Markup | None:
 
 
 def _data(row: RunSummary) -> Markup | None:
-    said = data_said(row.folder)
-    return join([el("h2", "Data"), el("pre", said)]) if said else None
+    text = data_said(row.folder)
+    return join([el("h2", "Data"), el("pre", text)]) if text else None
 
 
 def _log(row: RunSummary) -> Markup:
     lines = row.log_tail(1 << 16).splitlines()[-LOG_LINES:]
-    said = el("pre", "\n".join(lines), class_="log", tabindex="0")
-    return join([el("h2", "Log"), said if lines else message("There is no training.log yet.")])
+    text = el("pre", "\n".join(lines), class_="log", tabindex="0")
+    return join([el("h2", "Log"), text if lines else message("There is no training.log yet.")])

@@ -15,7 +15,7 @@ from posttrain.ui.parts import Query, address, choice, form, hidden, search, sli
 from posttrain.ui.viewer import STATES, Viewer
 
 PATH = "/"
-SHOWN = 100  # rows of a table before "show all"
+SHOWN = 100  # rows of the table without "show all"
 CHOSEN = COLOURS  # runs that are overlaid
 SORTS = ("latest", "name", "state", "method", "model", "result", "steps", "disk")
 SMOOTH = ("0", "0.6", "0.9", "0.97")
@@ -25,24 +25,21 @@ def runs_page(viewer: Viewer, query: Query) -> Markup:
     rows = viewer.runs.all()
     if not rows:
         return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
-    found = arranged(rows, query)
     chosen = [row for name in query.many("chosen") if (row := viewer.runs.find(name)) is not None][:CHOSEN]
-    return join(
-        [_controls(rows, query), _overlay(viewer, chosen, query), _table(viewer, found, len(rows), chosen, query)]
-    )
+    runs = _table(viewer, arranged(rows, query), len(rows), chosen, query)
+    return join([_controls(rows, query), _overlay(viewer, chosen, query), runs])
 
 
 def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
-    """The rows that fit the filters, in the chosen order."""
+    """The rows that match the filters, in the chosen order."""
     words = query.one("find").casefold().split()
     state, method = query.one("state"), query.one("method")
-    kept = [
-        row
-        for row in rows
-        if (not state or row.state == state)
-        and (not method or row.method == method)
-        and all(word in _words(row) for word in words)
-    ]
+
+    def fits(row: RunSummary) -> bool:
+        text = " ".join([row.name, row.method, row.model, row.data, *row.tags, row.note]).casefold()
+        return state in ("", row.state) and method in ("", row.method) and all(word in text for word in words)
+
+    kept = list(filter(fits, rows))
     keys = {
         "name": lambda row: row.name.casefold(),
         "state": lambda row: STATES.index(row.state) if row.state in STATES else len(STATES),
@@ -58,39 +55,34 @@ def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
     return kept[::-1] if query.one("reverse") else kept
 
 
-def _words(run: RunSummary) -> str:
-    """What is searched for words."""
-    return " ".join([run.name, run.method, run.model, run.data, *run.tags, run.note]).casefold()
-
-
 def _controls(rows: Sequence[RunSummary], query: Query) -> Markup:
-    there = [state for state in STATES if any(row.state == state for row in rows)]
+    states = [state for state in STATES if any(row.state == state for row in rows)]
     return form(
         PATH,
         search("find", "Find", query.one("find"), "name, method, model, data, tag, note"),
-        choice("state", "State", ["", *there], query.one("state"), "all"),
+        choice("state", "State", ["", *states], query.one("state"), "all"),
         choice("method", "Method", ["", *sorted({row.method for row in rows})], query.one("method"), "all"),
         hidden(query, "chosen", "sort", "reverse", "x", "smooth"),
     )
 
 
 def _table(
-    viewer: Viewer, found: Sequence[RunSummary], total: int, chosen: Sequence[RunSummary], query: Query
+    viewer: Viewer, rows: Sequence[RunSummary], total: int, chosen: Sequence[RunSummary], query: Query
 ) -> Markup:
-    shown = found if query.one("all") else found[:SHOWN]
+    shown = rows if query.one("all") else rows[:SHOWN]
     names = [row.name for row in chosen]
     columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
     header = [_sorter(name, query) if name in SORTS else name for name in columns]
     body = [_cells(row, viewer.runs.spark(row), names, query) for row in shown]
-    count = counted(len(found), "run") if len(found) == total else f"{len(found):,} of {counted(total, 'run')}"
-    more = link(f"show all {len(found):,}", query.but(PATH, all=1)) if len(shown) < len(found) else None
+    count = counted(len(rows), "run") if len(rows) == total else f"{len(rows):,} of {counted(total, 'run')}"
+    more = link(f"show all {len(rows):,}", query.but(PATH, all=1)) if len(shown) < len(rows) else None
     hint = " · choose some to compare them" if not chosen else None
-    said = el("p", count, hint, " · " if more else None, more, class_="quiet")
-    return join([said, table(header, body, numbers=(5, 7, 9), class_="runs")])
+    summary = el("p", count, hint, " · " if more else None, more, class_="quiet")
+    return join([summary, table(header, body, numbers=(5, 7, 9), class_="runs")])
 
 
 def _sorter(name: str, query: Query) -> Markup:
-    """A header that sorts by its column, and the other way when it does already."""
+    """A header that sorts by its column, in reverse if the table is sorted by it already."""
     now, reversed_ = query.choice("sort", SORTS) == name, bool(query.one("reverse"))
     arrow = (" ↑" if reversed_ else " ↓") if now else ""
     return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
@@ -100,12 +92,8 @@ def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     at = chosen.index(row.name) if row.name in chosen else None
     others = [name for name in chosen if name != row.name]
     full = at is None and len(chosen) >= CHOSEN
-    toggle = link(
-        "✓" if at is not None else "+",
-        query.but(PATH, chosen=others if at is not None else [*chosen[: CHOSEN - 1 if full else None], row.name]),
-        class_=f"toggle{'' if at is None else f' on c{at}'}",
-        aria_label=f"{'remove' if at is not None else 'choose'} {row.name}",
-    )
+    more = [*chosen[: CHOSEN - 1 if full else None], row.name]
+    mark = toggle(row.name, at, query.but(PATH, chosen=others if at is not None else more))
     steps = f"{row.step:,}" + (f" / {row.total:,}" if row.total else "")
     result = el("span", number(row.result, 3), " ", el("small", row.metric)) if row.metric else "–"
     name = [el("a", row.name, href=address("/run", run=row.name), class_="name"), tag_list(row)]
@@ -113,7 +101,13 @@ def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     state = [badge(row.state, row.explanation), alarm_list(row.alarms)]
     model = el("span", row.model, class_="clip", title=row.model)
     size = in_units(row.size)
-    return [toggle, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
+    return [mark, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
+
+
+def toggle(name: str, at: int | None, where: str) -> Markup:
+    """A link that chooses a row, or removes it from those that are chosen, where it is number `at`."""
+    label, look = ("choose", "toggle") if at is None else ("remove", f"toggle on c{at}")
+    return link("+" if at is None else "✓", where, class_=look, aria_label=f"{label} {name}")
 
 
 def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
@@ -123,46 +117,36 @@ def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
 
 
 def badge(state: str, problem: str = "") -> Markup:
-    made = el("span", state, class_=f"badge {state if state in STATES else ''}")
-    return el("details", el("summary", made), el("p", problem)) if problem else made
+    shown = el("span", state, class_=f"badge {state if state in STATES else ''}")
+    return el("details", el("summary", shown), el("p", problem)) if problem else shown
 
 
 def tag_list(run: RunSummary) -> Markup:
-    """The tags of a run, and its note in full when pointed at."""
+    """The tags of a run; its note under the pointer."""
     marks = f"{run.hashtags}{' note' if run.note else ''}".strip()
     return join([" ", el("small", marks, title=run.note or None)] if marks else [])
 
 
 def alarm_list(alarms: dict[str, int]) -> Markup:
-    """The alarms of a run in colour, each opening the advice of the guide."""
-    return join(
-        el(
-            "details",
-            el("summary", el("span", f"{name} × {count:,}", class_="badge alarm")),
-            el("p", advice(name)),
-        )
-        for name, count in alarms.items()
-    )
+    """The alarms of a run as badges that open the advice of the guide."""
+    badges = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in alarms.items()}
+    return join(el("details", el("summary", shown), el("p", advice(name))) for name, shown in badges.items())
 
 
 def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Markup | None:
     if not chosen:
         return None
     axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
-    controls = form(
-        PATH,
-        choice("x", "Over", AXES, axis),
-        slider("smooth", "Smoothing", SMOOTH, smooth),
-        hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all"),
-    )
-    several = [(row, viewer.series(row.folder)) for row in chosen]
+    kept = hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all")
+    controls = form(PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), kept)
+    curves = [viewer.series(row.folder) for row in chosen]
     charts = []
     for panel in PANELS:
-        name = next((m for m in panel.metrics if any(m in series.names for _, series in several)), None)
+        name = next((m for m in panel.metrics if any(m in series.names for series in curves)), None)
         if name is not None:
             lines = [
                 Line(row.name, *series.points(name, axis), colour=at)
-                for at, (row, series) in enumerate(several)
+                for at, (row, series) in enumerate(zip(chosen, curves, strict=True))
                 if name in series.names
             ]
             charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
@@ -178,7 +162,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
 
 
 def _key(row: RunSummary, at: int, chosen: Sequence[RunSummary], query: Query) -> Markup:
-    others = [one.name for one in chosen if one is not row]
+    others = [other.name for other in chosen if other is not row]
     remove = link("×", query.but(PATH, chosen=others), aria_label=f"remove {row.name}")
     return el("span", el("a", row.name, href=address("/run", run=row.name)), " ", remove, class_=f"key c{at}")
 
@@ -189,9 +173,9 @@ def settings_that_differ(chosen: Sequence[RunSummary]) -> Markup | None:
         return None
     unread = [run.name for run in chosen if not run.config]
     rows = [[el("code", name), *map(_value, values)] for name, *values in differing([run.config for run in chosen])]
-    said = f"The settings of {', '.join(unread)} cannot be read." if unread else None
+    problem = message(f"The settings of {', '.join(unread)} cannot be read.", "warning") if unread else None
     body = table(["setting", *(row.name for row in chosen)], rows) if rows else message("Their settings are the same.")
-    return join([el("h3", "Settings that differ"), message(said, "warning") if said else None, body])
+    return join([el("h3", "Settings that differ"), problem, body])
 
 
 def _value(value: object) -> str:

@@ -1,7 +1,7 @@
-"""What the page Chat shows and keeps.
+"""Token maps and votes of the page Chat.
 
-A reply with its tokens in colour, as one model, or one against another, sees each; and votes between two replies as
-preference rows, which `posttrain train` reads (docs/data.md).
+A map shows the tokens of a reply in colour, by the probabilities of one model or the difference of two. Votes between
+two replies become preference rows, which `posttrain train` reads (docs/data.md).
 """
 
 import json
@@ -15,18 +15,18 @@ from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.runs.atomic import cannot_write
 from posttrain.serving.client import ScoredToken
 
-COLOURS = {  # of a token: by what, the value at which the colour is full, and how to read it
+COLOURS = {  # of a token: what it shows, the value of full colour, the legend
     "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: likelier under B. Orange: likelier under A."),
     "logprob": ("log-probability of A (nats)", 5.0, "Stronger: less likely."),
     "entropy": ("entropy of A (nats)", 3.0, "Stronger: less certain."),
 }
-_LOCK = threading.Lock()  # of the file of votes
+_LOCK = threading.Lock()  # for the file of votes
 Turns = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A token of a reply as model A and, if its tokens are the same, model B see it."""
+    """A token of a reply with the numbers of model A and, if its tokens are the same, of model B."""
 
     a: ScoredToken
     b: ScoredToken | None
@@ -40,23 +40,21 @@ class Cell:
 
 
 def cells(a: Sequence[ScoredToken], b: Sequence[ScoredToken] | None) -> list[Cell]:
-    """The tokens of both; without B's if they differ from A's: there is nothing to compare token by token then."""
+    """The tokens of both models; without B's where they differ from A's and cannot be compared token by token."""
     same = b is not None and [token.id for token in a] == [token.id for token in b]
-    return [Cell(token, b[place] if same and b is not None else None) for place, token in enumerate(a)]
+    return [Cell(token, b[at] if same and b is not None else None) for at, token in enumerate(a)]
 
 
-def token_map(found: Sequence[Cell], colour: str, names: Sequence[str]) -> Markup:
-    """The reply with a coloured background for each token; its numbers show under the cursor and the focus."""
-    if colour == "difference" and not any(cell.b for cell in found):
+def token_map(reply: Sequence[Cell], colour: str, names: Sequence[str]) -> Markup:
+    """The reply with a coloured background for each token; its numbers show under the pointer and at the focus."""
+    if colour == "difference" and not any(cell.b for cell in reply):
         colour = "logprob"
     title, full, legend = COLOURS[colour]
-    total = [cell.value(colour) for cell in found]
-    known = [value for value in total if value is not None]
+    known = [value for cell in reply if (value := cell.value(colour)) is not None]
     mean = f"mean {sum(known) / len(known):+.3f}" if known else ""
-    tokens = [_token(cell, colour, full, names) for cell in found]
-    said = f"Colour: {title}. {mean} over {len(known):,} tokens. "
-    head = el("p", said, el("small", legend), class_="quiet")
-    hint = el("span", "Point at a token: its numbers, and what else could have come.", class_="card hint")
+    tokens = [_token(cell, colour, full, names) for cell in reply]
+    head = el("p", f"Colour: {title}. {mean} over {len(known):,} tokens. ", el("small", legend), class_="quiet")
+    hint = el("span", "Point at a token for its numbers and the alternatives.", class_="card hint")
     return join([head, el("div", hint, *tokens, class_="tokens map")])
 
 
@@ -64,8 +62,7 @@ def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup
     value = cell.value(colour)
     tone = "--for" if colour == "difference" and value is not None and value > 0 else "--against"
     much = 0 if value is None else round(min(1.0, abs(value) / full) * 70)
-    said = [el("b", seen(cell.a.text)), *_lines(cell, names)]
-    tip = el("span", *said, class_="card", role="tooltip")
+    tip = el("span", el("b", seen(cell.a.text)), *_lines(cell, names), class_="card", role="tooltip")
     style = f"--tone: var({tone}); --much: {much}"
     return el("span", seen(cell.a.text), tip, class_="piece", tabindex="0", style=style)
 
@@ -82,14 +79,15 @@ def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
 
 
 def seen(text: str) -> str:
-    """A token's text, with white space that one sees."""
-    return text.replace("\n", "⏎\n") if text.strip() else text.replace("\n", "⏎\n").replace(" ", "␣") or "∅"
+    """The text of a token with visible line breaks; where it is blank, also with visible spaces."""
+    lines = text.replace("\n", "⏎\n")
+    return lines if text.strip() else lines.replace(" ", "␣") or "∅"
 
 
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
     """Append a row with `prompt`, `chosen`, `rejected` and the facts; returns the number of rows in the file.
 
-    A line that a full disk has cut short stays a line of its own. Raises RunError if it cannot be written.
+    A line cut short by a full disk stays a separate line. Raises RunError if the row cannot be written.
     """
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
