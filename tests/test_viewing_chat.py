@@ -114,7 +114,7 @@ def test_a_vote_names_the_models_that_answered(tmp_path):
     assert (row["chosen_model"], row["rejected_model"]) == ("two", "one") and row["prompt"][0]["content"] == "Be brief."
     assert "Ask two models first" in chat._voted(tmp_path, None, sides, 0)
     assert "Ask two models first" in chat._voted(tmp_path, chat.Answered(("one",), ""), sides, 0)
-    assert chat.Asked("", "b", "", "", "auto", 0.7, 1, 8, None).models == []
+    assert chat.Controls("", "b", "", "", "auto", 0.7, 1, 8, None).models == []
 
 
 def test_texts_of_a_chatbot_are_those_of_the_model():

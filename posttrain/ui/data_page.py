@@ -138,10 +138,8 @@ def _parsed(text: str) -> dict[str, Any]:
 def _cards(shown: Mapping[str, Any]) -> Markup:
     report, sets = shown["reports"]["train"], shown["sets"]
     facts = {"rows read": report["read"]} | {f"{name} examples": part["examples"] for name, part in sets.items()}
-    facts |= {
-        "rows dropped": len(report["malformed"]) + report["overlong_dropped"],
-        "train tokens": sets["train"]["total"],
-    }
+    dropped = len(report["malformed"]) + report["overlong_dropped"]
+    facts |= {"rows dropped": dropped, "train tokens": sets["train"]["total"]}
     shape = f"Read as {', '.join(dict.fromkeys(report['formats']))}."
     return join([el("p", shape, class_="quiet"), cards({name: number(value) for name, value in facts.items()})])
 

@@ -55,15 +55,12 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
     order = {path: at for at, path in enumerate(ESSENTIAL)}
     essential.sort(key=lambda setting: order.get(setting.path, len(ESSENTIAL) // 2))
     others = [setting for setting in fields if not _is_essential(setting)]
-    sections = {heading: [s for s in others if s.section == section] for section, heading in HEADINGS.items()}
+    sections = [(heading, [s for s in others if s.section == section]) for section, heading in HEADINGS.items()]
     parts = [
         choice(METHOD, "method", METHOD_NAMES, made.method),
         el("div", *(_field(setting, made) for setting in essential), class_="fields"),
         el("h2", "All other settings"),
-        *(
-            _section(heading, [s for s in others if s.section == section], made)
-            for section, heading in HEADINGS.items()
-        ),
+        *(_section(heading, settings, made) for heading, settings in sections),
         _list("models", list(models_below(viewer).values())),
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
     ]
