@@ -76,11 +76,11 @@ def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON
 
 
 def _number(error: OSError | SafetensorError) -> int | None:
-    """The system's error number; safetensors gives it only inside its message."""
+    """The system's error number; safetensors has it only in its message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"os error (\d+)|code: (\d+)", str(error))
-    return int(found[1] or found[2]) if found else None
+    match = re.search(r"os error (\d+)|code: (\d+)", str(error))
+    return int(match[1] or match[2]) if match else None
 
 
 def _reason(error: OSError | SafetensorError) -> str:
@@ -91,10 +91,10 @@ def _reason(error: OSError | SafetensorError) -> str:
 
 
 def open_itself(path: Path, flags: int, links: bool = False) -> int:
-    """A descriptor of a file of a run folder.
+    """A descriptor of a regular file in a run folder, which may be a stranger's.
 
-    A run may be a stranger's: raises OSError for a link (without `links`), which may lead anywhere, and for a pipe or a
-    device, which may never answer.
+    Raises OSError for a link (unless `links` is set), which may lead anywhere, and for a pipe or a device, on which
+    reading may never end.
     """
     link = not links and path.is_symlink()
     descriptor = -1 if link else os.open(path, flags | BINARY | NONBLOCK | (0 if links else NOFOLLOW), 0o666)
@@ -108,7 +108,7 @@ def open_itself(path: Path, flags: int, links: bool = False) -> int:
 class LineFile:
     """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
 
-    Methods raise OSError as the system does, the first also for what is no file (see `open_itself`).
+    Methods raise the system's OSError; the constructor also if it is not a regular file (`open_itself`).
     """
 
     def __init__(self, path: Path):

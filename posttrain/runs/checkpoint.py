@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 MODELS = ("best", "final")  # a run's saved models besides its checkpoints
 VERSION = 1
 NO_FILE = "not a regular file"  # a folder, or a pipe, which reading might never end
-Look = Callable[[Path], list[str]]  # problems of a checkpoint with intact files
+Inspect = Callable[[Path], list[str]]  # returns the problems of a checkpoint with intact files
 
 
 def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
@@ -70,15 +70,12 @@ def verify(folder: Path) -> list[str]:
         return [f"{MANIFEST}: {manifest}"]
     step, expected = manifest
     present = _files(folder)
-    problems = (
-        [] if _step_of(folder) in (None, step) else [f"{MANIFEST}: it belongs to step {step}: the folder was renamed"]
-    )
+    renamed = _step_of(folder) not in (None, step)
+    problems = [f"{MANIFEST}: it belongs to step {step}: the folder was renamed"] if renamed else []
     problems += [f"{name}: missing" for name in expected if name not in present]
     problems += [f"{name}: not in the manifest" for name in present if name not in expected]
-    for name in sorted(expected.keys() & present):
-        problem = _difference(folder / name, expected[name])
-        problems += [f"{name}: {problem}"] if problem else []
-    return problems
+    differences = ((name, _difference(folder / name, expected[name])) for name in sorted(expected.keys() & present))
+    return problems + [f"{name}: {difference}" for name, difference in differences if difference]
 
 
 def _difference(path: Path, expected: dict[str, Any]) -> str | None:
@@ -86,18 +83,18 @@ def _difference(path: Path, expected: dict[str, Any]) -> str | None:
     if not path.is_file():
         return NO_FILE
     try:
-        found = _fingerprint(path)
+        actual = _fingerprint(path)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if found["size"] < expected["size"]:
-        return f"truncated to {found['size']} of {expected['size']} bytes"
-    if found["size"] > expected["size"]:
-        return f"{found['size']} bytes, expected {expected['size']}"
-    return None if found == expected else "SHA-256 differs from the manifest's"
+    if actual["size"] < expected["size"]:
+        return f"truncated to {actual['size']} of {expected['size']} bytes"
+    if actual["size"] > expected["size"]:
+        return f"{actual['size']} bytes, expected {expected['size']}"
+    return None if actual == expected else "SHA-256 differs from the manifest's"
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the named files of a folder, without pipes and other files that are not regular."""
+    """SHA-256 of the named files of a folder; pipes and other files that are not regular are omitted."""
     return {name: _fingerprint(folder / name)["sha256"] for name in names if (folder / name).is_file()}
 
 
@@ -111,8 +108,8 @@ def saved_step(folder: Path) -> int:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest step first, damaged ones included."""
-    found = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := _step_of(path)) is not None]
-    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+    paths = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := _step_of(path)) is not None]
+    return [path for _, path in sorted(paths) if path.is_dir() and not path.is_symlink()]
 
 
 def has_saved(run_dir: Path) -> bool:
@@ -120,21 +117,17 @@ def has_saved(run_dir: Path) -> bool:
     return bool(list_checkpoints(run_dir)) or (run_dir / "final").exists()
 
 
-def _as_saved(folder: Path) -> list[str]:
-    return []
-
-
 def newest_complete(
-    run_dir: Path, look: Look = _as_saved, rejected: Mapping[str, str] | None = None
+    run_dir: Path, inspect: Inspect = lambda folder: [], rejected: Mapping[str, str] | None = None
 ) -> tuple[Path, list[str]]:
     """The newest intact checkpoint, and the reasons why newer ones were skipped.
 
-    `look` finds further problems of a checkpoint with intact files; `rejected` has known problems by checkpoint name.
+    `inspect` finds further problems of a checkpoint with intact files; `rejected`: known problems by checkpoint name.
     Raises RunError if no checkpoint is intact.
     """
     skipped, rejected = [], rejected or {}
     for path in reversed(list_checkpoints(run_dir)):
-        problems = [rejected[path.name]] if path.name in rejected else verify(path) or look(path)
+        problems = [rejected[path.name]] if path.name in rejected else verify(path) or inspect(path)
         if not problems:
             return path, skipped
         skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
@@ -143,12 +136,12 @@ def newest_complete(
     raise RunError(f"{run_dir} has no checkpoint to resume from: start again with --overwrite")
 
 
-def named_checkpoint(folder: Path, look: Look = _as_saved) -> Path:
-    """A checkpoint that the user named by path, verified; `look` as in `newest_complete`.
+def named_checkpoint(folder: Path, inspect: Inspect = lambda folder: []) -> Path:
+    """A checkpoint that the user named by path, verified; `inspect` as in `newest_complete`.
 
     Raises RunError if it is missing or damaged; the message lists the run's other checkpoints.
     """
-    if problems := verify(folder) or look(folder):
+    if problems := verify(folder) or inspect(folder):
         raise unusable(folder, problems)
     return folder
 
@@ -163,10 +156,8 @@ def unusable(folder: Path, problems: list[str]) -> RunError:
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
-    """Rename checkpoints, `best` and `final` later than `step` to `….set-aside`; returns the new paths.
-
-    They are damaged, or belong to later steps than the one from which the run is resumed.
-    """
+    """Rename checkpoints, `best` and `final` that are damaged or later than `step` to `….set-aside`; returns the new
+    paths."""
     moved = []
     models = [path for path in (run_dir / "best", run_dir / "final") if path.is_dir()]
     for path in [*reversed(list_checkpoints(run_dir)), *models]:
@@ -179,17 +170,16 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def _made_at(folder: Path) -> float:
-    """The step of a checkpoint by its name, of another saved folder by its manifest; a damaged one counts as latest."""
-    step = _step_of(folder)
-    if step is not None:
+    """The step of a checkpoint by its name, of another saved folder by its manifest; infinity if it is damaged."""
+    if (step := _step_of(folder)) is not None:
         return step
     manifest = _read_manifest(folder)
     return math.inf if isinstance(manifest, str) else manifest[0]
 
 
 def _step_of(path: Path) -> int | None:
-    found = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(match[1]) if match else None
 
 
 def _files(folder: Path) -> list[str]:
@@ -209,12 +199,9 @@ def _is_entry(value: Any) -> bool:
 
 
 def _render(step: int, files: dict[str, dict[str, Any]]) -> str:
-    return json.dumps({"version": VERSION, "step": step, "files": files, "check": _check(step, files)}, indent=1) + "\n"
-
-
-def _check(step: int, files: dict[str, dict[str, Any]]) -> str:
-    """SHA-256 of the manifest's own content."""
-    return hashlib.sha256(json.dumps([VERSION, step, files]).encode()).hexdigest()
+    """The manifest; `check` is the SHA-256 of its content."""
+    check = hashlib.sha256(json.dumps([VERSION, step, files]).encode()).hexdigest()
+    return json.dumps({"version": VERSION, "step": step, "files": files, "check": check}, indent=1) + "\n"
 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
@@ -223,8 +210,7 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
     try:
         if path.exists() and not path.is_file():
             return NO_FILE
-        raw = read_regular(path)
-        manifest = parse_json(raw)
+        manifest = parse_json(raw := read_regular(path))
     except FileNotFoundError:
         return "missing"
     except OSError as error:

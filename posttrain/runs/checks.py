@@ -1,4 +1,4 @@
-"""The vital checks of a run: what one found, as run.json records it and lists, pages and reports show it; and alarms.
+"""The vital checks of a run, as recorded in run.json and shown in lists, pages and reports; and the alarms.
 
 A failed check ends the run.
 """
@@ -36,7 +36,7 @@ MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found: a value and the limit that it must not exceed, in `unit`; or what it saw, in words."""
+    """The result of a check: a value and its upper limit, in `unit`; or an observation in words."""
 
     check: str
     value: float | None = None
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of a run as it is shown."""
+    """A check of a run for display."""
 
     what: str
     outcome: str  # passed, failed, waiting, does not apply, not recorded
@@ -66,7 +66,7 @@ class _Known:
     name: str
     what: str
     when: str
-    at_start: bool = False  # later it does not come any more
+    at_start: bool = False  # made at the start only
     is_of: Callable[[type[MethodSettings]], bool] = lambda method: True
 
 
@@ -84,12 +84,12 @@ KNOWN = (
 
 
 def advice(alarm: str) -> str:
-    """What an alarm means, and what helps."""
+    """The meaning of an alarm, and its remedy."""
     return MESSAGES.get(alarm, "an alarm of another version of posttrain")
 
 
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
-    """Every check of the method, with what `run.json` recorded; None for a run from before checks were recorded."""
+    """Every check of the method with its record in `run.json` (None: of a version that recorded no checks)."""
     checks, settings = [], METHODS.get(method, MethodSettings)
     for known in (known for known in KNOWN if known.is_of(settings)):
         facts = (recorded or {}).get(known.name)
@@ -104,7 +104,7 @@ def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> lis
 
 
 def described(facts: Mapping[str, Any]) -> str:
-    """What a check found: `3e-07 ≤ 0.0005 nats`, the largest value of several."""
+    """The result of a check: `3e-07 ≤ 0.0005 nats`, the largest value of several."""
     value, limit = facts.get("value"), facts.get("limit")
     parts = [str(facts["seen"])] if facts.get("seen") else []
     if isinstance(value, int | float) and isinstance(limit, int | float):

@@ -79,5 +79,5 @@ def attach(handler: logging.Handler) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text from any source (data, models, errors) for display: without secrets, control characters escaped."""
+    """Text from any source (data, models, errors) for display: secrets hidden, control characters escaped."""
     return visible(redact(text))

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -20,10 +19,10 @@ log = logging.getLogger(QUIET_LOGGER)
 
 
 class TrainingProgress:
-    """Progress of a training run: step, loss, `shown` metrics, tokens/s and ETA.
+    """Progress of a training run: step, `shown` metrics, tokens/s and ETA. A context manager around the loop.
 
-    On a terminal a bar, updated at every step; elsewhere a line every `logging_steps`. These lines and those of
-    validation also go to `training.log`. A context manager around the loop.
+    A bar on a terminal, updated at every step; elsewhere a line every `logging_steps`. These lines and those of
+    validation also go to `training.log`.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class TrainingProgress:
         self._tokens = 0
         self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
         self._values: dict[str, Any] = {}
-        facts = TextColumn("{task.fields[facts]}", table_column=Column())  # on a narrow terminal it wraps, not the rest
+        facts = TextColumn("{task.fields[facts]}", table_column=Column())  # this column wraps on a narrow terminal
         room = max(4, min(40, self._console.width - 100))
         self._bar = bar(self._console, facts, width=room) if self._console.is_terminal else None
         if self._bar:
@@ -53,14 +52,12 @@ class TrainingProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar:
             self._bar.stop()
 
     def step(self, step: int, tokens: int, metrics: Mapping[str, Any]) -> None:
-        """Report that `step` steps are done, with the tokens and metrics of the last one."""
+        """Report that `step` is done, with its tokens and metrics."""
         self._step, self._tokens = step, self._tokens + tokens
         self._values = {name: metrics[name] for name in self._shown if name in metrics}
         self._marks.append((self._clock(), step, self._tokens))
@@ -76,7 +73,7 @@ class TrainingProgress:
                 self._console.print(line, soft_wrap=True)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a validation at `step`: one line in the log, wrapped on the console."""
+        """Show the metrics of a validation: one line in the log, wrapped on the console."""
         parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
         log.info("  ".join(parts))
         self._console.print(_wrapped(parts, self._console.width), soft_wrap=True)

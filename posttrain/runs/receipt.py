@@ -37,10 +37,10 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class TokenNumbers:
-    """Numbers of the tokens of a completion. None: the method, or the version that wrote the file, has no such number.
+    """Numbers of the tokens of a completion. None: not stored by the method or by the version that wrote the file.
 
-    `push` is 0 and `clipped` False where there is none. A token of others (a tool's output) was not sampled: it is not
-    `trained`, and its other numbers are 0.
+    `push` is 0 and `clipped` False where they are not known. Tokens that were not sampled (a tool's output) are not
+    `trained`, and their numbers are 0.
     """
 
     trained: np.ndarray  # bool
@@ -50,7 +50,7 @@ class TokenNumbers:
     ratio: np.ndarray | None
     mismatch: np.ndarray | None  # log-probability of the sampler minus the trainer's
     reference: np.ndarray | None  # log-probability of the policy minus the reference's
-    stored: dict[str, np.ndarray]  # by the labels of STORED, those that there are
+    stored: dict[str, np.ndarray]  # by the labels of STORED
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> TokenNumbers:
@@ -95,7 +95,7 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a completion's reward; of a rule also its verdict and the answer that it extracted."""
+    """A part of a completion's reward; for a rule also its verdict and the extracted answer."""
 
     value: float | None
     weight: float
@@ -125,20 +125,13 @@ class CompletionReceipt:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
         """From a row of `StoredRun.rollouts`."""
-        return cls(
-            rollout=row["rollout_index"],
-            text=row["completion"],
-            tokens=row["tokens"],
-            reward=row["reward"],
-            advantage=row["advantage"],
-            finish_reason=row["finish_reason"],
-            parts={name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()},
-            numbers=TokenNumbers.of(row),
-        )
+        columns = ("rollout_index", "completion", "tokens", "reward", "advantage", "finish_reason")
+        parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
+        return cls(*(row[column] for column in columns), parts=parts, numbers=TokenNumbers.of(row))
 
     @property
     def push(self) -> float:
-        """The sum of the absolute pushes of its tokens."""
+        """The sum of the absolute pushes of the tokens."""
         return float(np.abs(self.numbers.push).sum())
 
     @property
@@ -149,7 +142,7 @@ class CompletionReceipt:
 
 @dataclass(frozen=True, slots=True)
 class GroupReceipt:
-    """A prompt of a step with its completions. `row` is that of the data; None if the prompt itself is not stored."""
+    """A prompt of a step with its completions. `row`: in the data; None if the prompt itself is not stored."""
 
     step: int
     prompt: int
@@ -173,7 +166,7 @@ class GroupReceipt:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the completions that have one."""
+        """The rewards of the completions that have one."""
         return [completion.reward for completion in self.completions if completion.reward is not None]
 
     @property
@@ -188,10 +181,10 @@ class GroupReceipt:
 
     def completion(self, rollout: int) -> CompletionReceipt:
         """Raises RunError if there is no completion of this number."""
-        for completion in self.completions:
-            if completion.rollout == rollout:
-                return completion
-        last = max(completion.rollout for completion in self.completions)
+        by_number = {completion.rollout: completion for completion in self.completions}
+        if rollout in by_number:
+            return by_number[rollout]
+        last = max(by_number)
         raise RunError(f"prompt {self.prompt} of step {self.step} has the rollouts 0 to {last}, no {rollout}")
 
 
@@ -226,11 +219,8 @@ def factor(ratio: float) -> float:
     return float(max(ratio, 1 / max(ratio, 1e-30)))
 
 
-# The text of tokens, by the library tokenizers alone, which needs no torch
-
-
 class RunTokenizer:
-    """What `pieces` asks of a tokenizer, by one of the library tokenizers."""
+    """A decoder for `pieces` that wraps one of the library tokenizers, which needs no torch."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -247,7 +237,7 @@ class RunTokenizer:
 
 
 def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence[int] = ()) -> list[str | None]:
-    """The text of each token after a prompt; of several that hold one character, the last has it, the others None.
+    """The text of each token after a prompt; where several tokens encode one character, the last has it, others None.
 
     Without a decoder, the numbers of the tokens.
     """
@@ -260,7 +250,7 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:
-    """The run's tokenizer: of its final model, its newest checkpoint, or the model it started from."""
+    """The run's tokenizer: of its final or best model, its newest checkpoint, or the model it started from."""
     model = next(iter(RunSummary(run).model_settings), {})
     started, added = model.get("path"), model.get("new_tokens")
     new_tokens = tuple(token for token in added if isinstance(token, str)) if isinstance(added, list) else ()

@@ -6,7 +6,7 @@ lost or stored twice. If a step cannot be written, the run ends and saves the st
 run writes it. When the file reaches its size limit the oldest steps are deleted.
 
 Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion, as long as
-its tokens. A token of others, such as a tool's output, was not sampled and is not trained: its numbers are NaN, its
+its tokens. A token that the model did not sample, such as a tool's output, is not trained: its numbers are NaN, its
 flags 0.
 """
 
@@ -56,8 +56,8 @@ ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
     "returns", "entropies", "penalties",
 )  # fmt: skip
-BUSY_S = 30.0  # seconds to wait for another program's lock on the file
-WAITING = 4  # maximum length of the writing queue; then training waits for the disk
+BUSY_S = 30.0  # wait for another program's lock on the file
+WAITING = 4  # steps in the queue; with more, training waits for the disk
 GIB = 1 << 30
 
 
@@ -75,7 +75,7 @@ class StoredPrompt:
 class StoredRollout:
     """A completion of a step; `parts` has each reward's value and, for rules, the verdict.
 
-    Of `arrays`, `tokens` has every token, the others a number for each trained token.
+    In `arrays`, `tokens` has every token; the others have a number for each trained token.
     """
 
     prompt_index: int
@@ -90,7 +90,7 @@ class StoredRollout:
     trained: np.ndarray | None = None  # which tokens are trained, bool; None: all
 
     def array(self, name: str) -> np.ndarray | None:
-        """The array with a number for each token: NaN, or 0 for a flag, for one that is not trained."""
+        """The array with a number for each token; NaN, or 0 for a flag, for tokens that are not trained."""
         values = self.arrays.get(name)
         if values is None or self.trained is None or name == "tokens":
             return values
@@ -126,10 +126,8 @@ class RolloutStore:
     """Writes a run's rollouts. `check` and `flush` raise RunError if something could not be written."""
 
     def __init__(self, folder: Path, max_bytes: int, after: int, checkpoint: Path | None = None):
-        """Open or create the file; steps later than `after` are deleted.
-
-        `checkpoint` is the one that the run resumes from: the unwritten steps that were saved in it are written now.
-        """
+        """Open or create the file; delete steps later than `after`; write the steps saved in `checkpoint`, from which
+        the run resumes."""
         self.path, self.max_bytes = folder / NAME, max_bytes
         try:
             self._connection = _connect(self.path)
@@ -167,10 +165,7 @@ class RolloutStore:
         self.check()
 
     def save_unwritten(self, folder: Path, until: int) -> None:
-        """Save unwritten steps up to `until` to a file in a checkpoint's folder, if there are any.
-
-        A store that resumes from this checkpoint writes them.
-        """
+        """Save unwritten steps up to `until` in a checkpoint's folder; a store that resumes from it writes them."""
         self._waiting.join()
         writes = [write for write in self._unwritten if write.step <= until]
         if not writes:
@@ -183,7 +178,7 @@ class RolloutStore:
             connection.commit()
 
     def close(self) -> None:
-        """Write the queue and end the thread. Raises nothing, so as not to replace the error of a failed run."""
+        """Write the queue and end the thread. Raises nothing, as that would hide the error of a failed run."""
         self._waiting.put(None)
         self._thread.join()
         if self._failed is not None:
@@ -215,7 +210,7 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the array columns that a file of an earlier version lacks; new columns are always the last ones."""
+    """Add the array columns that a file of an earlier version lacks."""
     existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
     for name in ARRAYS:
         if name not in existing:
@@ -223,18 +218,15 @@ def _add_columns(connection: sqlite3.Connection) -> None:
 
 
 def _refusal(path: Path, error: Exception) -> RunError:
-    """The message for a file that cannot be used, with its remedy."""
+    """The error for a file that cannot be used, with the remedy."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return RunError(
             f"{path} is damaged: {error}. Training does not need it: rename it (and its -wal and -shm files), then "
             "continue with --resume, which creates a new one; `sqlite3 FILE .recover` may save its content"
         )
-    remedies = {
-        sqlite3.SQLITE_FULL: "Free disk space",
-        sqlite3.SQLITE_BUSY: "End the program that locks it",
-        sqlite3.SQLITE_LOCKED: "End the program that locks it",
-    }
+    remedies = {sqlite3.SQLITE_FULL: "Free disk space"}
+    remedies |= dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "End the program that locks it")
     remedy = remedies.get(code, "Fix that")
     return RunError(f"{path} cannot be written: {error}. {remedy}, then continue with --resume")
 
@@ -242,9 +234,9 @@ def _refusal(path: Path, error: Exception) -> RunError:
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
     prompts, rollouts, evaluations = map(_storable, _rows(write))
     connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
-    columns = (*FACTS, *ARRAYS)  # in a file of an earlier version they have another order
-    places = ", ".join("?" * len(columns))
-    connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({places})", rollouts)
+    columns = (*FACTS, *ARRAYS)  # in another order in files of earlier versions
+    marks = ", ".join("?" * len(columns))
+    connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({marks})", rollouts)
     connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
     connection.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", evaluations)
 
@@ -256,28 +248,25 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
         for index, p in enumerate(write.prompts)
     ]
     rollouts = [
-        (
-            write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
-            r.version, _json(r.parts), *(_blob(name, r.array(name)) for name in ARRAYS),
-        )
+        (write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
+         r.version, _json(r.parts), *(_blob(name, r.array(name)) for name in ARRAYS))
         for r in write.rollouts
     ]  # fmt: skip
     evaluations = [
-        (
-            write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason, _json(e.parts),
-            _blob("tokens", e.tokens),
-        )
+        (write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason, _json(e.parts),
+         _blob("tokens", e.tokens))
         for e in write.evaluations
     ]  # fmt: skip
     return prompts, rollouts, evaluations
 
 
 def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The rows with lone surrogates as escapes: SQLite refuses surrogates, and a step must not be lost to them."""
-    return [
-        tuple(one.encode("utf-8", "backslashreplace").decode() if isinstance(one, str) else one for one in row)
-        for row in rows
-    ]
+    """The rows with lone surrogates as escapes, because SQLite refuses surrogates."""
+
+    def storable(value: Any) -> Any:
+        return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+    return [tuple(map(storable, row)) for row in rows]
 
 
 def _write_saved(connection: sqlite3.Connection, file: Path) -> None:

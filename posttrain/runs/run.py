@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from posttrain.base.atomic import settle
@@ -86,16 +85,9 @@ class Run:
                 empty(folder, keep=() if overwrite else (NOTES,))
             recover(folder)
             facts = {
-                "format": FORMAT,
-                "state": "running",
-                "reason": None,
-                "started": now(),
-                "ended": None,
-                "resumes": [],
-                "provenance": redact(environment() | dict(provenance)),
-                "counters": {},
-                "checks": {},
-            }
+                "format": FORMAT, "state": "running", "reason": None, "started": now(), "ended": None, "resumes": [],
+                "provenance": redact(environment() | dict(provenance)), "counters": {}, "checks": {},
+            }  # fmt: skip
             save_json(folder / "run.json", facts)
             write_file(folder / "config.yaml", redact_yaml(config_yaml))
             run = cls(folder, lock, facts)
@@ -143,7 +135,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The checkpoint folders, oldest first (not verified: see `newest_complete`)."""
+        """The checkpoint folders, oldest first, not verified (`newest_complete` verifies)."""
         return checkpoint.list_checkpoints(self.folder)
 
     @property
@@ -161,7 +153,6 @@ class Run:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was resumed."""
         return bool(self._facts["resumes"])
 
     def set_state(self, state: State, reason: str | None = None) -> None:
@@ -177,17 +168,18 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def record_check(self, found: Finding) -> None:
-        """Record in `run.json` what a check found; of several times the largest `value`, or a failure, which ends the
-        run and counts until the check passes after a resume.
+        """Record the result of a check in `run.json`: the largest `value` so far, or a failure.
 
-        Written when the check is new or fails; later values with the next checkpoint, and at the end.
+        A failure ends the run, and counts until the check passes after a resume. The file is written when the check is
+        new or fails; later values with the next checkpoint, and at the end.
         """
         checks = self._facts.setdefault("checks", {})
         before, facts = checks.get(found.check), found.facts()
         if before is not None and before["failed"] and not found.failed:
             before = None
         times = (before or {}).get("times", 0) + 1
-        if before is not None and not facts["failed"] and _is_larger(before.get("value"), facts.get("value")):
+        earlier, value = (before or {}).get("value"), facts.get("value")
+        if before is not None and not facts["failed"] and None not in (earlier, value) and earlier > value:
             facts = before
         checks[found.check] = {**facts, "times": times}
         if before is None or facts["failed"]:
@@ -228,10 +220,6 @@ class Run:
         """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
         return read_metrics(self.folder)
 
-    def truncate_metrics(self, step: int, evaluated: bool = True) -> int:
-        """Remove the metrics after `step`, and its validation if not `evaluated`; returns the number of lines."""
-        return self._metrics.truncate(step, evaluated)
-
     # Checkpoints
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
@@ -245,14 +233,14 @@ class Run:
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Set the folder back as if the run had stopped right after `step`, or before its validation, to resume there.
+        """Restore the folder to its state right after `step`, or before its validation, to resume there.
 
-        Later checkpoints, `best` and `final` are renamed to `….set-aside`, later metrics are removed.
+        Later checkpoints, `best` and `final` are renamed to `….set-aside`; later metrics are removed.
         """
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
-        """Set the folder back to a new run of the same date: `best` is set aside, all metrics are removed."""
+        """Restore the folder to a new run of the same date: `best` is set aside, all metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
         day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
         self._facts["provenance"] = redact(environment() | day | dict(provenance))
@@ -260,8 +248,9 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def _keep_until(self, step: int, rest: str, evaluated: bool = True) -> None:
+        """Set aside and remove what is later than `step`, which messages call `rest`."""
         moved = checkpoint.set_aside_after(self.folder, step)
-        cut = self.truncate_metrics(step, evaluated)
+        cut = self._metrics.truncate(step, evaluated)
         if moved:
             log.warning("set aside, %s: %s", rest, ", ".join(path.name for path in moved))
         if cut:
@@ -278,9 +267,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 if self.state == "running":
@@ -302,13 +289,10 @@ class Run:
         self._save_after = save
 
     def _record_end(self, error: BaseException) -> None:
-        """Save the finished steps; record in run.json and training.log why the run ended.
-
-        The console is left to the caller.
-        """
+        """Save the finished steps; record in run.json and training.log, but not on the console, why the run ended."""
         reason = reason_of(error)  # before its traceback is cleared
-        asked = isinstance(error, KeyboardInterrupt | Stopped)
-        if not asked:
+        interrupted = isinstance(error, KeyboardInterrupt | Stopped)
+        if not interrupted:
             trace = None if isinstance(error, PosttrainError) else (type(error), error, error.__traceback__)
             self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (reason,), trace))
         with deferring("saving the last finished step") as signals:
@@ -318,14 +302,14 @@ class Run:
                 note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
                 log.warning(note)
                 error.add_note(note)
-            self.set_state("interrupted" if asked else "failed", reason)
-        if signals and not asked:  # the signal now ends the process before another run starts
+            self.set_state("interrupted" if interrupted else "failed", reason)
+        if signals and not interrupted:  # the signal now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
 
 
 class Follower(Run):
-    """The run as the ranks after the first one see it: they read the folder, and write nothing but their own log."""
+    """The run for the ranks after the first: they read the folder, and write only their log (`own_log`)."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -339,7 +323,7 @@ class Follower(Run):
     def resumed(self) -> bool:
         return False
 
-    def _nothing(self, *given: Any, **named: Any) -> None: ...
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
     write_config = set_state = set_counters = record_check = add_provenance = write_results = _nothing
     write_final_results = log = follow = save_model = rewind = start_over = close = _nothing
@@ -353,9 +337,7 @@ class Follower(Run):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             log.error("%s", reason_of(error), exc_info=error)
             self._save(error)
@@ -370,7 +352,3 @@ def own_log(folder: Path, rank: int) -> Iterator[None]:
         resources.enter_context(redirect_stdout(file))
         resources.enter_context(redirect_stderr(file))
         yield
-
-
-def _is_larger(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and one > other

@@ -13,22 +13,22 @@ from posttrain.base.errors import RunError
 from posttrain.runs.files import check_database, is_regular, parse_json
 from posttrain.runs.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
-LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
+LOOKING_S = 2.0  # wait for a lock when only reading
 NUMBER = int | float | None
-# The columns that are not arrays or JSON: SQLite itself keeps any value in any of them.
+# Types of the columns that are not arrays or JSON: SQLite accepts any value in any of them.
 TYPES: dict[str, Any] = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
 TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which"), int)
 TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
 PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
-NEAR_ENDS = 200  # completions among which the best and worst of different prompts are looked for
+NEAR_ENDS = 200  # completions among which those of different prompts are chosen
 
 
 class StoredRun:
     """The rollouts of a run, read-only; the run may still be active."""
 
     def __init__(self, folder: Path, looking: bool = False):
-        """With `looking` nothing is written to the folder, not even by SQLite, and a lock is not waited for."""
+        """With `looking`, nothing is written to the folder, not even by SQLite, and locks are hardly waited for."""
         path = folder / NAME
         if not is_regular(path):
             raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
@@ -51,7 +51,7 @@ class StoredRun:
             raise RunError(f"{self._path} cannot be read: {error}") from error
 
     def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
-        """The rows with their arrays and JSON read. Raises RunError for one that is damaged."""
+        """The rows with arrays and JSON decoded. Raises RunError for a damaged row."""
         rows = self._rows(query, values)
         try:
             return [_read(row) for row in rows]
@@ -59,7 +59,7 @@ class StoredRun:
             raise RunError(f"{self._path} is damaged: {error}") from error
 
     def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-        """The rows of a query of your own. Raises RunError if the file cannot be read."""
+        """The rows of any query. Raises RunError if the file cannot be read."""
         return list(map(tuple, self._rows(query, values)))
 
     def steps(self) -> list[int]:
@@ -69,10 +69,9 @@ class StoredRun:
         """Raise RunError unless the rollouts of this step are in the file."""
         steps = self.steps()
         if step not in steps:
-            there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
-            raise RunError(
-                f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
-            )
+            stored = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+            drops = "(rollout.max_database_gb drops old ones)"
+            raise RunError(f"there are no rollouts of step {step}; there are {stored} {drops}")
 
     def prompts(self, step: int) -> list[dict[str, Any]]:
         return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
@@ -80,15 +79,15 @@ class StoredRun:
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
         """The completions of a step, or of one of its prompts; per-token columns as arrays.
 
-        An array is None if the method does not have it, or if the file is of an earlier version. Not every token need
-        be trained (`trained_tokens`).
+        An array is None if the method or an earlier version of posttrain does not have it. Some tokens may not be
+        trained (`trained_tokens`).
         """
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
 
     def extremes(self, step: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The best and the worst completions of a step by reward, of different prompts, with prompt and facts."""
+        """The best and the worst completions of a step by reward, each of another prompt, with prompt and facts."""
         return self._extremes(
             "rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
             "rollout_index, prompt_index AS which, prompt, facts "
@@ -105,7 +104,7 @@ class StoredRun:
     def evaluated_extremes(
         self, step: int, dataset: str, count: int
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The best and the worst completions of an evaluation, of different prompts."""
+        """The best and the worst completions of an evaluation, each of another prompt."""
         return self._extremes(
             "completion, reward, finish_reason, parts, length(tokens) / 4 AS length, row AS which, prompt "
             "FROM evaluations WHERE step = ? AND dataset = ?",
@@ -116,16 +115,12 @@ class StoredRun:
     def _extremes(
         self, query: str, values: Sequence[int | str], count: int
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        best, worst = (
-            self._read_rows(f"SELECT {query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}", values)
-            for order in ("DESC", "ASC")
-        )
-        found = ({one["which"]: one for one in reversed(rows)} for rows in (best, worst))  # one of each prompt
-        first, last = (
-            sorted(of.values(), key=lambda one: one["reward"], reverse=down)
-            for of, down in zip(found, (True, False), strict=True)
-        )
-        return first[:count], last[:count]
+        def end(order: str) -> list[dict[str, Any]]:
+            query_ = f"SELECT {query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}"
+            by_prompt = {row["which"]: row for row in reversed(self._read_rows(query_, values))}
+            return sorted(by_prompt.values(), key=lambda row: row["reward"], reverse=order == "DESC")[:count]
+
+        return end("DESC"), end("ASC")
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order of sampling."""
@@ -143,7 +138,7 @@ class StoredRun:
 
 
 def trained_tokens(row: Mapping[str, Any]) -> np.ndarray:
-    """Which tokens of a row of `StoredRun.rollouts` are trained, bool. Those of others have no log-probability: NaN."""
+    """Which tokens of a row of `StoredRun.rollouts` are trained (bool); the log-probability of the others is NaN."""
     logprobs = row.get("sampler_logprobs")
     if logprobs is None or len(logprobs) != len(row["tokens"]):
         return np.ones(len(row["tokens"]), bool)
@@ -151,7 +146,7 @@ def trained_tokens(row: Mapping[str, Any]) -> np.ndarray:
 
 
 def of_trained(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `StoredRun.rollouts` with the trained tokens and their numbers alone. Raises RunError if damaged."""
+    """A row of `StoredRun.rollouts` with only the trained tokens and their numbers. Raises RunError if damaged."""
     trained = trained_tokens(row)
     if trained.all():
         return {**row}
@@ -164,8 +159,8 @@ def of_trained(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection that writes nothing. Raises RunError if the file cannot be opened.
 
-    SQLite would make files beside a database with a log of writes (-wal) even to read it. Without that log no
-    process writes, so it is read as a file that does not change.
+    To read a database in WAL mode, SQLite creates files beside it, unless it is opened as one that does not change:
+    without a -wal file no process is writing to it.
     """
     still = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     try:
@@ -175,23 +170,23 @@ def read_only(path: Path) -> sqlite3.Connection:
 
 
 def _read(row: sqlite3.Row) -> dict[str, Any]:
-    """A row with its arrays and JSON. Raises ValueError for a value that no run writes."""
-    found = dict(row)
-    for name, value in found.items():
+    """A row with its arrays and JSON decoded. Raises ValueError for a value that no run writes."""
+    decoded = dict(row)
+    for name, value in decoded.items():
         if name in ARRAYS and (value is not None or name == "tokens"):
-            found[name] = np.frombuffer(_of(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
+            decoded[name] = np.frombuffer(_typed(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
         elif name in ("facts", "parts"):
-            found[name] = _of(name, parse_json(_of(name, value, str)), dict)
-            for part in found[name].values() if name == "parts" else ():
+            decoded[name] = _typed(name, parse_json(_typed(name, value, str)), dict)
+            for part in decoded[name].values() if name == "parts" else ():
                 for key, kind in PART.items() if isinstance(part, dict) else ():
-                    _of(f"{key} of a reward", part.get(key), kind)
+                    _typed(f"{key} of a reward", part.get(key), kind)
         elif name in TYPES:
-            _of(name, value, TYPES[name])
-    return found
+            _typed(name, value, TYPES[name])
+    return decoded
 
 
-def _of(name: str, value: Any, kind: Any) -> Any:
-    """The value, if it is of this type. Raises ValueError."""
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """The value. Raises ValueError if it is of another type."""
     if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= 1 << 63):
         raise ValueError(f"a row has the {name} {str(value)[:40]!r}")
     return value

@@ -17,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
@@ -38,25 +37,25 @@ EXTRA = "track"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
-class Tracker(Protocol):
-    """One open run in one tracker."""
+class Tracker:
+    """An open run in a tracker."""
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Record a step's values, all finite; `time` is Unix time in seconds."""
-        ...
+        raise NotImplementedError
 
     def discard(self, step: int) -> bool:
         """Remove the values from this step on; False if the tracker cannot."""
-        ...
+        return False
 
     def close(self, failed: bool) -> None:
         """Flush and close; `failed`: the run did not finish."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The facts of a run for its trackers. `id` stays the same when the run is resumed."""
+    """The facts of a run for its trackers. `id` is the same after a resume."""
 
     name: str
     id: str
@@ -78,16 +77,16 @@ def require_trackers(tracking: TrackingConfig) -> None:
 class Tracking:
     """The trackers of one run, open while it runs; a context manager inside the run's.
 
-    `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are the
-    same, they are not sent twice. At the first other one (another number of steps, say) the trackers that can discard
-    them, and get all lines from the resume on; of the others a warning names the steps.
+    `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are
+    equal, they are not sent twice. At the first that differs (after a change of settings, say), trackers that can
+    discard the old lines get all lines since the resume; for the others, a warning names the steps.
     """
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
         self._sent = {(line["step"], tag): value for line in logged for tag, value in tagged(line).items()}
-        self._waiting = OrderedDict((key, self._sent[key]) for key in sorted(self._sent))  # that no new line has yet
-        self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all are as sent
-        self._cleared: set[str] = set()  # trackers that have discarded what was sent
+        self._waiting = OrderedDict((key, self._sent[key]) for key in sorted(self._sent))  # not computed again yet
+        self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all equal those sent before
+        self._cleared: set[str] = set()  # trackers that have discarded the lines sent before
         self._open: dict[str, Tracker] = {}
         try:
             for name in config.tracking.report_to:
@@ -119,7 +118,7 @@ class Tracking:
                 tracker.log(step, values, line["time"])
 
     def _discard(self) -> None:
-        """Let the trackers discard what was sent before the resume, since the new lines are others."""
+        """Let the trackers discard the lines sent before the resume, since the new lines differ."""
         steps, again = [step for step, _ in self._sent], self._again
         self._again = []
         self._waiting.clear()
@@ -129,7 +128,7 @@ class Tracking:
                     self._cleared.add(name)
                 else:
                     log.warning(
-                        "%s keeps its values of steps %d to %d from before the resume, which are other now, and cannot "
+                        "%s keeps its values of steps %d to %d from before the resume, which now differ, and cannot "
                         "remove them (metrics.jsonl has the new ones): delete that run there, or set another "
                         "tracking.project",
                         name, min(steps), max(steps),
@@ -157,9 +156,7 @@ class Tracking:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(failed=error is not None)
 
 
@@ -190,7 +187,7 @@ def _subject(config: RunConfig, run: Run) -> Subject:
     )
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """TensorBoard's event files. Each resume adds a file; TensorBoard joins them."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
@@ -212,11 +209,11 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, step, walltime=time)
 
     def discard(self, step: int) -> bool:
-        """A new file says so; TensorBoard then shows no earlier file's values from this step on."""
+        """Start a new file that hides the earlier files' values from this step on."""
         self._writer.close()
         earlier = sorted(self._folder.glob("*tfevents*"))
         self._writer = self._file(purge_step=step)
-        # Files are read in the order of their names, which begin with a time: also of a machine whose clock is ahead.
+        # Files are read in the order of their names, which begin with a time, perhaps of a machine whose clock is fast.
         if max(self._folder.glob("*tfevents*")) == earlier[-1]:
             for number, path in enumerate(earlier):
                 path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", path.name)))
@@ -226,10 +223,10 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later.
 
-    A resumed run has the same id, so that its parts, and their folders when offline, become one run there.
+    A resumed run has the same id, so that its parts, or their offline folders, become one run.
     """
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
@@ -262,9 +259,6 @@ class WandB:
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values) | {"_timestamp": time}, step=step)
 
-    def discard(self, step: int) -> bool:
-        return False
-
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
@@ -279,7 +273,7 @@ def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
 
 
 def has_wandb_key() -> bool:
-    """Whether there is a key to log in with: WANDB_API_KEY, or that of `wandb login` in ~/.netrc."""
+    """Whether there is a key: WANDB_API_KEY, or the one that `wandb login` wrote to ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -289,13 +283,13 @@ def has_wandb_key() -> bool:
         return False
 
 
-class Trackio:
-    """A run of trackio: a local database in its own folder (TRACKIO_DIR), or the Space of TRACKIO_SPACE_ID."""
+class Trackio(Tracker):
+    """A run of trackio: a local database in its folder (TRACKIO_DIR), or the Space of TRACKIO_SPACE_ID."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         import trackio
 
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what the log line below says
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the content of the log line below
             self._run = trackio.init(
                 project=tracking.project,
                 name=subject.name,
@@ -309,14 +303,11 @@ class Trackio:
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values), step=step)
 
-    def discard(self, step: int) -> bool:
-        return False
-
     def close(self, failed: bool) -> None:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.finish()  # finishes the open run; after run.finish() trackio would finish it again at exit
+            trackio.finish()  # not run.finish(), after which trackio would finish the run again at exit
 
 
 OPENERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
