@@ -1,12 +1,13 @@
 """Charts: curves, dots, and means with their intervals.
 
-The script of pages (`hover.js`) reads `data-points`: values under the pointer, and where a click leads.
+The script of pages (`hover.js`) reads the attribute `data-points` to show the values under the pointer.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from posttrain.reports.design import LIGHT
@@ -47,10 +48,10 @@ def chart(
     size: tuple[int, int] = SIZE,
     zero: Sequence[float] = (),
 ) -> Drawing:
-    """Lines over an axis, raw ones faint under smoothed ones; dashed lines, which have few points, as they are.
+    """Lines over an axis, smoothed over faint raw ones; dashed lines, which have few points, are not smoothed.
 
-    `go`: an address that a point's x is appended to. `share`: the values lie between 0 and 1. `keys`: name the lines;
-    with `ends` also their last values. `most`: points of a line. `zero`: values that the y axis must reach.
+    `go`: the address of a click, to which the point's x is appended. `share`: the values lie between 0 and 1. `keys`:
+    name the lines; `ends`: and their last values. `most`: points of a line. `zero`: values that the y axis includes.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     named = [_key(line, ends, len(shown) > 1 or line.label != "train") for line in shown if ends or len(shown) > 1]
@@ -60,9 +61,12 @@ def chart(
     smoothed_lines = [(line, smoothed(line.ys, 0.0 if line.dashed else smooth)) for line in shown]
     x = scale_of([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
     values = [usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in smoothed_lines]
-    reach = [value for of in values for value in of] + [end for line in shown for bar in line.bars for end in bar]
-    y = scale_of([*reach, *zero], height - BOTTOM, TOP, pad=0.06, share=share)
-    parts = _axes(x, y, width, height, _steps(x) if x_label == "step" else ticks(x.low, x.high, 5))
+    reach = [*chain(*values), *(end for line in shown for bar in line.bars for end in bar), *zero]
+    y = scale_of(reach, height - BOTTOM, TOP, pad=0.06, share=share)
+    places = ticks(x.low, x.high, 5)
+    if x_label == "step":
+        places = [value for value in places if value == int(value)] or [math.ceil(x.low)]
+    parts = _axes(x, y, width, height, places)
     points = []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -89,7 +93,7 @@ def chart(
 def scatter(
     points: Sequence[tuple[float, float, bool]], title: str, places: Mapping[float, str], size: tuple[int, int] = SIZE
 ) -> Drawing:
-    """Dots at x and y, those whose third value is false hollow; `places` are the labels of the x axis."""
+    """Dots at x and y, hollow where the third value is false; `places` are the labels of the x axis."""
     if not points:
         return Drawing(title, size, [], "no values yet")
     width, height = size
@@ -99,8 +103,8 @@ def scatter(
         el("circle", cx=f"{x(at):.1f}", cy=f"{y(value):.1f}", r=3.5, class_="dot c0" if full else "line c0")
         for at, value, full in points
     ]
-    said = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, size, [*_axes(x, y, width, height, places), *dots], said)
+    described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
+    return Drawing(title, size, [*_axes(x, y, width, height, places), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -111,35 +115,30 @@ def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
     x, y = Scale(0, len(finite) - 1, 2, width - 3), scale_of(finite, height - 3, 3, pad=0.0)
     path = _path(range(len(finite)), finite, x, y, "line c0")
     end = el("circle", cx=f"{x(len(finite) - 1):.1f}", cy=f"{y(finite[-1]):.1f}", r=2, class_="end")
-    said = f"from {finite[0]:.3g} to {finite[-1]:.3g}"
-    return el("svg", path, end, viewBox=f"0 0 {width} {height}", class_="spark", role="img", aria_label=said)
+    label = f"from {finite[0]:.3g} to {finite[-1]:.3g}"
+    return el("svg", path, end, viewBox=f"0 0 {width} {height}", class_="spark", role="img", aria_label=label)
 
 
 def usual(values: Sequence[float]) -> list[float]:
-    """The values without a rare spike that would flatten the rest: it leaves the picture at the top."""
-    finite = sorted(value for value in values if math.isfinite(value))
+    """The finite values, sorted, without rare spikes that would flatten the rest: they are cut at the top."""
+    finite = sorted(filter(math.isfinite, values))
     if len(finite) < 60:
         return finite
-    usual = finite[int(0.995 * (len(finite) - 1))]
-    if finite[-1] - finite[0] > 4 * (usual - finite[0]) > 0:
-        return [value for value in finite if value <= usual] + [usual + 0.3 * (usual - finite[0])]
+    top = finite[int(0.995 * (len(finite) - 1))]
+    if finite[-1] - finite[0] > 4 * (top - finite[0]) > 0:
+        return [value for value in finite if value <= top] + [top + 0.3 * (top - finite[0])]
     return finite
 
 
 def _middle(values: Sequence[float]) -> list[float]:
     """The values between the 2nd and the 98th percentile: the usual noise around a smoothed line."""
-    finite = sorted(value for value in values if math.isfinite(value))
+    finite = sorted(filter(math.isfinite, values))
     rare = len(finite) // 50
     return finite[rare : len(finite) - rare]
 
 
-def _steps(x: Scale) -> list[float]:
-    """Whole numbers of an axis of steps."""
-    return [value for value in ticks(x.low, x.high, 5) if value == int(value)] or [math.ceil(x.low)]
-
-
 def _axes(x: Scale, y: Scale, width: int, height: int, places: Sequence[float] | Mapping[float, str]) -> list[Markup]:
-    """Grid lines with their values, and the places of the x axis, which may have labels of their own."""
+    """Grid lines with their values, and the ticks of the x axis, with their labels in a mapping."""
     parts = []
     levels = ticks(y.low, y.high, 4)
     for value, label in zip(levels, labels(levels), strict=True):
@@ -153,16 +152,16 @@ def _axes(x: Scale, y: Scale, width: int, height: int, places: Sequence[float] |
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
-    """The line, broken where a value is not finite; a point of its own is a dot."""
+    """The line, broken where a value is not finite; a single point is a dot."""
     top, bottom = min(y.start, y.end), max(y.start, y.end)
-    runs: list[list[str]] = [[]]
+    stretches: list[list[str]] = [[]]
     for at, value in zip(xs, ys, strict=True):
         if math.isfinite(value):
-            runs[-1].append(f"{x(at):.1f} {min(max(y(value), top), bottom):.1f}")
-        elif runs[-1]:
-            runs.append([])
-    steps = [f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h.01" for run in runs if run]
-    return el("path", d="".join(steps), class_=style)
+            stretches[-1].append(f"{x(at):.1f} {min(max(y(value), top), bottom):.1f}")
+        elif stretches[-1]:
+            stretches.append([])
+    drawn = [f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}h.01" for points in stretches if points]
+    return el("path", d="".join(drawn), class_=style)
 
 
 def _key(line: Line, ends: bool, named: bool) -> Key:
@@ -177,7 +176,7 @@ def _described(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value; `low` and `high` are None without an interval. `colour` None: in the quiet colour."""
+    """A value with its interval, if any. `colour` None: the quiet colour."""
 
     label: str
     value: float
@@ -189,35 +188,28 @@ class Interval:
 
 
 def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Drawing:
-    """A figure with a line for each value, its label above it and its number at the right; with `zero` a line at 0."""
-    reach = [one for row in rows for one in (row.value, row.low, row.high, *row.dots) if one is not None]
+    """A figure with a row for each value: label, number and interval; with `zero` a line at 0."""
+    reach = [value for row in rows for value in (row.value, row.low, row.high, *row.dots) if value is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
     x = scale_of([*reach, 0.0] if zero else reach, EDGE, INTERVALS - EDGE, pad=0.05)
-    bottom = ROW * len(rows) + 6
-    parts = _axis(x, bottom, zero)
-    for number, row in enumerate(rows):
-        parts += _row(row, x, ROW * number)
-    described = "; ".join(f"{row.label} {_said(row)}" for row in rows)
-    return Drawing(title, (INTERVALS, bottom + 20), parts, described, note=note)
-
-
-def _axis(x: Scale, bottom: int, zero: bool) -> list[Markup]:
-    places = ticks(x.low, x.high, 5)
-    parts = []
+    bottom, places, parts = ROW * len(rows) + 6, ticks(x.low, x.high, 5), []
     for value, label in zip(places, labels(places), strict=True):
         at = f"{x(value):.1f}"
         parts.append(el("line", class_="grid", x1=at, x2=at, y1=0, y2=bottom))
         parts.append(el("text", label, class_="tick middle", x=at, y=bottom + 15))
     if zero:
         parts.append(el("line", class_="zero", x1=f"{x(0):.1f}", x2=f"{x(0):.1f}", y1=0, y2=bottom))
-    return parts
+    for number, row in enumerate(rows):
+        parts += _row(row, x, ROW * number)
+    described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
+    return Drawing(title, (INTERVALS, bottom + 20), parts, described, note=note)
 
 
 def _row(row: Interval, x: Scale, top: int) -> list[Markup]:
     middle, key = top + 26, "quiet" if row.colour is None else f"c{row.colour}"
     parts = [
         el("text", short(row.label, LONGEST), class_="name", x=EDGE, y=top + 14),
-        el("text", _said(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14),
+        el("text", _written(row), class_="tick end", x=INTERVALS - EDGE, y=top + 14),
     ]
     if row.band is not None:
         left, right = x(-row.band), x(row.band)
@@ -228,6 +220,6 @@ def _row(row: Interval, x: Scale, top: int) -> list[Markup]:
     return [*parts, el("circle", cx=f"{x(row.value):.1f}", cy=middle, r=4, class_=f"dot {key}")]
 
 
-def _said(row: Interval) -> str:
+def _written(row: Interval) -> str:
     between = "" if row.low is None or row.high is None else f" ({row.low:.3f} to {row.high:.3f})"
     return f"{row.value:.3f}{between}"

@@ -1,4 +1,4 @@
-"""The best and the worst completions of a run, with every part of their rewards and what the rules matched in them."""
+"""The best and the worst completions of a run, with the parts of their rewards and the text that rules matched."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,26 +18,26 @@ LONGEST, LONGEST_PROMPT = 4_000, 1_500  # characters of a completion, of a promp
 TAGS = {"reasoning_end": "<end_working_out>", "solution_start": "<SOLUTION>", "solution_end": "</SOLUTION>"}
 TAGGED = ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers")
 R1_ZERO = ("</think>", "<answer>", "</answer>")
-NOTE = " Marked: the tags that a format reward counts, and (underlined) the answer that a rule read."
+NOTE = " Marked: the tags that a format reward counts, and (underlined) the answer that a rule extracted."
 
 Span = tuple[int, int, str]  # from, to, class
 
 
 def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Html]:
-    """A section each with the best and the worst completions: of the last stored step, and of the last evaluation.
+    """A section for the last stored step, and for each data set's last evaluation. A run without rollouts has none.
 
-    What cannot be read is added to `missing`. Nothing for a run without rollouts.
+    Messages about what cannot be read are added to `missing`.
     """
     if not (folder / NAME).is_file():
         return
     try:
         with StoredRun(folder, looking=True) as stored:
-            found = list(_extremes(stored, count))
+            extremes = list(_extremes(stored, count))
     except (PosttrainError, OSError) as error:
         missing.append(f"Completions are not shown: {error}")
         return
     tags = _tags_of(config)
-    for when, ends in found:
+    for when, ends in extremes:
         sides = [
             el("div", el("h3", name), *(_item(row, tags) for row in rows))
             for name, rows in zip(("Best", "Worst"), ends, strict=True)
@@ -55,28 +55,29 @@ def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[d
 
 
 def _tags_of(config: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The tags that each reward of the run looks for, by the name of the reward."""
-    data = config.get("data")
-    own = data.get("tags") if isinstance(data, Mapping) else None
-    tags = [str((own if isinstance(own, Mapping) else {}).get(name) or tag) for name, tag in TAGS.items()]
-    found: dict[str, Sequence[str]] = {}
+    """The tags that each reward of the run searches for, by the name of the reward."""
+    data = _mapping(config.get("data"))
+    tags = [str(_mapping(data.get("tags")).get(name) or tag) for name, tag in TAGS.items()]
+    by_reward: dict[str, Sequence[str]] = {}
     for reward in config.get("rewards") or []:
         kind = reward.get("type") if isinstance(reward, Mapping) else reward
-        name = (reward.get("name") if isinstance(reward, Mapping) else None) or kind
         if kind in TAGGED or kind == "r1_zero":
-            found[str(name)] = R1_ZERO if kind == "r1_zero" else tags
-    return found
+            by_reward[str(_mapping(reward).get("name") or kind)] = R1_ZERO if kind == "r1_zero" else tags
+    return by_reward
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
-    parts: Mapping[str, Any] = row["parts"] if isinstance(row["parts"], Mapping) else {}
-    facts: Mapping[str, Any] = row["facts"] if isinstance(row.get("facts"), Mapping) else {}
+    parts, facts = _mapping(row["parts"]), _mapping(row.get("facts"))
     about = [counted(row["length"], "token")] if row["length"] is not None else []
     if row.get("advantage") is not None:
         about.append(f"advantage {row['advantage']:+.3g}")
     if isinstance(facts.get("answer"), str):
         about.append(f"right answer {facts['answer'][:80]}")
-    text = harmless(str(row["completion"]))  # before it is cut in pieces, one of which could be half a secret
+    text = harmless(str(row["completion"]))  # before it is cut, perhaps within a secret
     head = [
         el("span", "reward ", el("span", number(row["reward"]), class_="reward")),
         el("span", " · ".join(about), class_="quiet"),
@@ -94,44 +95,39 @@ def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
 
 def _part(name: str, part: object) -> Markup:
     """A part of the reward: its name, its value, its weight if that is not 1, and a rule's verdict."""
-    facts = part if isinstance(part, Mapping) else {}
+    facts = _mapping(part)
     value, weight, verdict = facts.get("value"), facts.get("weight", 1.0), facts.get("verdict")
-    said = f"{name} {'none' if value is None else f'{value:+.3g}'}"
-    said += "" if weight in (1.0, None) else f" × {weight:g}"
-    said += f", {verdict}" if verdict else ""
-    said += f": {facts['reason']}" if facts.get("reason") else ""
+    text = f"{name} {'none' if value is None else f'{value:+.3g}'}"
+    text += "" if weight in (1.0, None) else f" × {weight:g}"
+    text += f", {verdict}" if verdict else ""
+    text += f": {facts['reason']}" if facts.get("reason") else ""
     sign = None if not isinstance(value, int | float) else "plus" if value > 0 else "minus" if value < 0 else None
-    return el("li", said, class_=sign)
+    return el("li", text, class_=sign)
 
 
 def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> list[Span]:
-    """What the rules matched: each tag that is there exactly once, and the last place of each answer that was read."""
-    found: list[Span] = []
+    """The text that rules matched: tags that occur exactly once, and the last occurrence of each extracted answer."""
+    matches: list[Span] = []
     for tag in dict.fromkeys(tag for name in parts for tag in tags.get(name, ())):
         if tag and text.count(tag) == 1:
             at = text.index(tag)
-            found.append((at, at + len(tag), "tag"))
+            matches.append((at, at + len(tag), "tag"))
     for part in parts.values():
-        read = part.get("extracted") if isinstance(part, Mapping) else None
-        read = read.strip() if isinstance(read, str) else ""
-        at = text.rfind(read) if read else -1
-        if at >= 0:
-            found.append((at, at + len(read), "answer"))
-    return found
+        answer = _mapping(part).get("extracted")
+        answer = answer.strip() if isinstance(answer, str) else ""
+        if answer and (at := text.rfind(answer)) >= 0:
+            matches.append((at, at + len(answer), "answer"))
+    return matches
 
 
-def marked(text: str, found: Sequence[Span]) -> Markup:
-    """The string with its spans marked, cut between them where it is long. Of overlapping spans the first is marked."""
+def marked(text: str, matches: Sequence[Span]) -> Markup:
+    """The string with its spans marked, cut between them where it is long; of overlapping spans, the first."""
     pieces: list[object] = []
     done, room = 0, LONGEST
-    for start, end, kind in sorted(set(found)):
+    for start, end, kind in sorted(set(matches)):
         if start < done:
             continue
-        pieces += [_plain(text[done:start], room), el("mark", text[start:end], class_=kind)]
+        pieces += [cut(text[done:start], room), el("mark", text[start:end], class_=kind)]
         room = max(200, room - (start - done))
         done = end
-    return join([*pieces, _plain(text[done:], room)])
-
-
-def _plain(text: str, room: int) -> Markup:
-    return join([cut(text, room)])
+    return join([*pieces, cut(text[done:], room)])

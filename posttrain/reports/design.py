@@ -1,7 +1,7 @@
-"""The look of everything we draw: colours, type, spacing, and one style sheet for pages.
+"""The design of all pages and pictures: colours, type, spacing, and one style sheet for pages.
 
-Plain constants, which the report, the comparison page, the pictures and the browser pages read; `parts.css` and
-`page.css` have the rules. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
+Plain constants for the report, the comparison page, the pictures and the browser pages; `parts.css` and `page.css` have
+the rules. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
 distances of the series colours for readers with normal sight, deuteranopia and protanopia.
 
 Calm on purpose: one accent, hairlines instead of boxes, colour for data and states alone, system fonts. Colour never
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Colours for one background. Text colours are readable on `ground`, `raised` and the ground of their own name."""
+    """Colours for one background. Text colours are readable on `ground`, `raised` and the ground of the same name."""
 
     ground: str  # the page
     raised: str  # cards, code, hovered rows
@@ -102,7 +102,7 @@ def diverging(value: float) -> str:
 
 def _variables(scheme: Scheme) -> str:
     """`--ground: …; --c0: …`"""
-    colours = {one.name: getattr(scheme, one.name) for one in fields(scheme) if one.name != "series"}
+    colours = {field.name: getattr(scheme, field.name) for field in fields(scheme) if field.name != "series"}
     colours |= {f"c{n}": colour for n, colour in enumerate(scheme.series)}
     return " ".join(f"--{name.replace('_', '-')}: {colour};" for name, colour in colours.items())
 
@@ -123,6 +123,6 @@ TOKENS = f"""
 
 # Rules of the parts that reports and browser pages share (tables, charts …), inside an element of class `view`.
 PARTS = Path(__file__).with_name("parts.css").read_text(encoding="utf-8")
-# Rules of a page of its own: margins, headings, paper.
+# Rules of a whole page: margins, headings, paper.
 PAGE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 CSS = TOKENS + PARTS + PAGE

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.reports.design import FONT, LIGHT
-from posttrain.reports.markup import Child, Markup, el, join, short
+from posttrain.reports.markup import Markup, el, join, short
 from posttrain.runs.atomic import write_file
 
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels from ten of them
 MARGIN, HEAD, LINE = 14, 24, 16  # pixels of a picture: around and between drawings, a title, a line of keys
 CHARACTER = 6.4  # mean width of one in a key
 
-# Pictures are for any viewer: their colours are written out, where pages have custom properties.
+# Pictures are for any viewer: their colours are literal, where pages have custom properties.
 _SERIES = "".join(
     f".line.c{n} {{ stroke: {colour} }} .dot.c{n} {{ fill: {colour} }} " for n, colour in enumerate(LIGHT.series)
 )
@@ -29,7 +29,7 @@ text {{ font: 11.5px {FONT}; fill: {LIGHT.quiet} }} .title {{ font-size: 13px; f
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An entry of a legend: a line's name, its last value, its colour (None: the quiet one)."""
+    """An entry of a legend: a line's name, its last value, the number of its colour."""
 
     name: str
     value: str
@@ -41,7 +41,7 @@ class Key:
 class Drawing:
     """A drawing with its title and keys: in pages a figure, in files a part of a picture.
 
-    `parts` are elements of SVG in a box of this `size` in pixels; `described` says what they show.
+    `parts` are elements of SVG in a box of `size` pixels; `described` is their content in words.
     """
 
     title: str
@@ -50,20 +50,17 @@ class Drawing:
     described: str
     keys: Sequence[Key] = ()
     note: str = ""
-    hover: Sequence[Markup] = ()  # more parts, for the script of pages
+    hover: Sequence[Markup] = ()  # further parts, for the script of pages
     attributes: Mapping[str, object] = field(default_factory=dict)  # of the figure
 
     def __html__(self) -> Markup:
-        keys = (
-            el("span", *_written(key), class_=f"key c{key.colour}{' dashed' if key.dashed else ''}")
-            for key in self.keys
-        )
-        caption = el(
-            "figcaption",
-            el("span", self.title, class_="title"),
-            el("span", *keys, class_="legend") if self.keys else None,
-            el("span", self.note, class_="quiet") if self.note else None,
-        )
+        def shown(key: Key) -> Markup:
+            value = [" " if key.name else "", el("b", key.value)] if key.value else None
+            return el("span", key.name, value, class_=f"key c{key.colour}{' dashed' if key.dashed else ''}")
+
+        legend = el("span", *map(shown, self.keys), class_="legend") if self.keys else None
+        note = el("span", self.note, class_="quiet") if self.note else None
+        caption = el("figcaption", el("span", self.title, class_="title"), legend, note)
         if not self.parts:
             return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
         width, height = self.size
@@ -74,17 +71,13 @@ class Drawing:
         return el("figure", caption, picture, class_="chart", **self.attributes)
 
 
-def _written(key: Key) -> list[Child]:
-    return [key.name, " " if key.name and key.value else "", el("b", key.value) if key.value else None]
-
-
 def write_drawings(path: Path, drawings: Sequence[Drawing], columns: int = 2) -> None:
-    """Write the drawings to an SVG file, atomically, in so many columns."""
+    """Write the drawings to an SVG file, atomically, in `columns` columns."""
     write_file(path, picture(drawings, columns))
 
 
 def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
-    """The drawings as an SVG file, in so many columns, with their titles and keys above them."""
+    """The drawings as an SVG file in `columns` columns, with titles and keys above them."""
     parts, top, whole = [], MARGIN, 0.0
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -95,8 +88,7 @@ def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
             width, height = drawing.size
             parts.append(el("text", short(drawing.title, width // 7), class_="title", x=left, y=top + 14))
             for number, line in enumerate(lines):
-                place = f"translate({left} {top + HEAD + LINE * number + 8})"
-                parts.append(el("g", *line, transform=place))
+                parts.append(el("g", *line, transform=f"translate({left} {top + HEAD + LINE * number + 8})"))
             inner = drawing.parts or [el("text", "no values yet", x=0, y=20)]
             box = {"x": left, "y": top + above, "width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
             parts.append(el("svg", *inner, **box))
@@ -105,24 +97,24 @@ def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
         top += above + max(drawing.size[1] for drawing in row) + MARGIN
     ground = el("rect", width=whole, height=top, fill=LIGHT.ground)
     described = "; ".join(f"{drawing.title}: {drawing.described}" for drawing in drawings)
-    made = el(
+    svg = el(
         "svg", el("style", Markup(STYLE)), ground, join(parts, "\n"), xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {whole:g} {top}", width=f"{whole:g}", height=top, role="img", aria_label=described,
     )  # fmt: skip
-    return made.encode(errors="backslashreplace")
+    return svg.encode(errors="backslashreplace")
 
 
 def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
     """The keys of a picture's drawing and its note, in lines as wide as the drawing."""
     line, x = [], 0.0
     for key in drawing.keys:
-        said = f"{short(key.name, 40)} {key.value}".strip()
-        width = 24 + CHARACTER * len(said) + 14
+        text = f"{short(key.name, 40)} {key.value}".strip()
+        width = 24 + CHARACTER * len(text) + 14
         if line and x + width > drawing.size[0]:
             yield line
             line, x = [], 0.0
         look = f"line c{key.colour}{' dashed' if key.dashed else ''}"
-        line += [el("path", d=f"M{x:.0f} -4h18", class_=look), el("text", said, x=f"{x + 24:.0f}", y=0)]
+        line += [el("path", d=f"M{x:.0f} -4h18", class_=look), el("text", text, x=f"{x + 24:.0f}", y=0)]
         x += width
     if line:
         yield line
@@ -132,7 +124,7 @@ def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -144,7 +136,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values between the two, about as many as asked for."""
+    """About `about` round values from `low` to `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, about)
@@ -170,10 +162,10 @@ def labels(values: Sequence[float]) -> list[str]:
     largest = max(map(abs, values), default=0.0)
     size, unit = next(((size, unit) for size, unit in UNITS if largest >= 10 * size), (1.0, ""))
     clean = [0.0 if abs(value) < 1e-9 * largest else value / size for value in values]
-    made = [f"{value:.4g}{unit}" if value else "0" for value in clean]
+    texts = [f"{value:.4g}{unit}" if value else "0" for value in clean]
     if 0 < largest < 1e-2:
         for digits in range(4):
-            made = [f"{value:.{digits}e}".replace("e-0", "e-") if value else "0" for value in clean]
-            if len(set(made)) == len(set(clean)):
+            texts = [f"{value:.{digits}e}".replace("e-0", "e-") if value else "0" for value in clean]
+            if len(set(texts)) == len(set(clean)):
                 break
-    return made
+    return texts

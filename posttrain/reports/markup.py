@@ -1,4 +1,4 @@
-"""HTML in which every string of a model, a row, a name or a note is inert: only `Markup` is not escaped."""
+"""HTML that escapes every string (of models, rows, names, notes) except `Markup`."""
 
 import html
 import math
@@ -10,7 +10,7 @@ LONGEST = 20_000  # maximum characters of one string on a page
 
 
 class Markup(str):
-    """A string that is HTML already."""
+    """A string of HTML."""
 
     __slots__ = ()
 
@@ -20,7 +20,7 @@ VOID = ("input", "br")
 
 
 def text(value: object) -> Markup:
-    """Any value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut with a count."""
+    """A value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut with a count."""
     if isinstance(value, Markup):
         return value
     if not isinstance(value, str) and (html_of := getattr(value, "__html__", None)):  # a drawing
@@ -36,7 +36,7 @@ def join(children: Iterable[Child], between: str = "") -> Markup:
 
 
 def el(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """An element. Attributes: `class_`, `data_go` for data-go; True is an attribute without value, None is omitted."""
+    """An element. `class_` is the attribute class, `data_go` is data-go; True: without a value; None: omitted."""
     written = "".join(
         f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(harmless(str(value)))}"'
         for key, value in attributes.items()
@@ -54,8 +54,8 @@ def table(
     right = ["number" if index in numbers else None for index in range(len(header))]
     head = [el("th", cell, class_=align, scope="col") for cell, align in zip(header, right, strict=True)]
     body = [el("tr", *(el("td", cell, class_=align) for cell, align in zip(row, right, strict=True))) for row in rows]
-    made = el("table", el("thead", el("tr", *head)), el("tbody", *body), class_=class_ or None)
-    return el("div", made, class_="wide", tabindex="0", role="region", aria_label="table")
+    shown = el("table", el("thead", el("tr", *head)), el("tbody", *body), class_=class_ or None)
+    return el("div", shown, class_="wide", tabindex="0", role="region", aria_label="table")
 
 
 def cards(facts: Mapping[str, Child]) -> Markup:
@@ -64,7 +64,7 @@ def cards(facts: Mapping[str, Child]) -> Markup:
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A number in a few digits; a dash for none."""
+    """A number with a few digits; a dash for None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
     if isinstance(value, int):
@@ -73,14 +73,14 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def short(value: str, most: int = 160) -> str:
-    """The string in one line, cut with an ellipsis."""
+    """The string on one line, cut with an ellipsis."""
     flat = " ".join(value[: 4 * most].split())
     return flat if len(flat) <= most and len(value) <= 4 * most else flat[: most - 1] + "…"
 
 
-def message(said: str, kind: str = "note") -> Markup:
-    """A paragraph of its own: a note, a warning or an error."""
-    return el("p", said, class_=f"message {kind}", role="status")
+def message(text: str, kind: str = "note") -> Markup:
+    """A framed paragraph: a note, a warning or an error."""
+    return el("p", text, class_=f"message {kind}", role="status")
 
 
 def link(label: Child, address: str, **attributes: object) -> Markup:

@@ -1,6 +1,6 @@
-"""The builder of every page that we write to a file: sections in, one self-contained HTML file out.
+"""Self-contained HTML files, built from sections.
 
-A page needs no network and no script: its curves are inline SVG, and a small script, named by its hash in the page's
+A page needs no network and no script: its curves are inline SVG, and a small script, allowed by its hash in the page's
 policy, adds the values under the pointer. All strings are escaped; control characters are shown, secrets hidden.
 """
 
@@ -20,19 +20,18 @@ from posttrain.runs.atomic import cannot_write, write_file
 from posttrain.runs.files import flat
 
 MOST_BYTES = 2_000_000
-# Characters of one string; a smaller limit is tried where a page would exceed MOST_BYTES. A table has a tenth as many
-# rows.
+# Most characters of a string, and ten times the most rows of a table; smaller ones where a page exceeds MOST_BYTES.
 LIMITS = (20_000, 5_000, 1_000, 200)
 NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # in a cell
 
 
 def script_in(element: str, *sources: str) -> str:
-    """One script whose constant `element` is what the expression selects; nothing of it is global."""
+    """One script without global names, in which `element` is the value of an expression."""
     return f"(() => {{\nconst element = {element};\n{''.join(sources)}}})();\n"
 
 
 def digest(source: str) -> str:
-    """A script or style sheet in a Content-Security-Policy."""
+    """The hash of a script or style sheet for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
@@ -72,7 +71,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Html:
-    """What is HTML already: charts, completions, messages."""
+    """HTML: charts, completions, messages."""
 
     title: str
     body: Markup
@@ -84,20 +83,19 @@ Section = Facts | Table | Text | Html
 
 
 def charts(title: str, figures: Iterable[Child], note: str = "") -> Html:
-    """Figures side by side; those of one section point at the same step together."""
+    """Figures side by side; the pointer marks the same step in all of them."""
     return Html(title, el("div", *figures, class_="charts") if (figures := list(figures)) else Markup(""), note)
 
 
-def messages(title: str, said: Iterable[str]) -> Html:
-    """Warnings, each in a frame of its own."""
-    return Html(title, join(el("p", one, class_="message warning") for one in said))
+def messages(title: str, warnings: Iterable[str]) -> Html:
+    return Html(title, join(el("p", warning, class_="message warning") for warning in warnings))
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Mapping[str, str] | None = None) -> None:
-    """Write a page with these sections, those without content omitted, atomically.
+    """Write a page atomically; sections without content are omitted.
 
-    `numbers`: the most important ones, at the top. Long strings and tables are cut, with a count of what was cut, so
-    that the page stays under 2 MB. Raises RunError if the file cannot be written.
+    `numbers`: the most important ones, at the top. Long strings and tables are cut, with a count, so that the page
+    stays under 2 MB. Raises RunError if the file cannot be written.
     """
     shown = [section for section in sections if not _is_empty(section)]
     html = ""
@@ -128,7 +126,7 @@ def _is_empty(section: Section) -> bool:
 
 
 def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:
-    links = [el("a", section.title, href=f"#s{place}") for place, section in enumerate(sections)]
+    links = [el("a", section.title, href=f"#s{number}") for number, section in enumerate(sections)]
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = el("header", el("h1", title), el("p", f"posttrain report, {written}"))
     less = f"This page would be large: strings are cut to {limit:,} characters, tables to {limit // 10:,} rows."
@@ -137,7 +135,7 @@ def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], l
         el("p", less, class_="note") if limit < LIMITS[0] else None,
         cards(numbers) if numbers else None,
         el("nav", *links) if len(links) > 1 else None,
-        *(_section(f"s{place}", section, limit) for place, section in enumerate(sections)),
+        *(_section(f"s{number}", section, limit) for number, section in enumerate(sections)),
     ]
     policy = Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">')
     return document(title, join(body, "\n"), CSS, SCRIPT, policy, "view")
@@ -175,19 +173,16 @@ def _body(section: Section, limit: int) -> Markup:
     match section:
         case Facts():
             facts = list(flat(section.facts).items())
-            rows = [
-                part for name, value in facts[: limit // 10] for part in (el("dt", name), el("dd", _cell(value, limit)))
-            ]
+            rows = [[el("dt", name), el("dd", _cell(value, limit))] for name, value in facts[: limit // 10]]
             return join([el("dl", *rows, class_="facts"), _more(len(facts), limit)])
         case Table():
             rows = section.rows[: limit // 10]
             numbers = [at for at, column in enumerate(zip(*rows, strict=True)) if _are_numbers(column)]
-            cells = ([_cell(one, limit) for one in row] for row in rows)
+            cells = ([_cell(value, limit) for value in row] for row in rows)
             return join([table(section.header, cells, numbers), _more(len(section.rows), limit)])
         case Text():
-            return el(
-                "pre" if section.code else "p", cut(section.text, limit), class_=None if section.code else "prose"
-            )
+            name, look = ("pre", None) if section.code else ("p", "prose")
+            return el(name, cut(section.text, limit), class_=look)
         case Html():
             return section.body
 
@@ -208,8 +203,7 @@ def _cell(value: Any, limit: int) -> object:
 
 
 def _are_numbers(column: Iterable[object]) -> bool:
-    """Whether a column has numbers, or strings that are, and else only cells without one."""
-    cells = [one for one in column if one not in ("", "-", None)]
-    return bool(cells) and all(
-        NUMBER.fullmatch(one) if isinstance(one, str) else isinstance(one, int | float) for one in cells
-    )
+    """Whether all cells of a column that have a value are numbers or written numbers."""
+    cells = [cell for cell in column if cell not in ("", "-", None)]
+    numeric = (NUMBER.fullmatch(cell) if isinstance(cell, str) else isinstance(cell, int | float) for cell in cells)
+    return bool(cells) and all(numeric)

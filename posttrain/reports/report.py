@@ -1,6 +1,6 @@
 """`report.html`: a run, a pipeline of runs, or several runs side by side, on one self-contained page.
 
-What is missing or damaged is said on the page; everything else is shown.
+The page names what is missing or damaged, and shows the rest.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.curves import PANELS, lines_of
+from posttrain.reports.curves import PANELS, SMOOTH_FROM, lines_of
 from posttrain.reports.markup import number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.series import FACTS, Series
@@ -25,14 +25,13 @@ from posttrain.runs.summary import CONFIG, NOTES, RESULTS, SETTINGS, STATE, RunS
 
 REPORT = "report.html"
 POINTS = 40_000  # of all curves of a page; a curve has 60 to 400
-SMOOTH_FROM = 60  # points of a line
 SMOOTHED = "Faint: as logged; in front of it smoothed (moving average)."
 SIZE = (380, 180)  # of a chart, in its own units: as wide as a column of three, or a phone
-LOG_HEAD = 1 << 16  # bytes of training.log that are searched for what was said of the data
+LOG_HEAD = 1 << 16  # bytes of training.log that may have messages about the data
 
 
 class ReportedRun(RunSummary):
-    """A run with its curves. `missing` has a sentence for each file that cannot be read; more may be added."""
+    """A run with its curves. `missing` has a sentence for each file that cannot be read; others add to it."""
 
     def __init__(self, folder: Path, name: str = ""):
         super().__init__(folder, name)
@@ -91,14 +90,14 @@ def cards(run: ReportedRun) -> dict[str, str]:
 def summary(run: ReportedRun, data: Any) -> dict[str, Any]:
     source = data.get("source") if isinstance(data, dict) else None
     entries = source if isinstance(source, list) else [source]
-    sources = [one.get("source") if isinstance(one, dict) else one for one in entries if one is not None]
+    sources = [entry.get("source") if isinstance(entry, dict) else entry for entry in entries if entry is not None]
     lora = [(model.get("lora") or {}) for model in run.model_settings]
     facts: dict[str, Any] = {
         "tags": run.hashtags,
         "note": run.note,
         "method": run.method if run.config else "",
         "model": ", ".join(str(model.get("path")) for model in run.model_settings),
-        "LoRA": ", ".join(f"r {one.get('r')}" for one in lora if isinstance(one, dict) and one),
+        "LoRA": ", ".join(f"r {adapter.get('r')}" for adapter in lora if isinstance(adapter, dict) and adapter),
         "data": ", ".join(map(str, sources)),
     }
     if run.facts:
@@ -114,14 +113,12 @@ def _when(time: datetime | None) -> str:
 
 def alarms(runs: Sequence[ReportedRun]) -> Html:
     """Every alarm of the runs."""
-    several = len(runs) > 1
-    return messages(
-        "Alarms", [f"{run.name}: {said}" if several else said for run in runs for said in alarms_of(run.series)]
-    )
+    names = {run.name: f"{run.name}: " if len(runs) > 1 else "" for run in runs}
+    return messages("Alarms", [names[run.name] + alarm for run in runs for alarm in alarms_of(run.series)])
 
 
 def alarms_of(series: Series) -> Iterator[str]:
-    """Every alarm that was raised, how often and since when, with what helps."""
+    """Every alarm that was raised: how often, since when, and the remedy."""
     for name in (name for name in series.names if name.startswith("alarms/")):
         raised = [(step, count) for step, count in zip(*series.points(name), strict=True) if count > 0]
         if raised:
@@ -130,9 +127,10 @@ def alarms_of(series: Series) -> Iterator[str]:
 
 
 def checks(run: ReportedRun) -> Table:
-    """Every vital check with what it found."""
-    rows = [[check.what, check.outcome, check.found] for check in run.checks]
-    return Table("Checks", ["check", "outcome", "found"], rows)
+    """Every vital check with its result."""
+    return Table(
+        "Checks", ["check", "outcome", "found"], [[check.what, check.outcome, check.found] for check in run.checks]
+    )
 
 
 def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
@@ -148,12 +146,12 @@ def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
 
 
 def points_of(lines: int) -> int:
-    """Points of a line, so that the curves of a page stay within its size."""
+    """Points of a line, so that all curves of a page have at most POINTS."""
     return max(60, min(400, POINTS // max(1, lines)))
 
 
 def smoothing(lines: Sequence[Line], small: bool = False) -> float:
-    """The weight of the moving average: over about a fifteenth of the points, none for few points."""
+    """The weight of the moving average over about a fifteenth of the points; 0 for short lines."""
     longest = max((len(line.xs) for line in lines if not line.dashed), default=0)
     return 0.0 if small or longest < SMOOTH_FROM else 1 - 15 / longest
 
@@ -171,16 +169,16 @@ def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
 
 
 def data_said(folder: Path) -> str:
-    """What the run said of its data at its start: rows read, lengths, what was dropped."""
+    """The messages about the data in training.log: rows read, lengths, rows dropped."""
     try:
         with open_regular(folder / "training.log") as file:
             head = file.read(LOG_HEAD).decode("utf-8", "replace")
     except OSError:
         return ""
-    said = []
+    messages = []
     for line in head.splitlines():
         *_, level, message = line.split(" ", 3) if line.count(" ") >= 3 else ("", "")
         if message.startswith(("step ", "validation at step ")) or level not in ("INFO", "WARNING"):
             break
-        said.append(message)
-    return "\n".join(said)
+        messages.append(message)
+    return "\n".join(messages)

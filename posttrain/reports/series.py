@@ -1,4 +1,4 @@
-"""The curves of a run: `metrics.jsonl` as columns, read on from where it was left. Damaged lines are counted."""
+"""The curves of a run: `metrics.jsonl` as columns, read incrementally. Damaged lines are counted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import bisect
 import math
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain.runs.files import open_regular, read_regular
 from posttrain.runs.metrics import NAME, line_of
 
 AXES = ("step", "tokens", "hours")
-FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # of a line, not metrics
+FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # entries of a line that are not metrics
 HEADLINE_POINTS = 48  # of a sparkline
 
 Points = tuple[Sequence[float], Sequence[float]]  # x, y
 
 
 class Series:
-    """The metrics of one run. `refresh` reads what was appended, or all again if the file was cut or replaced."""
+    """The metrics of one run. `refresh` reads appended lines, or the whole file if it was truncated or replaced."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
@@ -80,58 +80,51 @@ class Series:
         return self._line["step"]
 
     def points(self, metric: str, axis: str = "step") -> Points:
-        """The metric over the axis; hours count from the run's first line. Not finite: NaN."""
+        """The metric over the axis; hours count from the run's first line. Values that are not finite are NaN."""
         numbers, values = self._columns.get(metric, (array("l"), array("d")))
         line = self._line[axis]
         start = line[0] if axis == "hours" and line else 0.0
         return [line[number] - start for number in numbers], list(values)
 
     def at(self, step: int) -> dict[str, float]:
-        """The training metrics of a step: of the first line from there on that has a loss or a reward."""
+        """The training metrics of a step: of the first line from the step on that has a loss or a reward."""
         steps = self._line["step"]
         first = bisect.bisect_left(steps, step)
         for number in range(first, min(first + 50, len(steps))):
-            found = {name: value for name, value in self._on(number) if not name.startswith("eval_")}
-            if "loss" in found or "reward" in found:
-                return {"step": steps[number], **found}
+            metrics = {name: value for name, value in self._on(number) if not name.startswith("eval_")}
+            if "loss" in metrics or "reward" in metrics:
+                return {"step": steps[number], **metrics}
         return {}
 
-    def _on(self, number: int) -> list[tuple[str, float]]:
-        found = []
+    def _on(self, number: int) -> Iterator[tuple[str, float]]:
+        """The metrics of a line."""
         for name, (numbers, values) in self._columns.items():
-            place = bisect.bisect_left(numbers, number)
-            if place < len(numbers) and numbers[place] == number:
-                found.append((name, values[place]))
-        return found
+            at = bisect.bisect_left(numbers, number)
+            if at < len(numbers) and numbers[at] == number:
+                yield name, values[at]
 
     def last(self) -> dict[str, float]:
         """The last finite value of every metric."""
-        found = {}
-        for name, (_, values) in self._columns.items():
-            value = next((one for one in reversed(values) if math.isfinite(one)), None)
-            if value is not None:
-                found[name] = value
-        return found
+        values = {
+            name: next(filter(math.isfinite, reversed(values)), None) for name, (_, values) in self._columns.items()
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
-    """Values of the first of the metrics that the run has, at most HEADLINE_POINTS, from lines over the whole file."""
+    """At most HEADLINE_POINTS values, from the whole file, of the first of the metrics that the run has."""
     try:
         lines = read_regular(folder / NAME).split(b"\n")[:-1]
     except OSError:
         return []
-    found: dict[str, list[float]] = {name: [] for name in metrics}
     every = max(1, math.ceil(len(lines) / HEADLINE_POINTS))
-    for raw in lines[(len(lines) - 1) % every :: every]:  # the last among them
-        line = line_of(raw) or {}
-        for name in metrics:
-            if isinstance(line.get(name), int | float):
-                found[name].append(float(line[name]))
-    return next((values for values in found.values() if len(values) > 1), [])
+    read = [line_of(raw) or {} for raw in lines[(len(lines) - 1) % every :: every]]  # with the last line
+    curves = ([float(line[name]) for line in read if isinstance(line.get(name), int | float)] for name in metrics)
+    return next((values for values in curves if len(values) > 1), [])
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average with this weight of the past, corrected for its start; gaps stay gaps."""
+    """The exponential moving average with this weight of the past, corrected for the start; gaps stay."""
     if not 0 < weight < 1:
         return list(values)
     smooth, mean, share = [], 0.0, 0.0
@@ -143,7 +136,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> Points:
-    """At most about `most` points that keep the first, the last, and the lowest and highest of every stretch."""
+    """About `most` points: the first, the last, and the lowest and highest of every stretch."""
     if len(xs) <= most:
         return xs, ys
     stretch, kept = math.ceil(2 * len(xs) / most), {0, len(xs) - 1}

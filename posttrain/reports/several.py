@@ -27,7 +27,7 @@ from posttrain.runs.finding import find_runs
 from posttrain.runs.metrics import LABELS, of_method
 from posttrain.runs.progress import duration
 
-INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
+INCIDENTAL = ("name", "output_dir")  # settings that always differ
 
 
 def below(root: Path) -> list[ReportedRun]:
@@ -39,7 +39,7 @@ def below(root: Path) -> list[ReportedRun]:
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
     """Write a report about all runs below `root`, to its report.html or to `path`; returns the path.
 
-    It has their results, curves, alarms and completions. Raises RunError if the page cannot be written.
+    Raises RunError if the page cannot be written.
     """
     path = path or root / REPORT
     write_page(path, root.resolve().name, _pipeline_page(root, below(root), path))
@@ -58,11 +58,11 @@ def _pipeline_page(root: Path, runs: Sequence[ReportedRun], path: Path) -> list[
 def _of_run(run: ReportedRun, most: int) -> Html:
     """The curves of a run, and its best and worst completion."""
     figures = curves(run, run.name, most)
-    said = (
-        [el("h3", one.title), el("p", one.note, class_="note"), one.body]
-        for one in completions(run.folder, run.config, run.missing, count=1)
+    extremes = (
+        [el("h3", section.title), el("p", section.note, class_="note"), section.body]
+        for section in completions(run.folder, run.config, run.missing, count=1)
     )
-    return Html(run.name, join([figures.body, *said]), figures.note)
+    return Html(run.name, join([figures.body, *extremes]), figures.note)
 
 
 def notes(runs: Sequence[ReportedRun]) -> Facts:
@@ -70,11 +70,11 @@ def notes(runs: Sequence[ReportedRun]) -> Facts:
 
 
 def not_complete(runs: Sequence[ReportedRun]) -> Html:
-    return messages("Not complete", [f"{run.name}: {said}" for run in runs for said in run.missing])
+    return messages("Not complete", [f"{run.name}: {text}" for run in runs for text in run.missing])
 
 
 def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
-    """Write a page about these runs side by side: results, settings that differ, curves over one another, alarms."""
+    """Write a page about these runs side by side: results, settings that differ, overlaid curves, alarms."""
     runs = [ReportedRun(folder, name) for name, folder in folders.items()]
     sections: list[Section] = [
         runs_table(runs, path),
@@ -88,22 +88,15 @@ def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
 
 
 def runs_table(runs: Sequence[ReportedRun], path: Path) -> Table:
-    """A line for each run; a link where it has a report of its own."""
+    """A row for each run, with a link to its report if there is one."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.headlines))
     tagged = ["tags"] if any(run.tags for run in runs) else []
     rows = [
-        [
-            _linked(run, path),
-            *(run.hashtags for _ in tagged),
-            el("span", run.state, class_=f"badge {run.state}"),
-            run.method,
-            run.model,
-            run.step,
-            "" if run.seconds is None else duration(run.seconds),
-            *(number(run.headlines[name]) if name in run.headlines else "" for name in metrics),
-        ]
+        [_linked(run, path), *(run.hashtags for _ in tagged), el("span", run.state, class_=f"badge {run.state}"),
+         run.method, run.model, run.step, "" if run.seconds is None else duration(run.seconds),
+         *(number(run.headlines[name]) if name in run.headlines else "" for name in metrics)]
         for run in runs
-    ]
+    ]  # fmt: skip
     return Table("Runs", ["run", *tagged, "state", "method", "model", "steps", "time", *metrics], rows)
 
 
@@ -117,8 +110,8 @@ def _linked(run: ReportedRun, path: Path) -> str | Markup:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """The settings that are not the same in all runs, with their values."""
     settings = [flat(config, lists=True) for config in configs]
-    names = dict.fromkeys(name for one in settings for name in one if name not in INCIDENTAL)
-    rows = [[name, *("" if one.get(name) is None else one[name] for one in settings)] for name in names]
+    names = dict.fromkeys(name for values in settings for name in values if name not in INCIDENTAL)
+    rows = [[name, *("" if values.get(name) is None else values[name] for values in settings)] for name in names]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
@@ -128,7 +121,7 @@ def _longest(run: ReportedRun) -> int:
 
 
 def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
-    """A chart for each metric that at least two runs have, with a line for each of them."""
+    """A chart for each metric that at least two runs have, with a line for each run."""
     first = [name for run in runs for name in of_method(run.method)]
     names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
     shown = [
@@ -149,10 +142,10 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
 
 
 def _provenance(runs: Sequence[ReportedRun]) -> list[Section]:
-    """Where each run comes from: all facts of one, of several a table."""
+    """The provenance of each run: a table of the facts that differ, and a list of the others."""
     facts = [flat(run.provenance) for run in runs]
-    names = list(dict.fromkeys(name for one in facts for name in one))
-    rows = [[name, *(one.get(name, "") for one in facts)] for name in names]
+    names = dict.fromkeys(name for values in facts for name in values)
+    rows = [[name, *(values.get(name, "") for values in facts)] for name in names]
     same = {row[0]: row[1] for row in rows if all(value == row[1] for value in row[2:])}
     others = [row for row in rows if row[0] not in same]
     return [

@@ -41,15 +41,14 @@ def measured_runs(output_dir: Path) -> list[tuple[Path, int, float]]:
 
 
 def runs_below(output_dir: Path) -> list[Path]:
-    """The run folders there, without leftovers of an interrupted deletion, oldest first."""
+    """The run folders of `measured_runs`, oldest first."""
     return [folder for folder, _, _ in measured_runs(output_dir)]
 
 
 def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
     """Run folder -> its bytes and the time of its run.json, in one pass over all files.
 
-    A link counts as a link, and is not followed. What cannot be read, or is removed meanwhile, is passed over, and so
-    are snapshots.
+    Links are not followed. Folders that cannot be read or are removed meanwhile are skipped, as are snapshots.
     """
     runs: dict[str, tuple[int, float]] = {}
     _measure(os.fspath(output_dir), 0, runs)
@@ -57,7 +56,7 @@ def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
 
 
 def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int:
-    """The bytes below a folder; adds the runs in it down to LEVELS to `runs`."""
+    """The bytes below a folder; the runs down to LEVELS are added to `runs`."""
     size, changed = 0, None
     try:
         with os.scandir(folder) as entries:
@@ -95,18 +94,15 @@ def newest_model(folder: Path) -> Path:
     if (folder / "final").is_dir():
         return folder / "final"
     if not (folder / RUN_FILE).is_file():
-        below = runs_below(folder)
-        which = (
-            f", but {counted(len(below), 'run')}: name one, such as {below[-1]}"
-            if below
-            else " (config.json), and is not a run"
-        )
-        raise RunError(f"{folder} contains no model{which}")
+        if below := runs_below(folder):
+            which = f"{counted(len(below), 'run')}: name one, such as {below[-1]}"
+            raise RunError(f"{folder} contains no model, but {which}")
+        raise RunError(f"{folder} contains no model (config.json), and is not a run")
     return newest_complete(folder)[0]
 
 
 def locate_model(model: str) -> tuple[str, str, Path]:
-    """The path of a model (of a run: its newest) or of recorded completions, its name, and the default folder of its
+    """The path of a model (the newest of a run) or of recorded completions, its name, and the default folder of its
     evaluation."""
     folder = Path(model).expanduser()
     if folder.is_file():
@@ -121,7 +117,7 @@ def locate_model(model: str) -> tuple[str, str, Path]:
 def remove_run(folder: Path) -> None:
     """Delete a run folder and its content; links in it are removed, not followed.
 
-    Raises RunError if it is not a run folder, contains other runs, is a link itself, or a process runs in it.
+    Raises RunError if it is not a run folder, contains other runs, is a link, or a process runs in it.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
@@ -135,7 +131,7 @@ def remove_run(folder: Path) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether the folder `path` is inside the whole run that the run folder `folder` belongs to."""
+    """Whether the folder `path` is inside the whole run of the run folder `folder`."""
     return path.is_dir() and path.resolve().is_relative_to(root_of(folder))
 
 
@@ -153,7 +149,7 @@ def is_whole_run(folder: Path) -> bool:
 
 @contextmanager
 def held(runs: Iterable[Path]) -> Iterator[None]:
-    """Holds the locks of these run folders, so that none in progress is touched. Raises RunError if one is."""
+    """A context that holds the locks of these run folders. Raises RunError if a process runs in one."""
     with ExitStack() as locks:
         for run in runs:
             locks.callback(FolderLock(run).release)
@@ -161,7 +157,7 @@ def held(runs: Iterable[Path]) -> Iterator[None]:
 
 
 def folders_of(target: Path) -> list[Path]:
-    """The runs that a folder stands for: itself, or those of a whole run or a sweep. Else RunError."""
+    """The runs of a folder: itself, or those of a whole run or a sweep. Raises RunError if there are none."""
     if (target / RUN_FILE).is_file():
         return [target]
     if is_group(target) and (runs := find_runs(target)):
@@ -175,7 +171,7 @@ def is_group(target: Path) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """A name for a folder next to the others. Raises RunError for paths and for names that posttrain uses itself."""
+    """The name, if it can name a new run. Raises RunError for paths and for names that posttrain uses itself."""
     shown = escaped(name)
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > NAME_BYTES:
         raise RunError(
@@ -188,15 +184,15 @@ def checked_name(name: str) -> str:
 
 
 def is_garbage(path: Path) -> bool:
-    """Whether this was left by a crash, and is no folder moved aside whose successor never came."""
+    """Whether a crash left this; not so a folder moved aside whose replacement was never completed."""
     leftover = LEFTOVER.fullmatch(path.name)
     return leftover is not None and (leftover["kind"] == "tmp" or os.path.lexists(path.with_name(leftover["name"])))
 
 
 def short(path: Path) -> str:
-    """A path from here, if it lies below the current folder."""
-    place, here = path.absolute(), Path.cwd()
-    return str(place.relative_to(here)) if place.is_relative_to(here) else str(path)
+    """The path relative to the current folder, if it is below it."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
 def named(run: str, output_dir: Path, whole: bool = False) -> Path:
@@ -204,14 +200,14 @@ def named(run: str, output_dir: Path, whole: bool = False) -> Path:
 
     Raises RunError, which lists the existing runs.
     """
-    places = [Path(run).expanduser(), output_dir / run]
-    for place in places:
-        if (place / RUN_FILE).is_file() or (whole and is_group(place) and find_runs(place)):
-            return place
-    for place in places:
-        if place.is_dir() and (below := runs_below(place)):
-            raise RunError(f"{place} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
-    if places[0].is_dir():
+    folders = [Path(run).expanduser(), output_dir / run]
+    for folder in folders:
+        if (folder / RUN_FILE).is_file() or (whole and is_group(folder) and find_runs(folder)):
+            return folder
+    for folder in folders:
+        if folder.is_dir() and (below := runs_below(folder)):
+            raise RunError(f"{folder} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
+    if folders[0].is_dir():
         raise RunError(f"{run} is not a run folder: it has no run.json")
     known = [os.path.relpath(path, output_dir) for path in runs_below(output_dir)]
     raise RunError(f"there is no run {run}; in {output_dir} there are {', '.join(known[-8:]) or 'none'}")

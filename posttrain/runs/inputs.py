@@ -4,7 +4,7 @@
 
     path       as in the setting
     content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, also the content of its base
-    from_here  path relative to the run folder, for a model inside the whole run, which is moved with the run
+    from_here  path relative to the run folder, for a model inside the whole run, which moves with the run
 
 The whole run is the folder of all models and stages of a configuration.
 """
@@ -32,17 +32,17 @@ LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
 
 
 def models_of(config: RunConfig) -> dict[str, ModelConfig]:
-    """Every model that the settings of one run name, by setting: its own, the reference, reward models."""
+    """The models that the settings of a run name, by setting: the trained model, the reference, reward models."""
     values = flat(config.model_dump(mode="json"), lists=True)
-    found = {START: config.models[0]}
+    models = {START: config.models[0]}
     for setting in REFERENCES:
         if values.get(setting) is not None:
-            found[setting] = reference_settings(config.models[0], values[setting])
+            models[setting] = reference_settings(config.models[0], values[setting])
     for setting, kind in values.items():
         path = setting.removesuffix("type") + "path"
         if setting.endswith(".type") and kind == "model" and values.get(path) is not None:
-            found[path] = ModelConfig(path=values[path])
-    return found
+            models[path] = ModelConfig(path=values[path])
+    return models
 
 
 def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
@@ -51,10 +51,10 @@ def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig
 
 
 def content_of(model: ModelConfig) -> str:
-    """Identifies the content of a model exactly. Raises ModelError if the model is missing.
+    """The exact content of a model as a string. Raises ModelError if the model is missing.
 
-    For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that is
-    loaded now.
+    For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that would
+    be loaded now.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -71,14 +71,13 @@ def content_of(model: ModelConfig) -> str:
 
 def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
     """The models that the settings name, as recorded in `run.json` of `folder`."""
-    found: dict[str, dict[str, str]] = {}
-    here = folder.resolve()
+    models: dict[str, dict[str, str]] = {}
     for setting, model in models_of(config).items():
-        found[setting] = {"path": model.path, "content": content_of(model)}
-        place = Path(model.path).resolve()
-        if is_inside(place, folder):
-            found[setting]["from_here"] = os.path.relpath(place, here)
-    return found
+        models[setting] = {"path": model.path, "content": content_of(model)}
+        path = Path(model.path).resolve()
+        if is_inside(path, folder):
+            models[setting]["from_here"] = os.path.relpath(path, folder.resolve())
+    return models
 
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
@@ -87,9 +86,9 @@ def recorded(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def dated(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder` with the day that it started, which chat templates that ask for it write.
+    """The settings of the run in `folder` with the date of its start, for chat templates that contain the date.
 
-    Runs of earlier versions have no such record: their templates write the day on which they are rendered.
+    Runs of earlier versions did not record it: their templates contain the date of rendering.
     """
     day = _provenance(folder).get("date")
     if config.data.date is not None or day is None:
@@ -109,38 +108,37 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
 
     A path that differs from the recorded one and exists is kept.
     """
-    places: dict[str, str] = {}
-    named = models_of(config)
+    paths: dict[str, str] = {}
+    models = models_of(config)
     for setting, facts in recorded(folder).items():
-        if setting not in named or "from_here" not in facts:
+        if setting not in models or "from_here" not in facts:
             continue
-        path, place = named[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
-        moved = not (Path(path).is_dir() and Path(path).resolve() == place.resolve())
-        if moved and place.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
-            places[setting] = str(place)
-    return _with_paths(config, places) if places else config
+        path, current = models[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
+        moved = not (Path(path).is_dir() and Path(path).resolve() == current.resolve())
+        if moved and current.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
+            paths[setting] = str(current)
+    return _with_paths(config, paths) if paths else config
 
 
 def run_settings(folder: Path, file: Path | None = None) -> RunConfig:
-    """The settings of the run in `folder`, from its config.yaml or that of a checkpoint: with the day that it started,
+    """The settings of the run in `folder`, from its config.yaml or a checkpoint's `file`, with the date of its start
     and the current paths of its models."""
     return located(dated(load(file or folder / "config.yaml").config, folder), folder)
 
 
-def _with_paths(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
+def _with_paths(config: RunConfig, paths: Mapping[str, str]) -> RunConfig:
     values = config.model_dump(mode="json")
-    for setting, path in places.items():
+    for setting, path in paths.items():
         node: Any = values
-        *way, last = setting.split(".")
-        for key in way:
+        *parents, last = setting.split(".")
+        for key in parents:
             node = node[int(key)] if key.isdecimal() else node[key]
         node[last] = path
     return RunConfig.model_validate(values)
 
 
 def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:
-    """The models that the settings name, for `run.json`. Raises RunError if one differs from what the run read
-    before."""
+    """The models that the settings name, for `run.json`. Raises RunError if one has changed since the run read it."""
     before = recorded(folder)
     try:
         now = models_read(config, folder)

@@ -18,8 +18,8 @@ from posttrain.base.plain_yaml import read_yaml
 
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
-# Words in a variable's name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) that mark its value as a secret. PLACES are last
-# words of names whose values are paths.
+# Words in a variable's name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) that mark its value as a secret. PATH_WORDS are
+# last words of names whose values are paths.
 SECRET_WORD = re.compile(
     r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
     r"|keys?|pat|pass|sshpass|pwd|auth|authorization|creds?|cookies?|jwt|bearer|dsn",
@@ -33,7 +33,7 @@ TOKEN_OF_TEXT = re.compile(
     r"|special|added|image|audio|video|vision|think|prefix|suffix)[_-]tokens?$",
     re.IGNORECASE,
 )
-# Names of what is sorted or looked up by, whose values are names of columns and such; `key` and `token` may be.
+# Names of keys to sort, group or look up by, whose values are names of columns and such; `key` and `token` may be, too.
 KEY_OF_DATA = re.compile(
     r"(?:^|[._-])(?:sort|order|group|join|index|primary|foreign|cache|row|column|field|data|dict|text|label|image|input|output"
     r"|target|prompt|completion|question|answer|response|solution|message|content|missing|unexpected|ignore)s?[_-]keys?$",
@@ -43,8 +43,8 @@ AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)
 CASED = r"(?:[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*|[A-Z]+)"
 ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*")  # a part of text that is no credential
 COLUMN = re.compile(rf"{ORDINARY.pattern}|{CASED}_?\d{{1,2}}")
-PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
-LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values may be ordinary words
+PATH_WORDS = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
+LEAST_CHARACTERS = 8  # of a secret in the environment; shorter values may be ordinary words
 # Values that look like secrets, with the part before them that is kept.
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w-]{20,}"
@@ -58,13 +58,13 @@ SECRET_VALUE = re.compile(
     r"|(?P<header>(?i:\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?)|\bBearer\s+(?=\S{16}))"
     r"(?!\*\*\*)[^\s\"',}]+"
 )
-# A name with its value, in a string: of settings, JSON, headers, arguments such as {password: x}. Only the start of a
-# word is tried, so that a long word takes linear time.
+# A name with its value in a string: settings, JSON, headers, arguments such as {password: x}. Matches begin only at the
+# start of a word, so that a long word takes linear time.
 PAIR = re.compile(
     r"(?<![\w.-])(?P<lead>(?:[.-]|[^\WA-Za-z])*+)(?P<name>[A-Za-z][\w.-]*+)(?P<between>[\"']?\s*[:=]\s*)"
     r"(?:(?P<quote>[\"'])(?P<quoted>[^\"'\n]+)(?P=quote)|[\"']?(?P<value>[^\s\"',;{}\[\]&<>()|]{4,}))"
 )
-COMMON = ("key", "keys", "pass", "pat", "bearer")  # words of messages, which name nothing by themselves
+COMMON = ("key", "keys", "pass", "pat", "bearer")  # ordinary words of messages
 STRONG_NAME = re.compile(r"(?:api|access|secret|private|signing)[_.-]?keys?$", re.IGNORECASE)
 NO_SECRET = re.compile(r"\$\{?[\w.]+\}?|[\d.,]+[a-zA-Z%]?|null|none|true|false|[<\[].*|\*\*\*", re.IGNORECASE)
 
@@ -73,14 +73,14 @@ def redact(data: Any) -> Any:
     """A copy of a string, or of nested dicts and lists of strings, with secrets replaced by `***`.
 
     Secrets are the values (8 characters or more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
-    DB_PASSWD, values whose names in a mapping or in a string (`api_key: …`) say so, strings that look like keys or
+    DB_PASSWD, values with such a name in a mapping or in a string (`api_key: …`), strings that look like keys or
     tokens, and the user and password (or a token) in an address.
     """
     return _redact(data, _secrets())
 
 
 def redact_yaml(text: str) -> str:
-    """Settings as YAML with secrets replaced as in a mapping, so that whole values are."""
+    """Settings as YAML with secrets replaced as in a mapping, that is, whole values."""
     from posttrain.config.reading.files import write_yaml  # imports YAML, which not every reader of a run needs
 
     try:
@@ -90,13 +90,13 @@ def redact_yaml(text: str) -> str:
     return text if (clean := redact(data)) == data else write_yaml(clean)
 
 
-_last: tuple[dict[Any, Any] | None, list[str]] = None, []  # an environment, and its secrets
+_last: tuple[dict[Any, Any] | None, list[str]] = None, []  # the environment at the last call, and its secrets
 
 
 def _secrets() -> list[str]:
     """The secrets in the environment, longest first."""
     global _last
-    now: dict[Any, Any] | None = getattr(os.environ, "_data", None)  # CPython's: quick to compare, as os.environ is not
+    now: dict[Any, Any] | None = getattr(os.environ, "_data", None)  # CPython's: faster to compare than os.environ
     if now is None or now != _last[0]:
         stripped = ((name, value.strip()) for name, value in os.environ.items())  # as libraries send them
         values = {v for name, v in stripped if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
@@ -115,8 +115,8 @@ def _is_secret(name: str, value: str) -> bool:
 def secret_words(name: str) -> tuple[str, ...]:
     """The words of a variable's name that mark a secret. (PWD is the current folder, not a password.)"""
     words = re.split(r"[_.-]+", name)
-    place = name == "PWD" or words[-1].upper() in PLACES
-    return () if place else tuple(filter(SECRET_WORD.fullmatch, words))
+    path = name == "PWD" or words[-1].upper() in PATH_WORDS
+    return () if path else tuple(filter(SECRET_WORD.fullmatch, words))
 
 
 def _redact(data: Any, values: list[str], name: str = "") -> Any:
@@ -126,9 +126,7 @@ def _redact(data: Any, values: list[str], name: str = "") -> Any:
             return HIDDEN
         for value in values:
             data = data.replace(value, HIDDEN)
-        data = SECRET_VALUE.sub(
-            lambda found: (found["address"] or found["query"] or found["header"] or "") + HIDDEN, data
-        )
+        data = SECRET_VALUE.sub(lambda m: (m["address"] or m["query"] or m["header"] or "") + HIDDEN, data)
         return PAIR.sub(_pair, data)
     if isinstance(data, dict):
         return {
@@ -140,15 +138,15 @@ def _redact(data: Any, values: list[str], name: str = "") -> Any:
     return data
 
 
-def _pair(found: re.Match[str]) -> str:
-    quote, value = found["quote"] or "", found["quoted"] or found["value"]
-    secret = found["name"].lower() not in COMMON and _is_secret_value(found["name"], value)
-    return found["lead"] + found["name"] + found["between"] + quote + HIDDEN + quote if secret else found[0]
+def _pair(match: re.Match[str]) -> str:
+    quote, value = match["quote"] or "", match["quoted"] or match["value"]
+    secret = match["name"].lower() not in COMMON and _is_secret_value(match["name"], value)
+    return match["lead"] + match["name"] + match["between"] + quote + HIDDEN + quote if secret else match[0]
 
 
 def _is_secret_value(name: str, value: str) -> bool:
-    """Whether a value with this name is a secret: the name's last word says so, and the value is no number, reference,
-    special token or, for ambiguous names, plain word or ordinary text."""
+    """Whether a value with this name is a secret: the name's last word marks it, and the value is not a number, a
+    reference, a special token or, for ambiguous names, a plain word or ordinary text."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     last = re.split(r"[_.-]+", name)[-1].lower()
     if not value or last.endswith("tokens") or TOKEN_OF_TEXT.search(name) or NO_SECRET.fullmatch(value):
@@ -162,7 +160,7 @@ def _is_secret_value(name: str, value: str) -> bool:
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """The arguments of a command with secrets replaced, also as values of flags such as `--hf-token X`."""
+    """The arguments of a command with secrets replaced, also the values of flags such as `--hf-token X`."""
     shown: list[str] = []
     hide_next = False
     for argument in redact(arguments):
@@ -216,7 +214,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.cache  # this process keeps the code it has loaded, even if the commit changes later
+@functools.cache  # the loaded code stays the same even if the commit changes later
 def _commit(folder: Path) -> str | None:
     """The commit of posttrain's source (`-dirty` with uncommitted changes), None for an installed package."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]

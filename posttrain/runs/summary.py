@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # needs the schema of settings, which lists do not
 
 T = TypeVar("T")
 DAMAGED = "damaged"
-# What cannot be read, as the subject of "… not shown".
+# What may be unreadable, as the subject of "… not shown".
 STATE, LATEST, NOTES = "State and provenance are", "The latest metrics are", "Tags and note are"
 SETTINGS, CONFIG, RESULTS = "Settings are", "Method, model and data are", "Results are"
 PROGRESS = re.compile(r"step \d+/(\d{1,15}) .*?(?:ETA (\S+(?: \d\d[smhd])?))?\r?\n")  # a line of training.log
@@ -37,7 +37,7 @@ NO_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n")  # in YAML
 
 
 class RunSummary:
-    """The facts of a run folder, each read when it is first used, and then kept.
+    """The facts of a run folder, each read at its first use.
 
     Reading raises nothing: a value that cannot be read is empty, and `problems` has the message. `name` is the run's
     path below the folder of runs in lists, else the name of its folder.
@@ -64,7 +64,7 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """As in run.json; `killed` if that is running and no process holds the lock, which is checked each time;
+        """As in run.json; `killed` if it says running but no process holds the lock, which is checked each time;
         `damaged` if run.json or the end of metrics.jsonl cannot be read."""
         if not self.facts or self._latest is None:
             return DAMAGED
@@ -73,12 +73,12 @@ class RunSummary:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ended as it did."""
+        """Why the run ended."""
         return self.facts.get("reason")
 
     @property
     def explanation(self) -> str:
-        """What cannot be read, or else why the run ended as it did."""
+        """What cannot be read, or else why the run ended."""
         return self.problem or self.reason or ""
 
     @property
@@ -92,7 +92,7 @@ class RunSummary:
 
     @property
     def started_at(self) -> datetime | None:
-        """In local time."""
+        """The start in local time."""
         return datetime.fromisoformat(self.started).astimezone() if self.started else None
 
     @property
@@ -109,12 +109,12 @@ class RunSummary:
 
     @property
     def recorded_checks(self) -> dict[str, Any] | None:
-        """What each check found; None if the run's version did not record it."""
+        """The result of each check; None if the run's version of posttrain recorded none."""
         return checks if isinstance(checks := self.facts.get("checks"), dict) else None
 
     @property
     def checks(self) -> list[Check]:
-        """Every vital check of the method with its outcome; empty if run.json is damaged."""
+        """Every vital check of the method with its result; empty if run.json is damaged."""
         from posttrain.runs.checks import checks_of
 
         return checks_of(self.recorded_checks, self.method, self.step) if self.facts else []
@@ -132,7 +132,7 @@ class RunSummary:
 
     @property
     def seconds(self) -> float | None:
-        """Of training; else since the start, if the end is known or not yet reached."""
+        """The time of training; else since the start, unless the run was killed."""
         trained = self.results.get("train_runtime")
         if isinstance(trained, int | float):
             return trained
@@ -181,10 +181,10 @@ class RunSummary:
     def head(self) -> tuple[str, str, str]:
         """Method, model and data, as far as config.yaml has them.
 
-        Reads the lines that posttrain writes by itself, which takes a twentieth of the time; all other YAML is parsed.
+        Searches for the lines that posttrain writes, in a twentieth of the time that parsing YAML takes; other files
+        are parsed.
         """
-        quick = _quick_head(self.settings)
-        if quick is not None:
+        if (quick := _quick_head(self.settings)) is not None:
             return quick
         method, data = self.config.get("method"), self.config.get("data")
         names = [str(model.get("name") or model_name(str(model.get("path", "?")))) for model in self.model_settings]
@@ -211,7 +211,7 @@ class RunSummary:
 
     @cached_property
     def _latest(self) -> tuple[int, str, float | None] | None:
-        """The last step, and of the method's main metrics the first that has a value; None if they are damaged."""
+        """The last step, and the first of the method's main metrics that has a value; None if damaged."""
         return self._read(LATEST, lambda: first_latest(self.folder, headline_metrics(self.method)), None)
 
     @property
@@ -220,7 +220,7 @@ class RunSummary:
 
     @property
     def metric(self) -> str:
-        """The name of the method's main metric that `result` is a value of."""
+        """The display name of the main metric with the value `result`."""
         return headline_metrics(self.method).get(self._latest[1], "") if self._latest else ""
 
     @property
@@ -229,7 +229,7 @@ class RunSummary:
 
     @property
     def headline(self) -> str:
-        """The main metric of the run's method with its name; empty before there is one."""
+        """The main metric with its name; empty before it has a value."""
         return "" if self.result is None else f"{self.metric} {self.result:.3g}"
 
     @cached_property
@@ -286,12 +286,12 @@ class RunSummary:
 
     @property
     def total(self) -> int | None:
-        """The number of steps to the end, of a run that is not finished; None if its log does not say."""
+        """The planned number of steps of a run that is not finished; None if its log does not have it."""
         return None if self.state == "finished" else self._progress[0]
 
     @property
     def eta(self) -> str:
-        """The remaining time of a run in progress."""
+        """The remaining time of a running run."""
         return self._progress[1] if self.state == "running" else ""
 
     @property
@@ -315,7 +315,7 @@ def read_run(folder: Path | str) -> RunSummary:
 
 
 def summaries_below(root: Path) -> list[RunSummary]:
-    """The runs at a folder and below it, the latest last; damaged ones as such."""
+    """The runs at a folder and below it, the latest last, damaged ones included."""
     runs = []
     for folder, size, changed in measured_runs(root):
         run = RunSummary(folder, os.path.relpath(folder, root) if folder != root else "")
@@ -331,7 +331,7 @@ def _mapping(data: Any, path: Path) -> dict[str, Any]:
 
 
 def _quick_head(text: str) -> tuple[str, str, str] | None:
-    """As `RunSummary.head`, or None where a value is missing or is not a plain word on one line."""
+    """As `RunSummary.head`; None if a value is missing or is not a plain word on one line."""
     blocks = dict(BLOCK.findall(text))
     if blocks.keys() != {"models", "method", "data"} or len(BLOCK.findall(text)) != 3:
         return None
@@ -348,7 +348,7 @@ def _quick_head(text: str) -> tuple[str, str, str] | None:
 
 
 def _plain(block: str, key: str) -> str | None:
-    """The value of a key at the block's first level, if it is a word that no YAML reader takes for anything else."""
+    """The value of a key at the block's first level, if it is a word that every YAML reader reads as a string."""
     values = re.findall(rf"^  {key}: (.+)$", block, re.MULTILINE)
     if len(values) != 1 or not WORD.fullmatch(values[0]) or values[0].lower() in NO_WORDS:
         return None
