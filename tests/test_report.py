@@ -17,8 +17,7 @@ from posttrain.reports.chart import Interval, intervals
 from posttrain.reports.completions import marked, spans
 from posttrain.reports.markup import Markup, text
 from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Facts, Html, Table, Text, cut, write_page
-from posttrain.reports.report import write_report
-from posttrain.reports.several import differing, write_pipeline_report
+from posttrain.reports.report import differing, write_pipeline_report, write_report
 from posttrain.runs.folder import Notes, write_notes
 from posttrain.runs.metrics import NAME
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout

@@ -9,8 +9,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.ui.commands import Commands, Launches, Output
-from posttrain.ui.draft import draft, fields_of
-from posttrain.ui.new_page import new_page, start
+from posttrain.ui.new_page import draft, fields_of, new_page, start
 from posttrain.ui.parts import Query, address, parse
 from posttrain.ui.viewer import Viewer, perform, rendered
 

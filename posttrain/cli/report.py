@@ -39,8 +39,7 @@ def report(
         posttrain report runs/chain
         posttrain report runs/grpo runs/ppo --output grpo-ppo.html
     """
-    from posttrain.reports.report import write_report
-    from posttrain.reports.several import below, write_pipeline_report, write_runs_report
+    from posttrain.reports.report import below, write_pipeline_report, write_report, write_runs_report
     from posttrain.runs.files import ready_to_write
 
     folders = {name: _folder(name, output_dir.expanduser()) for name in dict.fromkeys(runs)}

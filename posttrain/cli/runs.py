@@ -185,7 +185,7 @@ def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
 @app.command()
 def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Give a run another name. Settings of other runs that name its path are updated."""
-    from posttrain.runs.managing.renaming import rename as rename_run
+    from posttrain.runs.managing.paths import rename as rename_run
 
     target = named(run, settled(output_dir, run), whole=True)
     done = rename_run(target, name, [output_dir.expanduser()], force)

@@ -57,7 +57,7 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     `posttrain runs rm .snapshots/NAME` deletes one.
     """
     from posttrain.runs.managing.copies import drop
-    from posttrain.runs.managing.needs import refuse_needed
+    from posttrain.runs.managing.paths import refuse_needed
     from posttrain.runs.managing.removing import delete
 
     root = settled(output_dir, *runs)
@@ -89,7 +89,7 @@ def prune(
     best/ and final/ stay. Folders that a resume set aside and leftovers of crashes go, too. With --keep-last 0 a run
     can no longer be resumed.
     """
-    from posttrain.runs.managing.needs import described as needed_by
+    from posttrain.runs.managing.paths import described as needed_by
     from posttrain.runs.managing.removing import Rule, plan_prune, spare_needed
 
     root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)

@@ -105,10 +105,8 @@ class Series:
 
     def last(self) -> dict[str, float]:
         """The last finite value of every metric."""
-        values = {
-            name: next(filter(math.isfinite, reversed(values)), None) for name, (_, values) in self._columns.items()
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        finite = {name: next(filter(math.isfinite, reversed(v)), None) for name, (_, v) in self._columns.items()}
+        return {name: value for name, value in finite.items() if value is not None}
 
 
 def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:

@@ -22,7 +22,7 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.config import RunConfig, Stage, check_skip, dump, held_out_together, load
 from posttrain.config.schema.rewards import ModelReward, Reward
-from posttrain.reports.several import write_pipeline_report
+from posttrain.reports.report import write_pipeline_report
 from posttrain.runs.atomic import write_file
 from posttrain.runs.checkpoint import verify
 from posttrain.runs.files import load_json

@@ -15,7 +15,7 @@ from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.runs.files import read_regular
 from posttrain.ui.commands import Output
-from posttrain.ui.draft import draft
+from posttrain.ui.new_page import draft
 from posttrain.ui.parts import Query, act, address, choice, entry, form, hidden
 from posttrain.ui.runs_page import run_links
 from posttrain.ui.viewer import Viewer

@@ -7,8 +7,8 @@ from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import COLOURS, Line, chart, spark
 from posttrain.reports.curves import PANELS
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.report import differing
 from posttrain.reports.series import AXES
-from posttrain.reports.several import differing
 from posttrain.runs.checks import advice
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.parts import Query, address, choice, form, hidden, search, slider

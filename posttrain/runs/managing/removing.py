@@ -22,8 +22,7 @@ from posttrain.runs.finding import (
     root_of,
     size_of,
 )
-from posttrain.runs.managing.needs import Need, needed, refuse_needed, within
-from posttrain.runs.managing.renaming import finish_renaming
+from posttrain.runs.managing.paths import Need, finish_renaming, needed, refuse_needed, within
 
 ASIDE = ".set-aside"
 ARCHIVE = re.compile(r"\.(?:tar|tar\.gz|tgz)\.tmp-\d+$")

@@ -20,9 +20,8 @@ from posttrain.runs.folder import Notes, read_notes, write_notes
 from posttrain.runs.managing.copies import take
 from posttrain.runs.managing.facts import facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered
-from posttrain.runs.managing.needs import described, refuse_needed
+from posttrain.runs.managing.paths import described, refuse_needed, rename
 from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
-from posttrain.runs.managing.renaming import rename
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 T = TypeVar("T")
