@@ -29,7 +29,7 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder `target` from what `write(temporary_folder)` writes to it, replacing an existing one.
+    """Make or replace the folder `target`; `write(temporary_folder)` writes its content.
 
     Raises RunError if the disk refuses; then, as after any exception of `write`, the previous `target` is untouched
     and the temporary folder is removed.
@@ -41,10 +41,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that a crash never leaves it under its name with some files missing.
-
-    Raises RunError if the system refuses.
-    """
+    """Delete a folder; a crash never leaves a part of it under its name. Raises RunError if the system refuses."""
     try:
         take_away(folder)
     except OSError as error:
@@ -52,7 +49,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def recover(folder: Path) -> list[str]:
-    """Remove the leftovers of crashes directly in `folder`; returns their names, removed or put back.
+    """Remove, or put back, the leftovers of crashes directly in `folder`; returns their names.
 
     Call it only while no other process writes in `folder` (a `Run` holds its lock).
     """
@@ -91,11 +88,8 @@ def _reason(error: OSError | SafetensorError) -> str:
 
 
 def open_itself(path: Path, flags: int, links: bool = False) -> int:
-    """A descriptor of a regular file in a run folder, which may be a stranger's.
-
-    Raises OSError for a link (unless `links` is set), which may lead anywhere, and for a pipe or a device, on which
-    reading may never end.
-    """
+    """A descriptor of a regular file in a run folder, which may be a stranger's: raises OSError for a link (unless
+    `links` is set), which may lead anywhere, and for a pipe or a device, on which reading may never end."""
     link = not links and path.is_symlink()
     descriptor = -1 if link else os.open(path, flags | BINARY | NONBLOCK | (0 if links else NOFOLLOW), 0o666)
     if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -108,7 +102,7 @@ def open_itself(path: Path, flags: int, links: bool = False) -> int:
 class LineFile:
     """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
 
-    Methods raise the system's OSError; the constructor also if it is not a regular file (`open_itself`).
+    Methods raise OSError; the constructor also if it is not a regular file (`open_itself`).
     """
 
     def __init__(self, path: Path):

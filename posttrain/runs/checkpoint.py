@@ -29,8 +29,7 @@ def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], lim
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
     Afterwards the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted, but never the one just
-    saved or the newest. Raises RunError if it cannot be written, for instance on a full disk; earlier checkpoints stay
-    intact.
+    saved or the newest. Raises RunError if it cannot be written; earlier checkpoints stay intact.
     """
     target = run_dir / f"checkpoint-{step}"
     save_folder(target, step, write)
@@ -137,10 +136,8 @@ def newest_complete(
 
 
 def named_checkpoint(folder: Path, inspect: Inspect = lambda folder: []) -> Path:
-    """A checkpoint that the user named by path, verified; `inspect` as in `newest_complete`.
-
-    Raises RunError if it is missing or damaged; the message lists the run's other checkpoints.
-    """
+    """A checkpoint that the user named by path, verified; `inspect` as in `newest_complete`. Raises RunError, which
+    lists the run's other checkpoints, if it is missing or damaged."""
     if problems := verify(folder) or inspect(folder):
         raise unusable(folder, problems)
     return folder

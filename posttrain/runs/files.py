@@ -48,9 +48,7 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows of any data set as JSONL, atomically; creates the folder.
 
     Values that JSON has no type for, such as the dates and bytes of Parquet, become strings, and a lone surrogate
-    becomes JSON's escape.
-
-    Raises RunError when the file cannot be written.
+    becomes JSON's escape. Raises RunError when the file cannot be written.
     """
     _make_folder_of(path)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
@@ -156,10 +154,8 @@ def _check_exact(data: Any, where: str) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write named tensors of any dtype and device as safetensors.
-
-    Views, transposed and shared tensors (tied weights) are stored as independent copies, each under its own name.
-    """
+    """Write named tensors of any dtype and device as safetensors; views, transposed and shared tensors (tied weights)
+    as independent copies."""
     from safetensors.torch import save_file
 
     storages: set[int] = set()
@@ -189,10 +185,8 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
 
 
 def rng_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state of the global generators of Python, NumPy and PyTorch: of the CPU, and of the run's own GPU.
-
-    Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
-    """
+    """The state of the global generators of Python, NumPy and PyTorch, on the CPU and the run's GPU: tensors, for
+    `save_tensors`, and the rest, for `save_json`. All names start with `rng.`."""
     import numpy
     import torch
 
@@ -215,8 +209,8 @@ def rng_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, 
 def restore_rng(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], device: torch.device) -> None:
     """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
-    The state of the run's GPU then is set on its GPU now; if none was saved, that GPU's state is left alone.
-    Raises DamagedError if a state is missing or invalid.
+    The saved state of the run's GPU, if there is one, is set on its present GPU. Raises DamagedError if a state is
+    missing or invalid.
     """
     import numpy
     import torch

@@ -32,10 +32,8 @@ def find_runs(output_dir: Path) -> list[Path]:
 
 
 def measured_runs(output_dir: Path) -> list[tuple[Path, int, float]]:
-    """The run folders as in `find_runs`, each with its bytes and the time when its run.json last changed (Unix, s).
-
-    Leftovers of an interrupted deletion are omitted. Oldest first.
-    """
+    """The run folders of `find_runs` without leftovers of an interrupted deletion, oldest first, each with its bytes
+    and the time when its run.json last changed (Unix, s)."""
     runs = [(Path(folder), *facts) for folder, facts in _measured(output_dir).items()]
     return sorted((run for run in runs if not LEFTOVER.fullmatch(run[0].name)), key=lambda run: (run[2], run[0]))
 
@@ -46,10 +44,8 @@ def runs_below(output_dir: Path) -> list[Path]:
 
 
 def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
-    """Run folder -> its bytes and the time of its run.json, in one pass over all files.
-
-    Links are not followed. Folders that cannot be read or are removed meanwhile are skipped, as are snapshots.
-    """
+    """Run folder -> its bytes and the time of its run.json, in one pass over all files. Links are not followed;
+    snapshots and folders that cannot be read or are removed meanwhile are skipped."""
     runs: dict[str, tuple[int, float]] = {}
     _measure(os.fspath(output_dir), 0, runs)
     return runs
@@ -85,10 +81,7 @@ def size_of(folder: Path) -> int:
 
 
 def newest_model(folder: Path) -> Path:
-    """The folder itself if it has a model; for a run, its final model or else its newest checkpoint.
-
-    Raises RunError if there is neither.
-    """
+    """The folder if it has a model; for a run, its final model or else its newest checkpoint. RunError without any."""
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return folder
     if (folder / "final").is_dir():

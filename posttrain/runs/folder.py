@@ -50,10 +50,7 @@ FIRST_FILES = (
 
 
 class FolderLock:
-    """Locks a folder for this process until `release` or the end of the process.
-
-    Raises RunError if another process holds the lock.
-    """
+    """Locks a folder until `release` or the end of this process. Raises RunError if another process holds the lock."""
 
     def __init__(self, folder: Path):
         path = folder / LOCK
@@ -225,10 +222,8 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
 
 
 def empty(folder: Path, keep: Collection[str] = ()) -> None:
-    """Delete everything in a run folder but its lock and the names to keep.
-
-    run.json goes last, so that after a crash the folder is still recognised.
-    """
+    """Delete everything in a run folder but its lock and the names to keep; run.json last, so that after a crash the
+    folder is still recognised."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in (path for path in entries if path.name not in (LOCK, *keep)):

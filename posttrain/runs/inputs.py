@@ -104,10 +104,8 @@ def _provenance(folder: Path) -> dict[str, Any]:
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder`, with the current paths of its models inside the whole run.
-
-    A path that differs from the recorded one and exists is kept.
-    """
+    """The settings of the run in `folder`, with the current paths of its models inside the whole run; a path that
+    differs from the recorded one and exists is kept."""
     paths: dict[str, str] = {}
     models = models_of(config)
     for setting, facts in recorded(folder).items():

@@ -32,10 +32,8 @@ class MetricsFile:
         self._file: LineFile | None = None
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a line, and return it: step, epoch (when among the metrics), time (Unix, s), then the metrics.
-
-        Values are numbers or 0-dimensional tensors; NaN and infinities, which JSON does not have, become null.
-        """
+        """Write a line, and return it: step, epoch (when among the metrics), time (Unix, s), then the metrics: numbers
+        or 0-dimensional tensors, and null for NaN and infinities, which JSON does not have."""
         values = {name: _number(name, value) for name, value in metrics.items()}
         head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
         head["time"] = round(time.time(), 3)
@@ -56,10 +54,8 @@ class MetricsFile:
             raise cannot_write(self.path, error) from error
 
     def truncate(self, step: int, evaluated: bool = True) -> int:
-        """Atomically remove every line after `step` and an incomplete last line; returns the number of removed lines.
-
-        If the step is not yet `evaluated`, its validation line is removed too.
-        """
+        """Atomically remove every line after `step` and an incomplete last line, and the step's validation line unless
+        it is `evaluated`; returns the number of removed lines."""
         self.close()
         if not self.path.exists():
             return 0

@@ -238,9 +238,7 @@ class RunTokenizer:
 
 def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence[int] = ()) -> list[str | None]:
     """The text of each token after a prompt; where several tokens encode one character, the last has it, others None.
-
-    Without a decoder, the numbers of the tokens.
-    """
+    Without a decoder, the numbers of the tokens."""
     if decoder is None:
         return list(map(str, tokens))
     texts: list[str | None] = []

@@ -73,10 +73,8 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A completion of a step; `parts` has each reward's value and, for rules, the verdict.
-
-    In `arrays`, `tokens` has every token; the others have a number for each trained token.
-    """
+    """A completion of a step; `parts` has each reward's value and, for rules, the verdict. In `arrays`, `tokens` has
+    every token; the others have a number for each trained token."""
 
     prompt_index: int
     rollout_index: int

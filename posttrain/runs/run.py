@@ -203,11 +203,8 @@ class Run:
     # Metrics
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`: step, epoch (when among the metrics), time (Unix, s), then the metrics.
-
-        Values are numbers or 0-dimensional tensors, named as in TRL, validation metrics with the prefix `eval_`; NaN
-        and infinities, which JSON does not have, are written as null.
-        """
+        """Append a line to `metrics.jsonl` (`MetricsFile.append`), with metrics named as in TRL, those of validation
+        with the prefix `eval_`."""
         line = self._metrics.append(step, metrics)
         for follow in self._followers:
             follow(line)
@@ -233,10 +230,8 @@ class Run:
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Restore the folder to its state right after `step`, or before its validation, to resume there.
-
-        Later checkpoints, `best` and `final` are renamed to `….set-aside`; later metrics are removed.
-        """
+        """Restore the folder to its state right after `step`, or before its validation, to resume there: rename later
+        checkpoints, `best` and `final` to `….set-aside`, remove later metrics."""
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
@@ -282,10 +277,8 @@ class Run:
             self.close()
 
     def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if the save fails.
-
-        A signal during the save takes effect after it, and then replaces the error.
-        """
+        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if the save fails. A
+        signal during the save takes effect after it, and then replaces the error."""
         self._save_after = save
 
     def _record_end(self, error: BaseException) -> None:
@@ -345,7 +338,7 @@ class Follower(Run):
 
 @contextmanager
 def own_log(folder: Path, rank: int) -> Iterator[None]:
-    """Send what this process prints to `logs/rank-N.log` of the run folder."""
+    """Send the output of this process to `logs/rank-N.log` of the run folder."""
     with ExitStack() as resources:
         (folder / LOGS).mkdir(exist_ok=True)
         file = resources.enter_context((folder / LOGS / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1))

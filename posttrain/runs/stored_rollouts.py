@@ -77,11 +77,8 @@ class StoredRun:
         return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
 
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
-        """The completions of a step, or of one of its prompts; per-token columns as arrays.
-
-        An array is None if the method or an earlier version of posttrain does not have it. Some tokens may not be
-        trained (`trained_tokens`).
-        """
+        """The completions of a step, or of one of its prompts. Per-token columns are arrays, or None if the method or
+        the version that wrote the file does not have them; some tokens may not be trained (`trained_tokens`)."""
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]

@@ -179,11 +179,8 @@ class RunSummary:
 
     @cached_property
     def head(self) -> tuple[str, str, str]:
-        """Method, model and data, as far as config.yaml has them.
-
-        Searches for the lines that posttrain writes, in a twentieth of the time that parsing YAML takes; other files
-        are parsed.
-        """
+        """Method, model and data, as far as config.yaml has them: from the lines that posttrain writes, in a twentieth
+        of the time that parsing takes; any other YAML is parsed."""
         if (quick := _quick_head(self.settings)) is not None:
             return quick
         method, data = self.config.get("method"), self.config.get("data")

@@ -224,10 +224,8 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later.
-
-    A resumed run has the same id, so that its parts, or their offline folders, become one run.
-    """
+    """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later. A resumed run has the
+    same id, so that its parts, or their offline folders, become one run."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         import wandb

@@ -71,10 +71,8 @@ def is_copy(folder: Path) -> bool:
 
 
 def take(target: Path, name: str = "", note: str = "") -> Path:
-    """Copy a run, or a whole run; returns the snapshot's folder.
-
-    Raises RunError if a process runs in it, the disk is too full, or the name is taken.
-    """
+    """Copy a run, or a whole run; returns the snapshot's folder. Raises RunError if a process runs in it, the disk is
+    too full, or the name is taken."""
     runs, home = folders_of(target), root_of(target).parent
     relative = Path(os.path.relpath(target.resolve(), home))
     name = checked_name(name) if name else f"{'-'.join(relative.parts)}-{datetime.now():%Y%m%d-%H%M%S}"

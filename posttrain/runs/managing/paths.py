@@ -35,10 +35,8 @@ class Need:
 
 
 def needed(targets: Sequence[Path], beside: Iterable[Path] = ()) -> list[Need]:
-    """What runs other than `targets` need in one of these folders.
-
-    Reads the runs and snapshots next to each target's whole run, and in the folders `beside`; not runs elsewhere.
-    """
+    """What other runs need in the folders `targets`: the runs and snapshots next to each target's whole run, and in
+    the folders `beside`; not runs elsewhere."""
     folders = {target.resolve() for target in targets}
     names = {folder.name for folder in folders}
     needs: list[Need] = []
@@ -186,9 +184,7 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
 
 def finish_renaming(folder: Path) -> bool:
     """Finish a renaming that was killed, or drop its record if nothing had changed; returns whether there was one.
-
-    Raises RunError if a process runs in one of the runs, or the record is damaged.
-    """
+    Raises RunError if a process runs in one of the runs, or the record is damaged."""
     if not (folder / JOURNAL).is_file():
         return False
     facts, here = load_json(folder / JOURNAL), folder.resolve()
