@@ -32,7 +32,7 @@ from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, settings_files, write_bare_demonstrations
-from posttrain.quickstart.model import TAGS, ask, make_model, turns
+from posttrain.quickstart.model import TAGS, make_model, sample_replies, turns
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import load_json, save_rows
 
@@ -152,7 +152,7 @@ def measured(
 ) -> Trial:
     """Answers to held-out problems, and how far the model tells chosen from rejected in held-out pairs."""
     problems = list(arithmetic_problems("test", SIZE.held_out, seed))
-    replies = ask(model, problems, "", seed=seed)
+    replies = sample_replies(model, problems, "", seed=seed)
     return Trial(
         seed=seed,
         method=method,

@@ -500,7 +500,7 @@ def test_an_archive_is_the_run(runs, here):
             and "toy/final/model.bin" in archive.getnames()
         )
     assert "ends in .tar.gz" in runs("export", "toy", "-o", "x.zip", status=1)
-    assert "lies in the run itself" in runs("export", "toy", "-o", "runs/toy/x.tar", status=1)
+    assert "is inside the run" in runs("export", "toy", "-o", "runs/toy/x.tar", status=1)
 
 
 def test_an_archive_has_the_base_of_its_adapters(family, runs):

@@ -17,7 +17,7 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import RunError
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.quickstart.model import Measured, ask, make_model, make_pairs, measure, rewards
+from posttrain.quickstart.model import Measured, make_model, make_pairs, measure, rewards, sample_replies
 from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.runs.atomic import write_file
 from posttrain.runs.files import save_rows
@@ -92,8 +92,10 @@ def quickstart(
     head(8, "Results", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
     problems = list(arithmetic_problems("test", size.held_out, seed))
     models = {"untrained": untrained, "SFT": sft, "DPO": dpo, "PPO": ppo, "GRPO": grpo}
-    greedy = {name: ask(path, problems, f"{name}: most likely replies") for name, path in models.items()}
-    replies = {name: ask(path, problems, f"{name}: sampled replies", seed=seed) for name, path in models.items()}
+    greedy = {name: sample_replies(path, problems, f"{name}: most likely replies") for name, path in models.items()}
+    replies = {
+        name: sample_replies(path, problems, f"{name}: sampled replies", seed=seed) for name, path in models.items()
+    }
     scores = {name: rewards(reward, given, f"{name}: judging") for name, given in replies.items()}
     measured = {name: measure(replies[name], greedy[name], scores[name]) for name in models}
     outcome = Outcome(folder, seed, problems, replies, scores, measured, time.perf_counter() - began)
@@ -128,7 +130,7 @@ def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
 def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
     """Write preference pairs from the model's own replies: for training, and of other problems for validation."""
     problems = list(arithmetic_problems("train", size.problems, seed + 2))
-    replies = ask(model, problems, "sampling", samples=size.samples, seed=seed)
+    replies = sample_replies(model, problems, "sampling", samples=size.samples, seed=seed)
     cut = size.samples * round(size.problems * (1 - HELD_OUT))
     train, test = make_pairs(replies[:cut], size.samples), make_pairs(replies[cut:], size.samples)
     if not train or not test:

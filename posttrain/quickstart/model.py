@@ -104,8 +104,8 @@ class Reply:
     problem: str
     text: str
     formatted: bool  # working, then solution, each between its tags, and nothing else
-    worked: bool  # and there is a working
-    right: bool  # and the solution is the answer, to the letter
+    worked: bool  # formatted, with a working
+    right: bool  # formatted, and the solution is exactly the answer
     finished: bool  # the model stopped by itself
 
 
@@ -119,7 +119,7 @@ def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
     return (True, match[1] != "", match[2] == answer) if match else (False, False, False)
 
 
-def ask(
+def sample_replies(
     model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
 ) -> list[Reply]:
     """`samples` replies to every problem, grouped by problem; greedy, or at temperature 1 with a seed."""
@@ -247,7 +247,7 @@ def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def telling(replies: Mapping[str, Sequence[Reply]], first: str, second: str) -> list[int]:
+def contrasting(replies: Mapping[str, Sequence[Reply]], first: str, second: str) -> list[int]:
     """Indices of up to four problems to show: solved by the second model only, both, the first only, neither."""
     kinds = ((False, True), (True, True), (True, False), (False, False))
     pairs = [(b.right, a.right) for b, a in zip(replies[first], replies[second], strict=True)]

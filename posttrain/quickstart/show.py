@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, paired, rows, telling
+from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
 from posttrain.reports.chart import Interval, chart, intervals
 from posttrain.reports.drawing import Drawing, write_drawings
@@ -176,7 +176,7 @@ def examples(outcome: Outcome) -> list[list[str]]:
             outcome.problems[at]["answer"],
             *(f"{readable(replies[at].text)} {'✓' if replies[at].right else '✗'}" for replies in shown),
         ]
-        for at in telling(outcome.replies, "SFT", "DPO")
+        for at in contrasting(outcome.replies, "SFT", "DPO")
     ]
 
 
@@ -189,7 +189,7 @@ def readable(reply: str) -> str:
 
 
 def next_steps(folder: Path) -> list[tuple[str, str]]:
-    """Commands that work from here."""
+    """Commands to try next, with their purpose."""
     sft, dpo = (shlex.quote(str(folder / name)) for name in ("sft.yaml", "dpo.yaml"))
     return [
         (f"posttrain explore {sft}", "which tokens are trained, in colour"),

@@ -63,10 +63,10 @@ def chart(
     values = [usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in smoothed_lines]
     reach = [*chain(*values), *(end for line in shown for bar in line.bars for end in bar), *zero]
     y = scale_of(reach, height - BOTTOM, TOP, pad=0.06, share=share)
-    places = ticks(x.low, x.high, 5)
+    marks = ticks(x.low, x.high, 5)
     if x_label == "step":
-        places = [value for value in places if value == int(value)] or [math.ceil(x.low)]
-    parts = _axes(x, y, width, height, places)
+        marks = [value for value in marks if value == int(value)] or [math.ceil(x.low)]
+    parts = _axes(x, y, width, height, marks)
     points = []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -91,20 +91,20 @@ def chart(
 
 
 def scatter(
-    points: Sequence[tuple[float, float, bool]], title: str, places: Mapping[float, str], size: tuple[int, int] = SIZE
+    points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str], size: tuple[int, int] = SIZE
 ) -> Drawing:
-    """Dots at x and y, hollow where the third value is false; `places` are the labels of the x axis."""
+    """Dots at x and y, hollow where the third value is false; `marks` are the labels of the x axis."""
     if not points:
         return Drawing(title, size, [], "no values yet")
     width, height = size
-    x = scale_of([*places, *(point[0] for point in points)], LEFT, width - RIGHT, pad=0.06)
+    x = scale_of([*marks, *(point[0] for point in points)], LEFT, width - RIGHT, pad=0.06)
     y = scale_of([point[1] for point in points], height - BOTTOM, TOP, pad=0.08)
     dots = [
         el("circle", cx=f"{x(at):.1f}", cy=f"{y(value):.1f}", r=3.5, class_="dot c0" if full else "line c0")
         for at, value, full in points
     ]
     described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, size, [*_axes(x, y, width, height, places), *dots], described)
+    return Drawing(title, size, [*_axes(x, y, width, height, marks), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -137,7 +137,7 @@ def _middle(values: Sequence[float]) -> list[float]:
     return finite[rare : len(finite) - rare]
 
 
-def _axes(x: Scale, y: Scale, width: int, height: int, places: Sequence[float] | Mapping[float, str]) -> list[Markup]:
+def _axes(x: Scale, y: Scale, width: int, height: int, marks: Sequence[float] | Mapping[float, str]) -> list[Markup]:
     """Grid lines with their values, and the ticks of the x axis, with their labels in a mapping."""
     parts = []
     levels = ticks(y.low, y.high, 4)
@@ -145,7 +145,7 @@ def _axes(x: Scale, y: Scale, width: int, height: int, places: Sequence[float] |
         at = f"{y(value):.1f}"
         parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
         parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
-    named = places if isinstance(places, Mapping) else dict(zip(places, labels(places), strict=True))
+    named = marks if isinstance(marks, Mapping) else dict(zip(marks, labels(marks), strict=True))
     for value, label in named.items():
         parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
     return parts
@@ -192,8 +192,8 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: st
     reach = [value for row in rows for value in (row.value, row.low, row.high, *row.dots) if value is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
     x = scale_of([*reach, 0.0] if zero else reach, EDGE, INTERVALS - EDGE, pad=0.05)
-    bottom, places, parts = ROW * len(rows) + 6, ticks(x.low, x.high, 5), []
-    for value, label in zip(places, labels(places), strict=True):
+    bottom, marks, parts = ROW * len(rows) + 6, ticks(x.low, x.high, 5), []
+    for value, label in zip(marks, labels(marks), strict=True):
         at = f"{x(value):.1f}"
         parts.append(el("line", class_="grid", x1=at, x2=at, y1=0, y2=bottom))
         parts.append(el("text", label, class_="tick middle", x=at, y=bottom + 15))

@@ -9,9 +9,9 @@ from posttrain.reports.design import FONT, LIGHT
 from posttrain.reports.markup import Markup, el, join, short
 from posttrain.runs.atomic import write_file
 
-UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels from ten of them
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels, from ten units on
 MARGIN, HEAD, LINE = 14, 24, 16  # pixels of a picture: around and between drawings, a title, a line of keys
-CHARACTER = 6.4  # mean width of one in a key
+CHARACTER = 6.4  # mean width in pixels, in a key
 
 # Pictures are for any viewer: their colours are literal, where pages have custom properties.
 _SERIES = "".join(

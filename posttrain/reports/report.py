@@ -74,7 +74,7 @@ def run_page(run: ReportedRun) -> list[Section]:
     """The sections about one run, most important first."""
     data = run.config.get("data") or {}
     after = [
-        Text("Data", data_said(run.folder), code=True),
+        Text("Data", data_messages(run.folder), code=True),
         Table("Metrics", *metrics_table(run.series), folded=True),
         Facts("Results", run.results, folded=True),
         Text("Settings", run.settings, code=True, folded=True),
@@ -171,7 +171,7 @@ def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
     return ["", "training: first", "last", "validation: first", "last"], rows
 
 
-def data_said(folder: Path) -> str:
+def data_messages(folder: Path) -> str:
     """The messages about the data in training.log: rows read, lengths, rows dropped."""
     try:
         with open_regular(folder / "training.log") as file:

@@ -44,7 +44,7 @@ class Series:
                 if facts.st_size > self._read:
                     with open_regular(self.path) as file:
                         file.seek(self._read)
-                        whole, newline, _ = file.read().rpartition(b"\n")  # a line that is being written waits
+                        whole, newline, _ = file.read().rpartition(b"\n")  # an incomplete line is read later
                     self._read += len(whole) + len(newline)
                     for raw in whole.splitlines():
                         self._take(raw)

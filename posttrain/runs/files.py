@@ -283,11 +283,11 @@ def _rows(name: str, parts: Sequence[Any], rows_of: RowsOf) -> torch.Tensor:
         return parts[0].get_tensor(name)
     import torch
 
-    lengths = [rows.get_shape()[0] for rows in slices]
-    wanted, start, read = rows_of(name, sum(lengths)), 0, []
-    for rows, length in zip(slices, lengths, strict=True):
-        first, last = max(wanted.start - start, 0), min(wanted.stop - start, length)
+    lengths = [part.get_shape()[0] for part in slices]
+    rows, start, read = rows_of(name, sum(lengths)), 0, []
+    for part, length in zip(slices, lengths, strict=True):
+        first, last = max(rows.start - start, 0), min(rows.stop - start, length)
         if first < last:
-            read.append(rows[first:last])
+            read.append(part[first:last])
         start += length
     return torch.cat(read) if len(read) != 1 else read[0]

@@ -167,21 +167,21 @@ class Run:
         self._facts["counters"] |= counters
         save_json(self.folder / "run.json", self._facts)
 
-    def record_check(self, found: Finding) -> None:
+    def record_check(self, finding: Finding) -> None:
         """Record the result of a check in `run.json`: the largest `value` so far, or a failure.
 
         A failure ends the run, and counts until the check passes after a resume. The file is written when the check is
         new or fails; later values with the next checkpoint, and at the end.
         """
         checks = self._facts.setdefault("checks", {})
-        before, facts = checks.get(found.check), found.facts()
-        if before is not None and before["failed"] and not found.failed:
+        before, facts = checks.get(finding.check), finding.facts()
+        if before is not None and before["failed"] and not finding.failed:
             before = None
         times = (before or {}).get("times", 0) + 1
         earlier, value = (before or {}).get("value"), facts.get("value")
         if before is not None and not facts["failed"] and None not in (earlier, value) and earlier > value:
             facts = before
-        checks[found.check] = {**facts, "times": times}
+        checks[finding.check] = {**facts, "times": times}
         if before is None or facts["failed"]:
             save_json(self.folder / "run.json", self._facts)
 

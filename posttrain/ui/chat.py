@@ -30,7 +30,7 @@ ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
-# Colour of the palette -> Gradio's variables with it, the same in light and dark: the palette changes.
+# Colour of the palette -> Gradio's variables, the same in light and dark, since the palette itself changes.
 THEME = {
     "ground": """
         body_background_fill background_fill_primary block_background_fill input_background_fill
@@ -124,7 +124,7 @@ def mount(app: FastAPI, viewer: Viewer) -> None:
         gr.HTML(bar(CHAT), apply_default_css=False, padding=False)
         page(Models(viewer, ModelServers(IN_MEMORY)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that no Node server renders the pages
+        warnings.simplefilter("ignore", UserWarning)  # about pages that no Node server renders
         gr.mount_gradio_app(
             app, blocks, path=CHAT, footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
             mcp_server=False, enable_monitoring=False, theme=theme(), head=f"{HEAD}<style>{STYLE}</style>",

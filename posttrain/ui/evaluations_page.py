@@ -1,6 +1,7 @@
 """The page Evaluations: means with intervals, the four classes, answers side by side."""
 
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 from posttrain.base.console import cells_of
@@ -230,7 +231,7 @@ def _paged(items: Sequence[Any], query: Query) -> Sequence[Any]:
 def _item(item: str, prompt: str, gold: str | None, answers: Sequence[tuple[str, Answer]]) -> Markup:
     question = el("details", el("summary", el("b", f"item {item} "), short(prompt, 150)), el("pre", prompt))
     right = el("p", el("span", "right answer ", class_="quiet"), gold) if gold is not None else None
-    return el("article", question, right, el("div", *(_side(*one) for one in answers), class_="sides"), class_="item")
+    return el("article", question, right, el("div", *starmap(_side, answers), class_="sides"), class_="item")
 
 
 def _side(name: str, answer: Answer) -> Markup:

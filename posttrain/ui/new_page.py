@@ -36,7 +36,7 @@ LOG_END = 3_000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A new run. `problems` are messages by setting; settings in `missing` have no other problem than no value."""
+    """A new run. `problems` are messages by setting; the settings in `missing` only lack a value."""
 
     method: str
     given: Mapping[str, str]  # values as typed, by path
@@ -45,13 +45,13 @@ class Draft:
     config: RunConfig | None  # None: there are problems
     problems: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()  # problems of no single setting, and notes
+    elsewhere: tuple[str, ...] = ()  # problems without a field
     notes: tuple[str, ...] = ()
 
 
 def fields_of(method: str) -> list[Setting]:
-    """The settings that a form for this method has. Groups that are off by default have their entries alone, but those
-    that are switched on; the method and the folder of the runs are given by the page."""
+    """The settings with a field in the form of a method. Groups have none, except `rewards` and those that can be
+    switched on; the page sets the method and the folder of the runs."""
     return [
         setting
         for setting in all_settings()
@@ -135,7 +135,7 @@ def _as_file(values: Mapping[str, str]) -> str:
 
 
 def _free_name(root: Path, wanted: str) -> str:
-    """The name, with the first number that makes it new where a run has it."""
+    """The name, with a number if a run has it already."""
     names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
     return next(name for name in names if not (root / name).exists())
 

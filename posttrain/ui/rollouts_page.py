@@ -56,15 +56,13 @@ def _head(row: RunSummary) -> Markup:
 
 def _path(row: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
     """The path to what is shown: run, step, group, completion, as links."""
-    places = [
-        link("all steps", address(PATH, run=row.name)),
-        link(f"step {step}", address(PATH, run=row.name, step=step)),
-    ]
+    links = [link("all steps", address(PATH, run=row.name))]
+    links.append(link(f"step {step}", address(PATH, run=row.name, step=step)))
     if prompt is not None:
-        places.append(link(f"prompt {prompt}", address(PATH, run=row.name, step=step, prompt=prompt)))
+        links.append(link(f"prompt {prompt}", address(PATH, run=row.name, step=step, prompt=prompt)))
     if rollout is not None:
-        places.append(el("span", f"completion {rollout}", aria_current="page"))
-    return el("nav", *(el("span", place) for place in places), class_="path", aria_label="where")
+        links.append(el("span", f"completion {rollout}", aria_current="page"))
+    return el("nav", *(el("span", each) for each in links), class_="path", aria_label="where")
 
 
 def _beside(stored: StoredRun, step: int, query: Query) -> Markup:

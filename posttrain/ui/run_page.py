@@ -6,7 +6,7 @@ from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import chart
 from posttrain.reports.curves import PANELS, lines_of
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
-from posttrain.reports.report import alarms_of, data_said
+from posttrain.reports.report import alarms_of, data_messages
 from posttrain.reports.series import AXES, Series
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
@@ -100,7 +100,7 @@ def _checks(row: RunSummary) -> Markup | None:
 
 
 def _data(row: RunSummary) -> Markup | None:
-    text = data_said(row.folder)
+    text = data_messages(row.folder)
     return join([el("h2", "Data"), el("pre", text)]) if text else None
 
 

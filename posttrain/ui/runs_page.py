@@ -105,7 +105,7 @@ def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
 
 
 def toggle(name: str, at: int | None, where: str) -> Markup:
-    """A link that chooses a row, or removes it from those that are chosen, where it is number `at`."""
+    """A link that chooses a row, or removes it from the chosen ones, among which it is number `at`."""
     label, look = ("choose", "toggle") if at is None else ("remove", f"toggle on c{at}")
     return link("+" if at is None else "✓", where, class_=look, aria_label=f"{label} {name}")
 

@@ -75,7 +75,7 @@ class Index:
         name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:24]
         self.path = cache / f"rollouts-{name}.sqlite"
         self.problem = ""
-        self.progress: tuple[int, int] | None = None  # steps read and to read, while it works
+        self.progress: tuple[int, int] | None = None  # steps read, and steps to read, while the thread works
         self._lock, self._updated = threading.Lock(), -AGE_S
         self._thread: threading.Thread | None = None
 

@@ -210,7 +210,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     if os.path.lexists(path) and not overwrite:
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     if path.resolve().is_relative_to(target.resolve()):
-        raise RunError(f"{path} lies in the run itself: give another place with --output")
+        raise RunError(f"{path} is inside the run: give another path with --output")
     temporary = beside(path, "tmp")
     done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
@@ -225,7 +225,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
-            raise cannot_write(path, error, "free some, or give another place with --output") from error
+            raise cannot_write(path, error, "free some, or give another path with --output") from error
         finally:
             temporary.unlink(missing_ok=True)
     return done

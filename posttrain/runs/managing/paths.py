@@ -197,7 +197,7 @@ def finish_renaming(folder: Path) -> bool:
         return True
     runs = [folder / str(run) for run in facts["runs"] if ".." not in Path(str(run)).parts]
     others = [Path(str(run)) for run in facts["others"] if Path(str(run)).resolve().is_relative_to(here.parent)]
-    with held([run for place in [folder, *others] for run in _runs_in(place)]):
+    with held([run for named in [folder, *others] for run in _runs_in(named)]):
         _update_all(old, new, runs, others, Renamed(folder))
     return True
 

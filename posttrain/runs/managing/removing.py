@@ -79,13 +79,13 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
         remove_folder(target)
 
 
-def settle_runs(root: Path, places: Iterable[Path] = ()) -> list[str]:
-    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `places`; returns a line each.
+def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
+    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `targets`; returns a line each.
 
     Files that a running process writes, and those that cannot be changed, stay.
     """
     done = []
-    for folder in _homes(root, places):
+    for folder in _homes(root, targets):
         with suppress(OSError):
             done += [f"{folder / name}: left by an interrupted command, settled" for name in settle(folder)]
             if folder.name == SNAPSHOTS and not any(folder.iterdir()):
@@ -108,9 +108,9 @@ def left_over(root: Path) -> list[Plan]:
     return plans
 
 
-def _homes(root: Path, places: Iterable[Path] = ()) -> list[Path]:
+def _homes(root: Path, targets: Iterable[Path] = ()) -> list[Path]:
     """The folders that have runs directly in them: down to the stages of whole runs, and the folders of snapshots."""
-    homes = [root, *(place.parent for place in places)]
+    homes = [root, *(target.parent for target in targets)]
     for folder in homes[:]:
         with suppress(OSError):
             groups = [below for below in folder.iterdir() if _is_own_folder(below) and is_group(below)]
