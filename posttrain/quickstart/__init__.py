@@ -92,10 +92,9 @@ def quickstart(
     head(8, "Results", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
     problems = list(arithmetic_problems("test", size.held_out, seed))
     models = {"untrained": untrained, "SFT": sft, "DPO": dpo, "PPO": ppo, "GRPO": grpo}
-    greedy = {name: sample_replies(path, problems, f"{name}: most likely replies") for name, path in models.items()}
-    replies = {
-        name: sample_replies(path, problems, f"{name}: sampled replies", seed=seed) for name, path in models.items()
-    }
+    paths = models.items()
+    greedy = {name: sample_replies(path, problems, f"{name}: most likely replies") for name, path in paths}
+    replies = {name: sample_replies(path, problems, f"{name}: sampled replies", seed=seed) for name, path in paths}
     scores = {name: rewards(reward, given, f"{name}: judging") for name, given in replies.items()}
     measured = {name: measure(replies[name], greedy[name], scores[name]) for name in models}
     outcome = Outcome(folder, seed, problems, replies, scores, measured, time.perf_counter() - began)

@@ -80,7 +80,7 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
 
 
 def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
-    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `targets`; returns a line each.
+    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `targets`: a line each.
 
     Files that a running process writes, and those that cannot be changed, stay.
     """
