@@ -1,1 +1,1 @@
-"""Output for users: progress, curves, the report page, comparisons, listings."""
+"""Charts, curves and report pages, as files without a server."""

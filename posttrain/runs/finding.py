@@ -81,8 +81,8 @@ def size_of(folder: Path) -> int:
 
 
 def newest_model(folder: Path) -> Path:
-    """The folder if it has a model; for a run, its final model or else its newest checkpoint. RunError without any."""
-    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    """The folder if it has a model; for a run, its final model or else newest checkpoint. Raises RunError if it has
+    none.""" if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return folder
     if (folder / "final").is_dir():
         return folder / "final"
@@ -177,7 +177,7 @@ def checked_name(name: str) -> str:
 
 
 def is_garbage(path: Path) -> bool:
-    """Whether a crash left this; not so a folder moved aside whose replacement was never completed."""
+    """Whether a crash left this to delete: not a folder moved aside whose replacement was never completed."""
     leftover = LEFTOVER.fullmatch(path.name)
     return leftover is not None and (leftover["kind"] == "tmp" or os.path.lexists(path.with_name(leftover["name"])))
 

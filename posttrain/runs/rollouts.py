@@ -208,7 +208,7 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the array columns that a file of an earlier version lacks."""
+    """Add the array columns that a file of an earlier version lacks; new columns are always the last ones."""
     existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
     for name in ARRAYS:
         if name not in existing:

@@ -1,1 +1,1 @@
-"""The pages of `posttrain ui`, in Gradio: thin, since posttrain.ui has what they show. Imports no torch."""
+"""The pages of `posttrain ui`: plain routes, and Gradio for the chat. Imports no torch."""

@@ -39,7 +39,7 @@ class Item:
 
 @dataclass(slots=True)
 class Plan:
-    """What pruning deletes from a run, and which of the rule's other candidates runs need."""
+    """What pruning deletes from a run, and what it keeps because other runs need it."""
 
     run: Path
     items: list[Item] = field(default_factory=list)
