@@ -82,7 +82,8 @@ def size_of(folder: Path) -> int:
 
 def newest_model(folder: Path) -> Path:
     """The folder if it has a model; for a run, its final model or else newest checkpoint. Raises RunError if it has
-    none.""" if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    none."""
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return folder
     if (folder / "final").is_dir():
         return folder / "final"
