@@ -177,7 +177,7 @@ def read_rollouts(run: Path) -> None:
             calls += [lambda: stored.prompts(1), lambda: stored.rollouts(1), lambda: stored.rollouts(1, 0)]
             calls += [
                 lambda: stored.extremes(1, 2),
-                lambda: stored.evaluated_extremes(1, "a", 2),
+                lambda: stored.extremes(1, 2, "a"),
                 lambda: stored.require(1),
             ]
             for call in calls:

@@ -51,7 +51,7 @@ def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[d
     if steps:
         yield f"step {steps[-1]:,}", stored.extremes(steps[-1], count)
     for step, dataset in stored.last_evaluations():
-        yield f"{dataset} at step {step:,}", stored.evaluated_extremes(step, dataset, count)
+        yield f"{dataset} at step {step:,}", stored.extremes(step, count, dataset)
 
 
 def _tags_of(config: Mapping[str, Any]) -> dict[str, Sequence[str]]:

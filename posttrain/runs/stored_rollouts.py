@@ -22,6 +22,15 @@ TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions"
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
 PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
 NEAR_ENDS = 200  # completions among which those of different prompts are chosen
+STEP_ENDS = (
+    "SELECT rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
+    "rollout_index, prompt_index AS which, prompt, facts FROM rollouts JOIN prompts USING (step, prompt_index) "
+    "WHERE step = ?"
+)
+EVALUATION_ENDS = (
+    "SELECT completion, reward, finish_reason, parts, length(tokens) / 4 AS length, row AS which, prompt "
+    "FROM evaluations WHERE step = ? AND dataset = ?"
+)
 
 
 class StoredRun:
@@ -83,41 +92,26 @@ class StoredRun:
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
 
-    def extremes(self, step: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The best and the worst completions of a step by reward, each of another prompt, with prompt and facts."""
-        return self._extremes(
-            "rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
-            "rollout_index, prompt_index AS which, prompt, facts "
-            "FROM rollouts JOIN prompts USING (step, prompt_index) WHERE step = ?",
-            (step,),
-            count,
-        )
+    def extremes(
+        self, step: int, count: int, dataset: str | None = None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The best and the worst completions of a step by reward, or of its evaluation on `dataset`, each of another
+        prompt, with the prompt and, for a step, its facts."""
+        query, values = STEP_ENDS, (step,)
+        if dataset is not None:
+            query, values = EVALUATION_ENDS, (step, dataset)
+
+        def end(order: str) -> list[dict[str, Any]]:
+            rows = self._read_rows(f"{query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}", values)
+            by_prompt = {row["which"]: row for row in reversed(rows)}
+            return sorted(by_prompt.values(), key=lambda row: row["reward"], reverse=order == "DESC")[:count]
+
+        return end("DESC"), end("ASC")
 
     def last_evaluations(self) -> list[tuple[int, str]]:
         """Each data set's last step with rewarded completions."""
         query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
         return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
-
-    def evaluated_extremes(
-        self, step: int, dataset: str, count: int
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The best and the worst completions of an evaluation, each of another prompt."""
-        return self._extremes(
-            "completion, reward, finish_reason, parts, length(tokens) / 4 AS length, row AS which, prompt "
-            "FROM evaluations WHERE step = ? AND dataset = ?",
-            (step, dataset),
-            count,
-        )
-
-    def _extremes(
-        self, query: str, values: Sequence[int | str], count: int
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        def end(order: str) -> list[dict[str, Any]]:
-            query_ = f"SELECT {query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}"
-            by_prompt = {row["which"]: row for row in reversed(self._read_rows(query_, values))}
-            return sorted(by_prompt.values(), key=lambda row: row["reward"], reverse=order == "DESC")[:count]
-
-        return end("DESC"), end("ASC")
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order of sampling."""
