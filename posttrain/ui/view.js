@@ -1,25 +1,25 @@
-// Links, forms and a timer change a page in place: the server answers with what it shows at the new address. Without this
-// script they load whole pages.
+// Links, forms and a timer change the page in place: the server returns the content at the new address. Without this script
+// they load whole pages.
 const shown = () => element.querySelector('.shown');
-let asked = null, typing = 0, leaving = false; // the request at work, the timer of a search field
+let running = null, typing = 0, leaving = false; // the running request, the timer of a search field
 const load = async (address, { push = false, keep = true, timed = false, body = null } = {}) => {
   const url = new URL(address, location.href), mine = new AbortController();
   if (push && url.href !== location.href) history.pushState(null, '', url);
   if (!timed) { clearTimeout(typing); element.classList.add('waiting'); }
-  asked?.abort();
-  asked = mine;
+  running?.abort();
+  running = mine;
   try {
     const headers = { 'x-shown': shown().dataset.version };
     const reply = await fetch(url, { method: body ? 'POST' : 'GET', body, headers, signal: mine.signal });
     const text = await reply.text();
-    if (asked !== mine) return;
+    if (running !== mine) return;
     if (!reply.ok) throw new Error(text);
     if (reply.headers.has('content-location')) history.replaceState(null, '', reply.headers.get('content-location'));
     if (reply.status === 200) put(text, keep);
   } catch {
-    if (asked === mine && !timed && !leaving) location.assign(url); // the whole page says what is wrong
+    if (running === mine && !timed && !leaving) location.assign(url); // the whole page shows the error
   } finally {
-    if (asked === mine) { asked = null; element.classList.remove('waiting'); }
+    if (running === mine) { running = null; element.classList.remove('waiting'); }
   }
 };
 const addressOf = (form) => {
@@ -27,8 +27,8 @@ const addressOf = (form) => {
   return `${location.pathname}?${new URLSearchParams(values)}`;
 };
 
-// New content replaces the old, part by part, where they differ. What is open stays open; what had the focus has it again,
-// with what was typed meanwhile.
+// New content replaces the old, part by part, where they differ. Open details stay open; the focused element keeps the focus
+// and the text typed meanwhile.
 const nameOf = (one) => one.id || (one.name && `${one.name}=${/radio|submit/.test(one.type) ? one.value : ''}`) || one.getAttribute('href');
 const put = (text, keep) => {
   const made = document.createElement('template');
@@ -78,7 +78,7 @@ element.addEventListener('submit', (event) => {
   if (!by?.value) load(addressOf(form), { push: true });
   else load(form.getAttribute('action'), { body: new URLSearchParams(new FormData(form, by)) });
 });
-// A field to type in is read as one types: its change is no news, and would replace a button that is being pressed.
+// Search fields are read while typing: their change event adds nothing, and would replace a button that is being pressed.
 element.addEventListener('change', ({ target }) => {
   if (target.isConnected && target.form && target.type !== 'search') load(addressOf(target.form), { push: true });
 });
@@ -92,4 +92,4 @@ element.addEventListener('input', ({ target }) => {
 });
 window.addEventListener('beforeunload', () => { leaving = true; });
 window.addEventListener('popstate', () => load(location.href, { keep: false }));
-setInterval(() => { if (!document.hidden && !asked) load(location.href, { timed: true }); }, 1000 * element.dataset.seconds);
+setInterval(() => { if (!document.hidden && !running) load(location.href, { timed: true }); }, 1000 * element.dataset.seconds);
