@@ -77,15 +77,15 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
     """The settings of a run in the folder, or in the address. Raises ConfigError if they cannot be read."""
     name = query.one("run")
     if name:
-        row = viewer.runs.find(name)
-        if row is None:
+        run = viewer.runs.find(name)
+        if run is None:
             return None
         try:
-            text = read_regular(row.folder / "config.yaml").decode()
+            text = read_regular(run.folder / "config.yaml").decode()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the settings of {name} cannot be read: {error}") from error
-        to_run = link(row.name, address("/run", run=row.name))
-        return Settings(el("h1", to_run, " ", el("small", f"data: {row.data}")), text, True)
+        to_run = link(run.name, address("/run", run=run.name))
+        return Settings(el("h1", to_run, " ", el("small", f"data: {run.data}")), text, True)
     if not any(key not in OWN for key, _ in query.pairs):
         return None
     made = draft(query, viewer.root)

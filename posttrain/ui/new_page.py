@@ -263,12 +263,12 @@ def _state(viewer: Viewer, made: Draft) -> Markup:
 
 
 def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
-    row = viewer.runs.find(name)
-    if row is not None:
-        broken = row.state in ("failed", "damaged", "killed")
+    run = viewer.runs.find(name)
+    if run is not None:
+        broken = run.state in ("failed", "damaged", "killed")
         running = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
-        now = f" {row.state}" if launch.ended else running
-        why = f": {row.explanation}" if row.explanation else None
+        now = f" {run.state}" if launch.ended else running
+        why = f": {run.explanation}" if run.explanation else None
         look = "message error" if broken else "message"
         return el("p", link(name, address("/run", run=name)), now, why, class_=look, role="status")
     if not launch.ended:

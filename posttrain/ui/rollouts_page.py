@@ -22,26 +22,26 @@ FALLS = 3  # steps of the largest falls of the reward that are named
 
 
 def rollouts_page(viewer: Viewer, query: Query) -> Markup:
-    row = viewer.runs.find(query.one("run"))
-    if row is None or not row.has_rollouts:
-        return _choice(viewer, query.one("run"), row)
+    run = viewer.runs.find(query.one("run"))
+    if run is None or not run.has_rollouts:
+        return _choice(viewer, query.one("run"), run)
     step, prompt, rollout = (query.integer(name) for name in ("step", "prompt", "rollout"))
-    series = viewer.series(row.folder)
+    series = viewer.series(run.folder)
     if step is None:
-        return join([_head(row), _overview(row, series), _search(viewer, row, query)])
-    with StoredRun(row.folder, looking=True) as stored:
+        return join([_head(run), _overview(run, series), _search(viewer, run, query)])
+    with StoredRun(run.folder, looking=True) as stored:
         stored.require(step)
-        head = [_head(row), _path(row, step, prompt, rollout)]
+        head = [_head(run), _path(run, step, prompt, rollout)]
         if prompt is None:
-            return join([*head, _beside(stored, step, query), step_view(stored, series, row, step)])
+            return join([*head, _beside(stored, step, query), step_view(stored, series, run, step)])
         if rollout is None:
-            return join([*head, group_view(stored, row, step, prompt)])
-        return join([*head, completion_view(stored, row, step, prompt, rollout, query)])
+            return join([*head, group_view(stored, run, step, prompt)])
+        return join([*head, completion_view(stored, run, step, prompt, rollout, query)])
 
 
-def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
+def _choice(viewer: Viewer, name: str, run: RunSummary | None) -> Markup:
     runs = [run for run in viewer.runs.all() if run.has_rollouts]
-    if row is not None:
+    if run is not None:
         text = f"{name} has no rollouts: only methods that sample completions have them, with rollout.save."
     elif name:
         text = f"There is no run {name}."
@@ -50,16 +50,16 @@ def _choice(viewer: Viewer, name: str, row: RunSummary | None) -> Markup:
     return join([message(text), run_links(runs, PATH)])
 
 
-def _head(row: RunSummary) -> Markup:
-    return el("h1", el("a", row.name, href=address("/run", run=row.name)), " ", el("small", "rollouts"))
+def _head(run: RunSummary) -> Markup:
+    return el("h1", el("a", run.name, href=address("/run", run=run.name)), " ", el("small", "rollouts"))
 
 
-def _path(row: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
+def _path(run: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
     """The path to what is shown: run, step, group, completion, as links."""
-    links = [link("all steps", address(PATH, run=row.name))]
-    links.append(link(f"step {step}", address(PATH, run=row.name, step=step)))
+    links = [link("all steps", address(PATH, run=run.name))]
+    links.append(link(f"step {step}", address(PATH, run=run.name, step=step)))
     if prompt is not None:
-        links.append(link(f"prompt {prompt}", address(PATH, run=row.name, step=step, prompt=prompt)))
+        links.append(link(f"prompt {prompt}", address(PATH, run=run.name, step=step, prompt=prompt)))
     if rollout is not None:
         links.append(el("span", f"completion {rollout}", aria_current="page"))
     return el("nav", *(el("span", each) for each in links), class_="path", aria_label="where")
@@ -74,8 +74,8 @@ def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
     return el("p", *(part for each in links for part in (each, "  ")))
 
 
-def _overview(row: RunSummary, series: Series) -> Markup:
-    go = address(PATH, run=row.name) + "&step="
+def _overview(run: RunSummary, series: Series) -> Markup:
+    go = address(PATH, run=run.name) + "&step="
 
     def drawn(title: str, metrics: Mapping[str, str], share: bool = False) -> Drawing | None:
         logged = [(name, label) for name, label in metrics.items() if name in series.names]
@@ -92,7 +92,7 @@ def _overview(row: RunSummary, series: Series) -> Markup:
     ]
     text = "A click on a curve opens that step: its groups, then their completions, then the tokens."
     hint = el("p", text, class_="quiet") if any(charts) else None
-    return join([_falls(row, series), el("div", *charts, class_="charts four"), hint])
+    return join([_falls(run, series), el("div", *charts, class_="charts four"), hint])
 
 
 def falls(series: Series) -> list[tuple[int, float]]:
@@ -102,15 +102,15 @@ def falls(series: Series) -> list[tuple[int, float]]:
     return sorted((fall for fall in changes if -math.inf < fall[1] < 0), key=lambda fall: fall[1])[:FALLS]
 
 
-def _falls(row: RunSummary, series: Series) -> Markup | None:
+def _falls(run: RunSummary, series: Series) -> Markup | None:
     steps = falls(series)
-    links = [link(f"step {step} ({change:+.3g})", address(PATH, run=row.name, step=step)) for step, change in steps]
+    links = [link(f"step {step} ({change:+.3g})", address(PATH, run=run.name, step=step)) for step, change in steps]
     parts = [part for each in links for part in (each, ", ")][:-1]
     return el("p", "The reward fell most at ", *parts, ".") if parts else None
 
 
-def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
-    index = viewer.index(row.folder)
+def _search(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
+    index = viewer.index(run.folder)
     choices = index.choices()
 
     def number_field(name: str, label: str) -> Markup:
@@ -129,7 +129,7 @@ def _search(viewer: Viewer, row: RunSummary, query: Query) -> Markup:
         choice("sort", "Order", list(SORTS), query.choice("sort", tuple(SORTS))), hidden(query, "run"),
     )  # fmt: skip
     matches = index.search(query, PAGE, PAGE * query.page)
-    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(row, matches, query))
+    return el("section", el("h2", "Find rollouts"), controls, _progress(index), _results(run, matches, query))
 
 
 def _progress(index: Index) -> Markup | None:
@@ -141,13 +141,13 @@ def _progress(index: Index) -> Markup | None:
     return None
 
 
-def _results(row: RunSummary, matches: Matches, query: Query) -> Markup:
+def _results(run: RunSummary, matches: Matches, query: Query) -> Markup:
     keys = [(match["step"], match["prompt"], match["rollout"]) for match in matches.rows]
-    texts, words = _texts(row, keys), words_of(query.one("find"))
+    texts, words = _texts(run, keys), words_of(query.one("find"))
     gone = el("span", "no longer stored", class_="quiet")
     body = [
         [
-            link(" · ".join(map(str, key)), address(PATH, run=row.name, step=key[0], prompt=key[1], rollout=key[2])),
+            link(" · ".join(map(str, key)), address(PATH, run=run.name, step=key[0], prompt=key[1], rollout=key[2])),
             number(match["reward"]), number(match["advantage"], 3), f"{match['length']:,}", match["ended"],
             match["verdict"] or "–",
             gone if (text := texts.get(key)) is None else marked(text, words),
@@ -159,12 +159,12 @@ def _results(row: RunSummary, matches: Matches, query: Query) -> Markup:
     return join([pager(query, PATH, PAGE, matches.total, "completion"), shown])
 
 
-def _texts(row: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], str]:
+def _texts(run: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], str]:
     """The completions with these numbers of step, prompt and rollout, from the run itself."""
     if not keys:
         return {}
     marks = ", ".join("(?, ?, ?)" for _ in keys)
-    with StoredRun(row.folder, looking=True) as stored:
+    with StoredRun(run.folder, looking=True) as stored:
         rows = stored.query(
             "SELECT step, prompt_index, rollout_index, completion FROM rollouts "
             f"WHERE (step, prompt_index, rollout_index) IN (VALUES {marks})",

@@ -20,33 +20,33 @@ LOG_LINES = 60
 
 def run_page(viewer: Viewer, query: Query) -> Markup:
     name = query.one("run")
-    row = viewer.runs.find(name)
-    if row is None:
+    run = viewer.runs.find(name)
+    if run is None:
         text = f"There is no run {name}." if name else "Which run?"
         return join([message(text), run_links(viewer.runs.all(), PATH)])
-    series = viewer.series(row.folder)
-    above = [_head(row), _cards(row, series), _alarms(series), _curves(row, series, query)]
-    return join([*above, _checks(row), _data(row), _log(row)])
+    series = viewer.series(run.folder)
+    above = [_head(run), _cards(run, series), _alarms(series), _curves(run, series, query)]
+    return join([*above, _checks(run), _data(run), _log(run)])
 
 
-def replay_command(row: RunSummary) -> str:
+def replay_command(run: RunSummary) -> str:
     """The command that trains with the settings of this run again, into a new folder beside it."""
-    return shlex.join(["posttrain", "train", str(row.folder / "config.yaml"), "--name", f"{row.folder.name}-again"])
+    return shlex.join(["posttrain", "train", str(run.folder / "config.yaml"), "--name", f"{run.folder.name}-again"])
 
 
-def _head(row: RunSummary) -> Markup:
-    links = [link("Report", address("/report", run=row.name))] if (row.folder / "report.html").is_file() else []
-    links += [link("Rollouts", address("/rollouts", run=row.name))] if row.has_rollouts else []
-    links += [link("Data", address("/data", run=row.name)), link("Compare", address("/", chosen=row.name))]
-    command = replay_command(row)
+def _head(run: RunSummary) -> Markup:
+    links = [link("Report", address("/report", run=run.name))] if (run.folder / "report.html").is_file() else []
+    links += [link("Rollouts", address("/rollouts", run=run.name))] if run.has_rollouts else []
+    links += [link("Data", address("/data", run=run.name)), link("Compare", address("/", chosen=run.name))]
+    command = replay_command(run)
     copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
     written = el("noscript", el("code", command))
-    title = el("h1", row.name, " ", badge(row.state))
-    about = el("p", f"{row.method} of {row.model} on {row.data}", class_="quiet")
-    note = el("p", el("b", row.hashtags), " ", row.note) if row.tags or row.note else None
-    kind = "error" if row.state in ("failed", "damaged") else "warning"
-    why = message(row.explanation, kind) if row.explanation else None
-    killed = message(KILLED, "warning") if row.state == "killed" else None
+    title = el("h1", run.name, " ", badge(run.state))
+    about = el("p", f"{run.method} of {run.model} on {run.data}", class_="quiet")
+    note = el("p", el("b", run.hashtags), " ", run.note) if run.tags or run.note else None
+    kind = "error" if run.state in ("failed", "damaged") else "warning"
+    why = message(run.explanation, kind) if run.explanation else None
+    killed = message(KILLED, "warning") if run.state == "killed" else None
     above = el("p", *(part for each in links for part in (each, " · ")), copy, written)
     return join([title, about, note, above, why, killed])
 
@@ -57,14 +57,14 @@ KILLED = (
 )
 
 
-def _cards(row: RunSummary, series: Series) -> Markup:
+def _cards(run: RunSummary, series: Series) -> Markup:
     facts = {
-        row.metric or "result": number(row.result),
-        "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
-        "time left": row.eta,
-        "time": duration(row.seconds) if row.ended and row.seconds is not None else "",
-        "disk": in_units(row.size),
-        "started": f"{row.started_at:%m-%d %H:%M}" if row.started_at else "",
+        run.metric or "result": number(run.result),
+        "step": f"{run.step:,}" + (f" / {run.total:,}" if run.total else ""),
+        "time left": run.eta,
+        "time": duration(run.seconds) if run.ended and run.seconds is not None else "",
+        "disk": in_units(run.size),
+        "started": f"{run.started_at:%m-%d %H:%M}" if run.started_at else "",
     }
     return cards({name: value for name, value in facts.items() if value})
 
@@ -74,9 +74,9 @@ def _alarms(series: Series) -> Markup | None:
     return join([el("h2", "Alarms"), *lines]) if lines else None
 
 
-def _curves(row: RunSummary, series: Series, query: Query) -> Markup:
+def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
     axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
-    go = address("/rollouts", run=row.name) + "&step=" if row.has_rollouts and axis == "step" else None
+    go = address("/rollouts", run=run.name) + "&step=" if run.has_rollouts and axis == "step" else None
     charts = [
         chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
         for panel in PANELS
@@ -92,19 +92,19 @@ def _curves(row: RunSummary, series: Series, query: Query) -> Markup:
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
 
 
-def _checks(row: RunSummary) -> Markup | None:
+def _checks(run: RunSummary) -> Markup | None:
     rows = [
-        [el("span", check.outcome, class_=f"badge {check.outcome}"), check.what, check.found] for check in row.checks
+        [el("span", check.outcome, class_=f"badge {check.outcome}"), check.what, check.found] for check in run.checks
     ]
     return join([el("h2", "Checks"), table(["", "check", "found"], rows)]) if rows else None
 
 
-def _data(row: RunSummary) -> Markup | None:
-    text = data_messages(row.folder)
+def _data(run: RunSummary) -> Markup | None:
+    text = data_messages(run.folder)
     return join([el("h2", "Data"), el("pre", text)]) if text else None
 
 
-def _log(row: RunSummary) -> Markup:
-    lines = row.log_tail(1 << 16).splitlines()[-LOG_LINES:]
+def _log(run: RunSummary) -> Markup:
+    lines = run.log_tail(1 << 16).splitlines()[-LOG_LINES:]
     text = el("pre", "\n".join(lines), class_="log", tabindex="0")
     return join([el("h2", "Log"), text if lines else message("There is no training.log yet.")])

@@ -25,7 +25,7 @@ def runs_page(viewer: Viewer, query: Query) -> Markup:
     rows = viewer.runs.all()
     if not rows:
         return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
-    chosen = [row for name in query.many("chosen") if (row := viewer.runs.find(name)) is not None][:CHOSEN]
+    chosen = [run for name in query.many("chosen") if (run := viewer.runs.find(name)) is not None][:CHOSEN]
     runs = _table(viewer, arranged(rows, query), len(rows), chosen, query)
     return join([_controls(rows, query), _overlay(viewer, chosen, query), runs])
 
@@ -35,19 +35,19 @@ def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
     words = query.one("find").casefold().split()
     state, method = query.one("state"), query.one("method")
 
-    def fits(row: RunSummary) -> bool:
-        text = " ".join([row.name, row.method, row.model, row.data, *row.tags, row.note]).casefold()
-        return state in ("", row.state) and method in ("", row.method) and all(word in text for word in words)
+    def fits(run: RunSummary) -> bool:
+        text = " ".join([run.name, run.method, run.model, run.data, *run.tags, run.note]).casefold()
+        return state in ("", run.state) and method in ("", run.method) and all(word in text for word in words)
 
     kept = list(filter(fits, rows))
     keys = {
-        "name": lambda row: row.name.casefold(),
-        "state": lambda row: STATES.index(row.state) if row.state in STATES else len(STATES),
-        "method": lambda row: row.method,
-        "model": lambda row: row.model.casefold(),
-        "result": lambda row: (row.result is None, row.metric, -(row.result or 0.0)),
-        "steps": lambda row: -row.step,
-        "disk": lambda row: -row.size,
+        "name": lambda run: run.name.casefold(),
+        "state": lambda run: STATES.index(run.state) if run.state in STATES else len(STATES),
+        "method": lambda run: run.method,
+        "model": lambda run: run.model.casefold(),
+        "result": lambda run: (run.result is None, run.metric, -(run.result or 0.0)),
+        "steps": lambda run: -run.step,
+        "disk": lambda run: -run.size,
     }
     sort = query.choice("sort", SORTS)
     if sort != "latest":
@@ -56,12 +56,12 @@ def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
 
 
 def _controls(rows: Sequence[RunSummary], query: Query) -> Markup:
-    states = [state for state in STATES if any(row.state == state for row in rows)]
+    states = [state for state in STATES if any(run.state == state for run in rows)]
     return form(
         PATH,
         search("find", "Find", query.one("find"), "name, method, model, data, tag, note"),
         choice("state", "State", ["", *states], query.one("state"), "all"),
-        choice("method", "Method", ["", *sorted({row.method for row in rows})], query.one("method"), "all"),
+        choice("method", "Method", ["", *sorted({run.method for run in rows})], query.one("method"), "all"),
         hidden(query, "chosen", "sort", "reverse", "x", "smooth"),
     )
 
@@ -70,10 +70,10 @@ def _table(
     viewer: Viewer, rows: Sequence[RunSummary], total: int, chosen: Sequence[RunSummary], query: Query
 ) -> Markup:
     shown = rows if query.one("all") else rows[:SHOWN]
-    names = [row.name for row in chosen]
+    names = [run.name for run in chosen]
     columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
     header = [_sorter(name, query) if name in SORTS else name for name in columns]
-    body = [_cells(row, viewer.runs.spark(row), names, query) for row in shown]
+    body = [_cells(run, viewer.runs.spark(run), names, query) for run in shown]
     count = counted(len(rows), "run") if len(rows) == total else f"{len(rows):,} of {counted(total, 'run')}"
     more = link(f"show all {len(rows):,}", query.but(PATH, all=1)) if len(shown) < len(rows) else None
     hint = " · choose some to compare them" if not chosen else None
@@ -88,31 +88,31 @@ def _sorter(name: str, query: Query) -> Markup:
     return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
 
 
-def _cells(row: RunSummary, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
-    at = chosen.index(row.name) if row.name in chosen else None
-    others = [name for name in chosen if name != row.name]
+def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
+    at = chosen.index(run.name) if run.name in chosen else None
+    others = [name for name in chosen if name != run.name]
     full = at is None and len(chosen) >= CHOSEN
-    more = [*chosen[: CHOSEN - 1 if full else None], row.name]
-    mark = toggle(row.name, at, query.but(PATH, chosen=others if at is not None else more))
-    steps = f"{row.step:,}" + (f" / {row.total:,}" if row.total else "")
-    result = el("span", number(row.result, 3), " ", el("small", row.metric)) if row.metric else "–"
-    name = [el("a", row.name, href=address("/run", run=row.name), class_="name"), tag_list(row)]
-    started = el("span", f"{row.started_at:%Y-%m-%d %H:%M}" if row.started_at else "", class_="nowrap")
-    state = [badge(row.state, row.explanation), alarm_list(row.alarms)]
-    model = el("span", row.model, class_="clip", title=row.model)
-    size = in_units(row.size)
-    return [mark, name, state, row.method, model, result, spark(curve), steps, row.eta, size, started]
+    more = [*chosen[: CHOSEN - 1 if full else None], run.name]
+    mark = toggle(run.name, at, query.but(PATH, chosen=others if at is not None else more))
+    steps = f"{run.step:,}" + (f" / {run.total:,}" if run.total else "")
+    result = el("span", number(run.result, 3), " ", el("small", run.metric)) if run.metric else "–"
+    name = [el("a", run.name, href=address("/run", run=run.name), class_="name"), tag_list(run)]
+    started = el("span", f"{run.started_at:%Y-%m-%d %H:%M}" if run.started_at else "", class_="nowrap")
+    state = [badge(run.state, run.explanation), alarm_list(run.alarms)]
+    model = el("span", run.model, class_="clip", title=run.model)
+    size = in_units(run.size)
+    return [mark, name, state, run.method, model, result, spark(curve), steps, run.eta, size, started]
 
 
 def toggle(name: str, at: int | None, where: str) -> Markup:
-    """A link that chooses a row, or removes it from the chosen ones, among which it is number `at`."""
+    """A link that chooses an entry of a list, or removes it from the chosen ones, where it is number `at`."""
     label, look = ("choose", "toggle") if at is None else ("remove", f"toggle on c{at}")
     return link("+" if at is None else "✓", where, class_=look, aria_label=f"{label} {name}")
 
 
 def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
     """The runs to choose from for the page at `path`, the latest first."""
-    cells = [[link(row.name, address(path, run=row.name)), row.method, row.model, row.data] for row in rows[:SHOWN]]
+    cells = [[link(run.name, address(path, run=run.name)), run.method, run.model, run.data] for run in rows[:SHOWN]]
     return table(["run", "method", "model", "data"], cells) if cells else None
 
 
@@ -139,18 +139,18 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
     axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
     kept = hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all")
     controls = form(PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), kept)
-    curves = [viewer.series(row.folder) for row in chosen]
+    curves = [viewer.series(run.folder) for run in chosen]
     charts = []
     for panel in PANELS:
         name = next((m for m in panel.metrics if any(m in series.names for series in curves)), None)
         if name is not None:
             lines = [
-                Line(row.name, *series.points(name, axis), colour=at)
-                for at, (row, series) in enumerate(zip(chosen, curves, strict=True))
+                Line(run.name, *series.points(name, axis), colour=at)
+                for at, (run, series) in enumerate(zip(chosen, curves, strict=True))
                 if name in series.names
             ]
             charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
-    keys = el("p", *(_key(row, at, chosen, query) for at, row in enumerate(chosen)), class_="keys")
+    keys = el("p", *(_key(run, at, chosen, query) for at, run in enumerate(chosen)), class_="keys")
     return el(
         "section",
         el("h2", f"{counted(len(chosen), 'run')} over {axis}"),
@@ -161,10 +161,10 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
     )
 
 
-def _key(row: RunSummary, at: int, chosen: Sequence[RunSummary], query: Query) -> Markup:
-    others = [other.name for other in chosen if other is not row]
-    remove = link("×", query.but(PATH, chosen=others), aria_label=f"remove {row.name}")
-    return el("span", el("a", row.name, href=address("/run", run=row.name)), " ", remove, class_=f"key c{at}")
+def _key(run: RunSummary, at: int, chosen: Sequence[RunSummary], query: Query) -> Markup:
+    others = [other.name for other in chosen if other is not run]
+    remove = link("×", query.but(PATH, chosen=others), aria_label=f"remove {run.name}")
+    return el("span", el("a", run.name, href=address("/run", run=run.name)), " ", remove, class_=f"key c{at}")
 
 
 def settings_that_differ(chosen: Sequence[RunSummary]) -> Markup | None:
@@ -174,7 +174,7 @@ def settings_that_differ(chosen: Sequence[RunSummary]) -> Markup | None:
     unread = [run.name for run in chosen if not run.config]
     rows = [[el("code", name), *map(_value, values)] for name, *values in differing([run.config for run in chosen])]
     problem = message(f"The settings of {', '.join(unread)} cannot be read.", "warning") if unread else None
-    body = table(["setting", *(row.name for row in chosen)], rows) if rows else message("Their settings are the same.")
+    body = table(["setting", *(run.name for run in chosen)], rows) if rows else message("Their settings are the same.")
     return join([el("h3", "Settings that differ"), problem, body])
 
 
