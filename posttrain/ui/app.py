@@ -118,8 +118,8 @@ def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
 
     @app.get("/report")
     def report(run: str = "") -> Response:
-        found = viewer.runs.find(run)
-        file = found and found.folder / "report.html"
+        listed = viewer.runs.find(run)
+        file = listed and listed.folder / "report.html"
         if file is None or not is_regular(file):
             text = "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`."
             return PlainTextResponse(text, 404)
