@@ -179,7 +179,7 @@ class Run:
             before = None
         times = (before or {}).get("times", 0) + 1
         earlier, value = (before or {}).get("value"), facts.get("value")
-        if before is not None and not facts["failed"] and None not in (earlier, value) and earlier > value:
+        if before is not None and not facts["failed"] and earlier is not None and value is not None and earlier > value:
             facts = before
         checks[finding.check] = {**facts, "times": times}
         if before is None or facts["failed"]:
