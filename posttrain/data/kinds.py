@@ -5,6 +5,7 @@ and how an example is read from the stored columns. All other code of `posttrain
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -45,7 +46,7 @@ Item = Trained | Compared
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(ABC):
     """A kind of example, and which of its tokens are trained. The methods are those of one sequence, of which the first
     tokens may be a prompt.
 
@@ -162,9 +163,9 @@ class Kind:
         """Tokens of the longest sequence."""
         return int(lengths.max())
 
+    @abstractmethod
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         """The example of a table row; `columns` are the further ones of `Fitted.view`."""
-        raise NotImplementedError
 
 
 class Sequences(Kind):
