@@ -28,8 +28,20 @@ os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
 SEED = int(os.environ.get("POSTTRAIN_TEST_SEED", "0"))  # of the models that fixtures make: `make test-processors`
 
+SLOW = frozenset(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
 SAVED_SUMS = Path(__file__).with_name("sums")
 SHARED = Path(__file__).parents[1].parent / "shared"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items) -> None:
+    """Marks as slow what tests/slow.txt lists: costly tests whose kind a cheaper one shows in `make test`."""
+    ids = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in SLOW & ids.keys():
+        ids[name].add_marker(pytest.mark.slow)
+    whole = {Path(argument).name for argument in config.args} == {"tests"}
+    if whole and SLOW - ids.keys():
+        raise pytest.UsageError(f"tests/slow.txt lists tests that do not exist: {sorted(SLOW - ids.keys())}")
 
 
 @pytest.fixture(scope="session")

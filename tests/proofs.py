@@ -219,6 +219,16 @@ PROMISES = (
         ),
     ),
     Promise(
+        "ranks",
+        "Two ranks have the gradients, metrics and completions of one process, for every objective, also with sharded "
+        "weights.",
+        (
+            "test_ranks.py::test_two_ranks_have_the_gradients_of_one_process_for_every_objective",
+            "test_ranks.py::test_the_sum_over_ranks_is_that_of_one_process_to_rounding",
+            "test_ranks.py::test_two_ranks_sample_the_completions_of_one_process_with_every_method",
+        ),
+    ),
+    Promise(
         "kills of ranks",
         "When one of several processes is killed, the run ends within its deadline, names it, and resumes to the same "
         "weights.",

@@ -9,7 +9,8 @@ How a command of a fenced block is run:
 - The Python blocks of a page are one program.
 - What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
   ones. All else stays as it is written.
-- A run that no later command of its page reads is checked with `--dry-run`; `make slow` trains it (README.md's always).
+- A run that no later command of its page reads is checked with `--dry-run`. On the pages in LONG every run is, other
+  commands are checked by their flags, and Python is compiled. `make slow` runs all of every page; README.md always is.
 - `posttrain serve` starts a server of a small model, whose address takes the place of SERVED.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
 A line that none of this covers fails the test.
@@ -39,6 +40,7 @@ from posttrain.cli import main
 from posttrain.evaluation.comparing.sides import split_name
 from posttrain.training.state import Saved, State
 
+HELP: dict[tuple[str, ...], str] = {}  # the help of commands, shown once
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,6 +58,7 @@ DATA = {
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
 SERVED = "http://127.0.0.1:8000"  # in a page, where `posttrain serve` listens: here a stand-in's address
 TRAINING = ("train", "verify-resume", "sweep")
+LONG = """comparison distill engines eval export grading grpo kto losses memory runs scaling serve stages""".split()  # noqa: SIM905
 TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality", "--json"}
 
 
@@ -103,6 +106,7 @@ class Reader:
     def __init__(self, page: Path, shared: Path, scratch_model: Path, capsys, trains_all: bool = False):
         self.shared, self.scratch_model, self.capsys = shared, scratch_model, capsys
         self.trains_all = trains_all or page.name == "README.md"
+        self.flags_only = page.stem in LONG and not self.trains_all
         reading = [
             " ".join(words) for words in commands(page) if (posttrain_arguments(words) or ["train"])[0] not in TRAINING
         ]
@@ -122,7 +126,9 @@ class Reader:
 
     def command(self, arguments: list[str]) -> None:
         verb, *rest = arguments
-        if verb in (*TRAINING, "plan", "explore") and verb != "sweep":
+        if self.flags_only and verb not in TRAINING:
+            flags_exist(arguments, self.run)
+        elif verb in (*TRAINING, "plan", "explore") and verb != "sweep":
             if verb == "train" and len(rest) == 1 and not Path(rest[0]).exists():
                 assert rest[0] in LOCAL, f"{rest[0]} is no preset that tests/test_presets.py trains"
                 return
@@ -183,8 +189,8 @@ class Reader:
 
     def trains(self, rest: list[str]) -> bool:
         """Whether the run is trained here: a later command of the page reads it, or all are."""
-        if self.trains_all:
-            return True
+        if self.trains_all or self.flags_only:
+            return self.trains_all
         named = [word for flag, word in itertools.pairwise(rest) if flag == "--name"]
         shown = [rest[0], *(word for word in rest if word.startswith("name=")), *(f"name={word}" for word in named)]
         return (
@@ -192,8 +198,15 @@ class Reader:
             and yaml.safe_load(self.run(["config", "show", *shown]))["name"] in self.read_runs
         )
 
+    def python(self, body: str, page: Path, names: dict) -> None:
+        code = compile(body.replace(SERVED, self.url), page.name, "exec")
+        if not self.flags_only:
+            exec(code, names)
+
     def curl(self, words: list[str]) -> None:
         """What curl would send to the page's server."""
+        if self.flags_only:
+            return
         options = dict(itertools.pairwise(words))
         name, _, value = options["-H"].partition(": ")
         address = words[1].replace(SERVED, self.url)
@@ -290,7 +303,10 @@ def flags_exist(arguments: list[str], run) -> None:
     """Every flag of a command is in the help of its verb, or of its group."""
     verbs = [word for word in arguments if re.fullmatch(r"[a-z]+", word)]
     group = arguments[0] in ("config", "data", "runs") and len(verbs) > 1
-    shown = run([*(verbs[:2] if group else arguments[:1]), "--help"])
+    command = tuple(verbs[:2] if group else arguments[:1])
+    if command not in HELP:
+        HELP[command] = run([*command, "--help"])
+    shown = HELP[command]
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         name = re.sub(r"^--([\w-]+\.)*", "--", flag).replace("_", "-")
         assert re.search(rf"{re.escape(name)}(?![\w-])", shown) or name in TRAINING_ONLY, (
@@ -307,10 +323,10 @@ def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if any(words[1:2] in (["train"], ["sweep"]) for words in commands(p))],
+    [p for p in PAGES if p.stem in LONG or any(words[1:2] in (["train"], ["sweep"]) for words in commands(p))],
     ids=lambda p: p.name,
 )
-def test_every_run_of_a_page_trains(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+def test_all_of_a_page_runs(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
     in_a_folder(tmp_path, monkeypatch)
     follow(page, Reader(page, shared, scratch_model, capsys, trains_all=True))
 
@@ -330,7 +346,7 @@ def run_page(page: Path, reader: Reader) -> None:
     names = {"__name__": "docs"}
     for language, body, _ in blocks(page):
         if language == "python":
-            exec(compile(body.replace(SERVED, reader.url), page.name, "exec"), names)
+            reader.python(body, page, names)
         elif language in SHELL:
             for words in lines(body):
                 arguments = posttrain_arguments(words)

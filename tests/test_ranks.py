@@ -114,8 +114,27 @@ def launch(*folders: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def one_of_each(shared, sums_home, made_once) -> tuple[Path, Path]:
+    """The folders of the same runs by one process and by two: one objective of each kind of data."""
+
+    def make(root: Path) -> None:
+        one, two = root / "one", root / "two"
+        for folder in (one, two):
+            folder.mkdir(parents=True)
+        made = configurations(shared, sums_home, one)
+        write({name: made[name] for name in ONE_OF_EACH}, one, sums_home)
+        made = configurations(shared, sums_home, two)
+        made |= sharded(made) | {"refused": refused(made["sft"], two)}
+        write({name: made[name] for name in (*ONE_OF_EACH, "fsdp-sft", "refused")}, two, sums_home)
+        launch(one, two)
+
+    root = made_once("some ranks", make)
+    return root / "one", root / "two"
+
+
+@pytest.fixture(scope="module")
 def both(shared, sums_home, made_once) -> tuple[Path, Path]:
-    """The folders of the same runs by one process and by two."""
+    """The folders of the same runs by one process and by two: all objectives."""
 
     def make(root: Path) -> None:
         one, two = root / "one", root / "two"
@@ -162,11 +181,21 @@ def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
 
 SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")
 RUNS = [(name, strategy) for name in SHARDED for strategy in ("", "fsdp-")] + [("qlora", "")]
+ONE_OF_EACH = ("sft", "dpo", "kto", "grpo")
 
 
+@pytest.mark.parametrize(("name", "strategy"), [*((name, "") for name in ONE_OF_EACH), ("sft", "fsdp-")])
+def test_two_ranks_have_the_gradients_of_one_process(one_of_each, name, strategy):
+    same_gradients(one_of_each[0] / name, one_of_each[1] / f"{strategy}{name}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), RUNS)
-def test_two_ranks_have_the_gradients_of_one_process(both, name, strategy):
-    places = both[0] / name, both[1] / f"{strategy}{name}"
+def test_two_ranks_have_the_gradients_of_one_process_for_every_objective(both, name, strategy):
+    same_gradients(both[0] / name, both[1] / f"{strategy}{name}")
+
+
+def same_gradients(*places: Path) -> None:
     one, two = (load_file(place / "gradients.safetensors") for place in places)
     assert one.keys() == two.keys()
     first = [key for key in one if key.startswith("0|")]
@@ -182,12 +211,21 @@ def test_two_ranks_have_the_gradients_of_one_process(both, name, strategy):
             assert b[metric] == pytest.approx(a[metric], rel=2e-3, abs=2e-4), (a["step"], metric)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "distill"])
-def test_two_ranks_sample_the_completions_of_one_process(both, name):
+def test_two_ranks_sample_the_completions_of_one_process(one_of_each):
     """And store the same numbers for every token."""
+    same_rollouts(*(folder / "grpo" for folder in one_of_each))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo", "distill"])
+def test_two_ranks_sample_the_completions_of_one_process_with_every_method(both, name):
+    same_rollouts(*(folder / name for folder in both))
+
+
+def same_rollouts(*runs: Path) -> None:
     found = []
-    for folder in both:
-        with StoredRun(folder / name) as stored:
+    for run in runs:
+        with StoredRun(run) as stored:
             found.append(stored.rollouts(1))
     assert len(found[0]) == len(found[1]) > 0
     for a, b in zip(*found, strict=True):
@@ -197,6 +235,7 @@ def test_two_ranks_sample_the_completions_of_one_process(both, name):
                 assert b[column] == pytest.approx(a[column], abs=1e-3), column
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["double-coupled", "double-grpo", "fsdp-double-coupled"])
 def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
     """In float64, with the same packs: only the order of the terms differs."""
@@ -207,9 +246,9 @@ def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
         assert float((one[key] - two[key]).abs().max()) <= 1e-10 * float(one[key].abs().max() + 1e-30), key
 
 
-def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(both):
+def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(one_of_each):
     """On every rank; with other settings before there is a run folder, with other data before a model is loaded."""
-    said = [json.loads((both[1] / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    said = [json.loads((one_of_each[1] / f"refused-{rank}.json").read_text()) for rank in range(2)]
     host = socket.gethostname()
     assert said[0]["settings"] == (
         "the ranks were not started alike:\n"
@@ -217,7 +256,7 @@ def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(both):
         "Start every machine with the same command and settings, and install the same versions on each"
     )
     assert said[1]["settings"] == "1", "the first rank of a machine has said it"
-    assert not (both[1] / "settings").exists()
+    assert not (one_of_each[1] / "settings").exists()
     assert re.fullmatch(
         "the ranks read different data:\n"
         rf"  train rows.jsonl: rank 1 on {host} has rows \w{{12}}; rank 0 on {host} has rows \w{{12}}\n"
@@ -225,12 +264,12 @@ def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(both):
         said[0]["data"],
     )
     assert said[1]["data"] == "1"
-    assert json.loads((both[1] / "data/run.json").read_text())["reason"] == said[0]["data"]
-    assert not list((both[1] / "data").glob("*.safetensors"))
+    assert json.loads((one_of_each[1] / "data/run.json").read_text())["reason"] == said[0]["data"]
+    assert not list((one_of_each[1] / "data").glob("*.safetensors"))
 
 
-def test_a_rank_that_is_a_step_ahead_is_named_on_all(both):
-    said = {json.loads((both[1] / f"refused-{rank}.json").read_text())["step"] for rank in range(2)}
+def test_a_rank_that_is_a_step_ahead_is_named_on_all(one_of_each):
+    said = {json.loads((one_of_each[1] / f"refused-{rank}.json").read_text())["step"] for rank in range(2)}
     first, second = (rf"rank {rank} is at step {7 + rank}, exchange" for rank in range(2))
     assert len(said) == 1
     assert re.match(rf"the ranks are out of step: {first} (\d+) \(objects\); {second} \1 \(objects\)", said.pop())

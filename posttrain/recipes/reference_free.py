@@ -14,6 +14,7 @@ import torch
 
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
+from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
 from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
@@ -92,7 +93,7 @@ def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) ->
     return Pairs(chosen_P, rejected_P, none_P, none_P, *pack.pairs(length_S))
 
 
-def scores_prompts(method: AnyMethod) -> bool:
+def scores_prompts(method: MethodSettings) -> bool:
     """Whether a chosen completion's prompt is trained on too."""
     return isinstance(method, ORPOMethod) and not method.completion_only_loss
 
