@@ -71,7 +71,7 @@ class Kind(ABC):
         """The kind with a method's settings."""
         return cls()
 
-    def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
+    def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError for rows of another kind, if their format is to be inferred."""
 
     def shape(self, row: Row, fields: Fields) -> Row:
@@ -156,7 +156,7 @@ class Kind(ABC):
             Lengths.of(prompt[prompt > 0]),
         )
 
-    def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:
+    def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError for examples of which nothing can be learned."""
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
