@@ -16,8 +16,7 @@ from test_online import EXACT
 from posttrain.cli import main
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import compare, holm
-from posttrain.evaluation.comparing.sides import make_sides, split_name
-from posttrain.evaluation.comparing.sources import read_source
+from posttrain.evaluation.comparing.sources import make_sides, read_source, split_name
 from posttrain.evaluation.records import Answer
 from posttrain.reports.page import SCRIPT
 from posttrain.runs.files import load_json, save_json, save_rows
@@ -440,7 +439,7 @@ def test_what_is_refused(tmp_path, capsys):
         ([a, tmp_path / "missing"], "there is no file or folder"),
         ([a, tmp_path / "empty"], "has nothing to compare: no evaluation"),
         ([a, other], "no scored suite that two of these have in common (a: sums; other: gsm8k)"),
-        ([a, short], "is not whole: answers.jsonl has 3 answers of sums, summary.json counts 5"),
+        ([a, short], "is incomplete: answers.jsonl has 3 answers of sums, summary.json counts 5"),
         ([a, twice], "has item 0, sample 0 of sums twice"),
         ([a, damaged], "answers.jsonl line 1 is damaged"),
         ([a, tmp_path / "unfinished"], "not finished"),

@@ -16,13 +16,19 @@ from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.evaluation.suite import suite_names
-from posttrain.inspection.quality import check_quality, questions_of
-from posttrain.inspection.quality.contamination import Questions, contamination
-from posttrain.inspection.quality.duplicates import NEAR, SHINGLE, near_groups
-from posttrain.inspection.quality.noise import label_noise
-from posttrain.inspection.quality.preferences import auc, length_bias
-from posttrain.inspection.quality.texts import MOST_WORDS, read_corpus
-from posttrain.inspection.quality.words import Texts, jaccard, ngrams, ngrams_of_each, shingles, words_of
+from posttrain.inspection.overlap import NEAR, SHINGLE, Questions, contamination, near_groups, questions_of
+from posttrain.inspection.preferences import auc, label_noise, length_bias
+from posttrain.inspection.quality import check_quality
+from posttrain.inspection.texts import (
+    MOST_WORDS,
+    Texts,
+    jaccard,
+    ngrams,
+    ngrams_of_each,
+    read_corpus,
+    shingles,
+    words_of,
+)
 from posttrain.training.job import data_of
 
 WORDS = [f"w{number}" for number in range(500)]

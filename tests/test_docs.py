@@ -37,7 +37,7 @@ from test_serve import serving
 from test_suites import LOCAL as SUITES
 
 from posttrain.cli import main
-from posttrain.evaluation.comparing.sides import split_name
+from posttrain.evaluation.comparing.sources import split_name
 from posttrain.training.state import Saved, State
 
 HELP: dict[tuple[str, ...], str] = {}  # the help of commands, shown once

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.base.latex import last_box
 from posttrain.config import TagsConfig
-from posttrain.grading import extract, labels, notation, numbers, parse, parts, sets, units
+from posttrain.grading import extract, forms, notation, numbers, sets, units
 from posttrain.grading.equality import _bare, same_answer
 from posttrain.grading.verdict import GradeRequest
 from posttrain.rewards.rules import RULES, options_of
@@ -37,9 +37,9 @@ NUMBERS = st.one_of(
     ),
 )
 READERS = [
-    numbers.read_number, labels.read_choice, labels.read_ratio, labels.read_base, labels.read_residue,
-    labels.read_occasion, units.split_unit, units.sum_of_units, sets.read_set, sets.is_set_like, sets.chain,
-    parts.elements, parts.assignments, parts.members, notation.brackets, notation.split_top,
+    numbers.read_number, forms.read_choice, forms.read_ratio, forms.read_base, forms.read_residue,
+    forms.read_occasion, units.split_unit, units.sum_of_units, sets.read_set, sets.is_set_like, sets.chain,
+    forms.elements, forms.assignments, forms.members, notation.brackets, notation.split_top,
 ]  # fmt: skip
 OPTIONS = st.lists(st.text(ANY_CHARACTER, max_size=5) | st.integers(), max_size=5)
 
@@ -50,7 +50,7 @@ def test_an_answer_is_found_in_any_text(text):
                  extract.last_answer_tag, extract.after_thinking, last_box):  # fmt: skip
         found = find(text)
         assert found is None or found in text
-    number = parse.parse_gsm8k_response(text)
+    number = extract.parse_gsm8k_response(text)
     if number is not None:
         float(number)
 
@@ -73,8 +73,8 @@ def _closed(answer: str) -> bool:
 
 @fuzzed(150, 5000, text=ANSWERS, options=OPTIONS)
 def test_a_choice_is_one_of_the_letters(text, options):
-    letter = parse.parse_mmlu_response({"options": options}, text)
-    assert letter is None or letter in parse.LETTERS[: len(options)]
+    letter = extract.parse_mmlu_response({"options": options}, text)
+    assert letter is None or letter in extract.LETTERS[: len(options)]
 
 
 @fuzzed(200, 20_000, text=ANSWERS)

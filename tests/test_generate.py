@@ -13,7 +13,7 @@ from posttrain.config import DataConfig, dump, load
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import prompts_of
 from posttrain.data.readers import Record
-from posttrain.inspection.findings import Measured, format_of, suggestions
+from posttrain.inspection.sample import Measured, format_of, suggestions
 from posttrain.models.load import load_model, load_tokenizer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -85,7 +85,7 @@ def test_generate(shared, tmp_path, capsys, engine):
 def test_the_prompts_of_a_runs_model_are_those_of_its_version(shared, tmp_path, monkeypatch, version):
     """Version 1, also that of a run without the record, writes a second begin token before a text that has one."""
     from posttrain.export import prompts as exported
-    from posttrain.inspection import generate, sample
+    from posttrain.inspection import rows, sample
 
     run = tmp_path / "run"
     shutil.copytree(shared / "models/stories260K", run / "final")
@@ -103,7 +103,7 @@ def test_the_prompts_of_a_runs_model_are_those_of_its_version(shared, tmp_path, 
         found.append(prompts_of(*arguments))
         return found[-1]
 
-    for module in (generate, sample, exported):
+    for module in (rows, sample, exported):
         monkeypatch.setattr(module, "prompts_of", spy)
     model, file = str(run / "final"), tmp_path / "p.jsonl"
     few = ["--max-completion-length", "2", "-n", "2"]

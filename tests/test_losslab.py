@@ -26,8 +26,8 @@ from posttrain.config import (
     SimPOMethod,
     load,
 )
-from posttrain.inspection.losslab.lab import cosines, losses
-from posttrain.inspection.losslab.variants import parsed, variants
+from posttrain.inspection.loss_inputs import parsed, variants
+from posttrain.inspection.losslab import cosines, losses
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.metrics import read_metrics
 
@@ -221,7 +221,7 @@ def test_wrong_runs_and_steps_are_refused(sampled, pairs, tmp_path, monkeypatch)
     refused(folder, 2, "cannot be read")
     (folder / "rollouts.sqlite").unlink()
     refused(folder, 2, "has no rollouts.sqlite")
-    monkeypatch.setattr("posttrain.inspection.losslab.lab.available_memory", lambda device: 10)
+    monkeypatch.setattr("posttrain.inspection.losslab.available_memory", lambda device: 10)
     refused(pairs, 1, "choose fewer with --loss")
 
 
@@ -235,7 +235,7 @@ def test_changed_data_and_models_are_refused(shared, pairs, tmp_path):
     with pytest.raises(RunError, match="the training data differs"):
         losses(folder, 1)
     (model / "config.json").write_text((model / "config.json").read_text() + "\n")
-    with pytest.raises(RunError, match="is another model than the one"):
+    with pytest.raises(RunError, match="is not the model that"):
         losses(folder, 1)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from posttrain.base.errors import ConfigError, ModelError, RewardError
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
 from posttrain.config.schema.rewards import Reward, term_name
-from posttrain.inspection.score import score
+from posttrain.inspection.rows import score
 from posttrain.rewards import compose, maths, tagged
 from posttrain.rewards.compose import RewardInput, Rewards
 

@@ -20,8 +20,8 @@ from posttrain.base.errors import RewardError
 from posttrain.base.progress import bar
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.rewards import PythonReward, Reward
-from posttrain.rewards import beside, python
-from posttrain.rewards.beside import OverdueError
+from posttrain.rewards import calls, python
+from posttrain.rewards.calls import OverdueError
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rewards.python import RewardFunction, call_function
 from posttrain.runs.logs import ConsoleLog, RunLog
@@ -143,7 +143,7 @@ def test_exceptions_and_timeouts_are_tried_again(module, caplog):
 
 def test_calls_that_run_on_are_few(module, monkeypatch):
     """Beside so many the function is not called again, until one has ended."""
-    monkeypatch.setattr(beside, "MOST_LATE", 2)
+    monkeypatch.setattr(calls, "MOST_LATE", 2)
     with function("stuck", timeout=0.1) as reward:
         for message in ("no answer within 0.1 s", "no answer", "was not called: 2 earlier calls have not ended yet"):
             with pytest.raises(OverdueError, match=message):

@@ -37,7 +37,7 @@ from posttrain.data import render
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
-from posttrain.judges.single import JudgeInput, SingleJudge
+from posttrain.judges.judge import JudgeInput, SingleJudge
 from posttrain.models.adapters import with_adapter
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from posttrain.base.distributions import incomplete_beta, sign_test, t_outside, t_quantile, z_quantile
-from posttrain.evaluation.paired import paired_bootstrap, paired_difference, seed_noise
 from posttrain.evaluation.statistics import (
     maj_at_k,
     majorities_at,
     mean_by_prompt,
+    paired_bootstrap,
+    paired_difference,
     pass_at_k,
     passes,
     passes_at,
+    seed_noise,
     wilson,
 )
 

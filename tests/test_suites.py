@@ -491,11 +491,11 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "BATCH", 4)
     scored, margins_of = [], pairs._margins
 
-    def dies(examples, *rest):
+    def dies(per_sequence, device, examples):
         scored.append(len(examples))
         if len(scored) == 3:
             raise KeyboardInterrupt
-        return margins_of(examples, *rest)
+        return margins_of(per_sequence, device, examples)
 
     monkeypatch.setattr(pairs, "_margins", dies)
     options = {"reference": str(tmp_path / "reference")}

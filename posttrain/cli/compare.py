@@ -74,8 +74,7 @@ def compare(
     from posttrain.evaluation.comparing.differences import compare as compare_sides
     from posttrain.evaluation.comparing.judged import judge as ask
     from posttrain.evaluation.comparing.page import show, write
-    from posttrain.evaluation.comparing.sides import make_sides, split_name
-    from posttrain.evaluation.comparing.sources import read_source
+    from posttrain.evaluation.comparing.sources import make_sides, read_source, split_name
 
     named = [split_name(side) for side in sides]
     paths = {path: path for _, path in named}
@@ -98,7 +97,7 @@ def compare(
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
     if len(sides) < 2:
         raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
-    from posttrain.evaluation.comparing.sides import split_name
+    from posttrain.evaluation.comparing.sources import split_name
 
     seen: dict[str, str] = {}
     for side in sides:

@@ -52,12 +52,12 @@ def losses(
         raise UsageError(f"--output {output}: no such folder")
     devices = None if device is None else devices_from_flag(device)
     with quick_imports():
-        from posttrain.inspection.losslab.lab import losses as compare  # imports torch, which takes seconds
-        from posttrain.inspection.losslab.show import save, show
-        from posttrain.inspection.losslab.variants import parsed
+        from posttrain.inspection.loss_inputs import parsed  # these import torch, which takes seconds
+        from posttrain.inspection.losslab import losses as compute
+        from posttrain.inspection.losslab import save, show
 
     names = [name.strip() for text in loss for name in text.split(",") if name.strip()]
-    lab = compare(run, step, names, parsed(set_), devices)
+    lab = compute(run, step, names, parsed(set_), devices)
     show(lab, PlainConsole())
     for path in save(lab, output or run):
         say(f"written: {path}")

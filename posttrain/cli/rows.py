@@ -43,7 +43,7 @@ def score(
     flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
     config = load(None, overrides, flags).config
     with quick_imports():
-        from posttrain.inspection.score import score as score_file
+        from posttrain.inspection.rows import score as score_file
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     if template is None:
@@ -103,7 +103,7 @@ def generate(
     default = "chat" if options.chat_template_kwargs else "none"
     data = from_flags(DataConfig, options, source=str(file), template=options.template or default)
     with quick_imports():
-        from posttrain.inspection.generate import generate as generate_for
+        from posttrain.inspection.rows import generate as generate_for
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     if options.template is None and load_tokenizer(model_settings).chat_template:

@@ -156,7 +156,7 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """How sides are compared. `by_id`: see `posttrain/evaluation/comparing/items.py`."""
+    """How sides are compared. `by_id`: see `posttrain/evaluation/comparing/differences.py`."""
 
     confidence: Annotated[float, Flag("Coverage of the intervals.", min=0.5, max=0.9999)] = 0.95
     resamples: Annotated[int, Flag("Resamples of the bootstrap.", min=100)] = 10_000

@@ -53,9 +53,7 @@ Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
 
 class Answers(Protocol):
     """Answers items, each with the same number of replies. `prompts` are what the model reads, by position.
-
-    `found` is called for each item once, as soon as it is answered; items are answered in any order.
-    """
+    `found` is called once for each item, as soon as it is answered, in any order of the items."""
 
     @property
     def prompts(self) -> Mapping[int, str]: ...
@@ -64,7 +62,7 @@ class Answers(Protocol):
 
 
 def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """The reason why a prompt with more tokens than the model has positions cannot be completed; else None."""
+    """Why a prompt with more tokens than the model has positions cannot be completed; else None."""
     positions = positions_of(policy.config)
     if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
@@ -83,9 +81,7 @@ def written_by(
     suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, date: str | None = None
 ) -> tuple[DataConfig, PreTrainedTokenizerBase]:
     """How the suite's prompts are written: its settings, and the tokenizer with its template.
-
-    A suite with a template or variables of its own gets a copy of the tokenizer: a run saves its tokenizer as it is.
-    """
+    A suite with its own template or variables gets a copy of the tokenizer: a run saves its tokenizer unchanged."""
     data = DataConfig(
         source=suite.source,
         format="prompt",
@@ -117,15 +113,17 @@ def ask(
     date: str | None = None,
     behavior_version: int = 2,
 ) -> dict[int, Prompt | Malformed]:
-    """The prompt of every item by its position, rendered and tokenised as in training, or why it has none. `date` is
-    that of a template which writes one; None: today. `behavior_version` is that of the run, if it is asked in one."""
+    """The prompt of every item by its position, rendered and tokenised as in training, or why it has none.
+
+    `date` is written by templates that have one; None: today. `behavior_version` is that of the run, if there is one.
+    """
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
         return dict(bad)
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    asked = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
-    return bad | {item.position: too_long(one, policy) or one for item, one in zip(good, asked, strict=True)}
+    prompts = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
+    return bad | {item.position: too_long(prompt, policy) or prompt for item, prompt in zip(good, prompts, strict=True)}
 
 
 class Generated:
@@ -142,21 +140,21 @@ class Generated:
         self.prompts = _texts(prompts)
 
     def __call__(self, items: Sequence[Item], found: Found) -> None:
-        asked: list[tuple[Item, Prompt]] = []
+        prompts: list[tuple[Item, Prompt]] = []
         for item in items:
             prompt = self._prompts[item.position]
             if isinstance(prompt, Prompt):
-                asked.append((item, prompt))
+                prompts.append((item, prompt))
             else:
                 found(item, [Reply("", problem=prompt.reason)] * self._sampling.num_generations)
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
-            item, prompt = asked[index]
+            item, prompt = prompts[index]
             stops = self._sampling.stop_token_ids
-            found(item, [Reply.of(one, stops, self._tokenizer, prompt.tokens) for one in completions])
+            found(item, [Reply.of(done, stops, self._tokenizer, prompt.tokens) for done in completions])
 
-        seeds = [seed_of(self._sampling.seed, item.position) for item, _ in asked]
-        tokens = [prompt.tokens for _, prompt in asked]
+        seeds = [seed_of(self._sampling.seed, item.position) for item, _ in prompts]
+        tokens = [prompt.tokens for _, prompt in prompts]
         self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
 
 
@@ -184,48 +182,45 @@ class Chosen:
     @torch.no_grad()
     def _replies(self, items: Sequence[Item]) -> list[Reply]:
         began = time.perf_counter()
-        examples: list[Example] = []
-        asked: dict[int, int | str] = {}  # by position: the number of the example, or why there is none
-        for item in items:
-            prompt = self._prompts[item.position]
-            built = prompt.reason if isinstance(prompt, Malformed) else self._example(prompt, len(examples))
-            asked[item.position] = built if isinstance(built, str) else len(examples)
-            if isinstance(built, Example):
-                examples.append(built)
+        built = [self._example(item.position) for item in items]
+        examples = [example for example in built if isinstance(example, Example)]
         scores = self._scores(examples)
         seconds = (time.perf_counter() - began) / max(len(examples), 1)
-        return [self._reply(asked[item.position], scores, seconds) for item in items]
+        return [self._reply(example, scores, seconds) for example in built]
 
-    def _example(self, prompt: Prompt, number: int) -> Example | str:
-        """The prompt with every choice after it; why the model cannot read it, otherwise."""
+    def _example(self, position: int) -> Example | str:
+        """An item's prompt with every choice after it; or why the model cannot read it."""
+        prompt = self._prompts[position]
+        if isinstance(prompt, Malformed):
+            return prompt.reason
         choices = self._choices(prompt)
         fed = len(prompt.tokens) + max(map(len, choices)) - 1
         if self._positions is not None and fed > self._positions:
             return (
                 f"a choice has no room: with the prompt {fed:,} tokens, and the model has {self._positions:,} positions"
             )
-        return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=number)
+        return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=position)
 
     def _scores(self, examples: Sequence[Example]) -> dict[int, list[float]]:
-        """The log-probability of each choice, by the number of the example."""
+        """The log-probability of each choice, by the position of the item."""
         scores: dict[int, list[float]] = {}
         longest = max((physical_length(example.trees[0], False) for example in examples), default=1)
         for packed in pack(examples, max(CHOICE_PACK_TOKENS, longest)) if examples else ():
             values = self._scorer(packed.to(self._device)).logprob_N.cpu().split(packed.length_S.tolist())
             for number, value in zip(packed.group_S.tolist(), values, strict=True):
-                scores.setdefault(number, []).append(float(value.sum()))
+                scores.setdefault(examples[number].row, []).append(float(value.sum()))
         return scores
 
-    def _reply(self, asked: int | str, scores: Mapping[int, Sequence[float]], seconds: float) -> Reply:
-        if isinstance(asked, str):
-            return Reply("", problem=asked)
-        if not all(map(isfinite, scores[asked])):
+    def _reply(self, example: Example | str, scores: Mapping[int, Sequence[float]], seconds: float) -> Reply:
+        if isinstance(example, str):
+            return Reply("", problem=example)
+        own = scores[example.row]
+        if not all(map(isfinite, own)):
             return Reply("", seconds=seconds, problem="the model's log-probabilities are not finite")
-        best = max(range(len(scores[asked])), key=scores[asked].__getitem__)
-        return Reply(self._suite.choices[best], 1, "stop", seconds)
+        return Reply(self._suite.choices[max(range(len(own)), key=own.__getitem__)], 1, "stop", seconds)
 
     def _choices(self, prompt: Prompt) -> list[list[int]]:
-        """The tokens of each choice after the prompt: tokenised together with it where that leaves its tokens alone."""
+        """The tokens of each choice, tokenised after the prompt where that leaves the prompt's tokens unchanged."""
 
         def ids(text: str) -> list[int]:
             return self._tokenizer(text, add_special_tokens=False).input_ids
@@ -242,8 +237,8 @@ class Recorded:
     """Completions of a file, matched to the items by the text of their questions.
 
     Where as many rows as items have a question, each item gets the completions of one row, in order; else all of them.
-    `samples` are those of each item; None: as many as one has at most.
-    `unused` is the number of rows that no item gets: without a completion in `column`, or of another question.
+    `samples` is their number per item; None: the largest number that an item has. `unused` counts the rows that no item
+    gets: without a completion in `column`, or with another question.
     """
 
     def __init__(
@@ -259,22 +254,22 @@ class Recorded:
         if not rows:
             columns = ", ".join(next((record.value for record in records if record.value), ()))
             raise DataError(f"no row has a completion in {column}: there are {columns}; see --completion-column")
-        asked: dict[str, list[Item]] = {}
+        by_question: dict[str, list[Item]] = {}
         for item in items:
-            asked.setdefault(self._question(item.fields), []).append(item)
-        self._found: dict[int, list[str]] = {}
-        for question, some in asked.items():
-            given = rows.get(question, [])
-            every = [text for texts in given for text in texts]
-            for place, item in enumerate(some):
-                self._found[item.position] = given[place] if len(given) == len(some) else every
-        self.unused = len(records) - sum(len(rows.get(question, ())) for question in asked)
-        self.samples = samples or max([1, *map(len, self._found.values())])
+            by_question.setdefault(self._question(item.fields), []).append(item)
+        self._completions: dict[int, list[str]] = {}
+        for question, same in by_question.items():
+            recorded = rows.get(question, [])
+            every = [text for texts in recorded for text in texts]
+            for index, item in enumerate(same):
+                self._completions[item.position] = recorded[index] if len(recorded) == len(same) else every
+        self.unused = len(records) - sum(len(rows.get(question, ())) for question in by_question)
+        self.samples = samples or max([1, *map(len, self._completions.values())])
 
     def __call__(self, items: Sequence[Item], found: Found) -> None:
         none = Reply("", problem="there is no recorded completion")
         for item in items:
-            texts = self._found[item.position][: self.samples]
+            texts = self._completions[item.position][: self.samples]
             found(item, [*map(Reply, texts), *[none] * (self.samples - len(texts))])
 
     def _question(self, fields: Mapping[str, Any]) -> str:
@@ -288,10 +283,10 @@ def completions_of(row: Mapping[str, Any], column: str) -> list[str] | None:
     for name in [column] if column in row else column.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     values = value if isinstance(value, list) else [value]
-    texts = [one.get("text") if isinstance(one, Mapping) else one for one in values]
-    found = [text for text in texts if isinstance(text, str)]
-    return found if found and len(found) == len(texts) else None
+    every = [value.get("text") if isinstance(value, Mapping) else value for value in values]
+    texts = [text for text in every if isinstance(text, str)]
+    return texts if texts and len(texts) == len(every) else None
 
 
 def _texts(prompts: Mapping[int, Prompt | Malformed]) -> dict[int, str]:
-    return {position: one.text for position, one in prompts.items() if isinstance(one, Prompt)}
+    return {position: prompt.text for position, prompt in prompts.items() if isinstance(prompt, Prompt)}

@@ -1,6 +1,7 @@
 """`posttrain eval`: suites of questions answered by a model, or by recorded completions, graded and stored."""
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
 from posttrain.base.errors import DataError, ModelError
+from posttrain.base.latex import last_box
+from posttrain.base.progress import progress
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted
 from posttrain.config import DevicesConfig, ModelConfig
@@ -22,11 +25,13 @@ from posttrain.data.report import Malformed
 from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask, stops_of
-from posttrain.evaluation.calibration import calibrate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.pairs import evaluate_pairs, pair_facts, pairs_for
-from posttrain.evaluation.records import EvaluationStore, write_files
-from posttrain.evaluation.running import Judge, finished, run
+from posttrain.evaluation.records import Answer, EvaluationStore, write_files
+from posttrain.evaluation.running import RULES, Judge, finished, run
+from posttrain.grading.extract import marked_answer
+from posttrain.grading.pool import Pool
+from posttrain.grading.verdict import GradeRequest
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.runs.files import save_json
@@ -35,6 +40,8 @@ from posttrain.runs.provenance import now
 
 log = logging.getLogger("posttrain")
 
+SHOWN = 50  # disagreements that --calibrate lists
+OWN = "posttrain.evaluation.rules"
 Setting = Mapping[str, float]  # of a sweep: temperature and top_p, by name
 
 
@@ -48,46 +55,41 @@ def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions,
     with EvaluationStore(folder, options.overwrite) as store:
         store.is_of(content)
         every = [Recorded(one.suite, one.items, records, column, options.num_generations) for one in chosen]
-        for suite in [items.suite for items in chosen] if len(chosen) > 1 else []:
-            with Judge(suite, options.workers, options.deadline):  # an error of the last one comes before the first
+        for items in chosen if len(chosen) > 1 else ():  # so that a wrong rule is found before work starts
+            with Judge(items.suite, options.workers, options.deadline):
                 pass
         for items, answers in zip(chosen, every, strict=True):
             suite, key = items.suite, items.suite.name
             if answers.unused:
                 rows = f"{counted(answers.unused, 'row')} of {len(records):,}"
-                log.warning("%s: %s unused: no completion, or of no item of %s that is asked", file, rows, key)
+                log.warning("%s: %s unused: without a completion, or not of the chosen items of %s", file, rows, key)
             facts = {"model": content, "column": column, "samples": answers.samples}
             facts |= {"items": items.digest, "rule": suite.rule}
             if not finished(store, key, facts):
                 with Judge(suite, options.workers, options.deadline) as judge:
                     sampling = {"recorded": column}
                     run(items, answers, judge, answers.samples, store=store, key=key, facts=facts, sampling=sampling)
-                _written(folder, store, about, {}, options)
-        return _written(folder, store, about, {items.suite.name: items for items in chosen}, options)
+                _write(folder, store, about, {}, options)
+        return _write(folder, store, about, {items.suite.name: items for items in chosen}, options)
 
 
 @sharing_cores()
 def evaluate(
-    model: ModelConfig,
-    name: str,
-    chosen: Sequence[Items],
-    options: EvalOptions,
-    devices: DevicesConfig,
-    folder: Path,
+    model: ModelConfig, name: str, chosen: Sequence[Items], options: EvalOptions, devices: DevicesConfig, folder: Path
 ) -> dict[str, Any]:
     """Answer the suites with a model. Returns the summary, which is also in the folder with every answer.
 
-    The model is loaded only if an evaluation is not finished. Suites of pairs also take a reward model. What every
-    suite needs is checked before the first one starts, and each that ends is in the summary at once.
+    The model is loaded only if an evaluation is not finished; it may be a reward model for suites of pairs. What every
+    suite needs is checked before the first one starts, and each finished suite is in the summary at once.
 
     Raises RunError, before any work, for an evaluation in the folder that differs in its model or settings.
     """
     content = content_of(model)
-    asked = [one for items in chosen for one in _asked(items, model, content, options)]
+    evaluations = [one for items in chosen for one in _evaluations(items, model, content, options)]
     with EvaluationStore(folder, options.overwrite) as store, _Loaded(model, options, devices) as loads:
         store.is_of(content)
         about = {"name": name, "path": model.path, "content": content}
-        left = [one for one in asked if not finished(store, one.key, one.facts)]
+        left = [one for one in evaluations if not finished(store, one.key, one.facts)]
         loads.check({one.items.suite.name: one.items for one in left}.values())
         for one in left:
             if one.items.suite.kind == "preference":
@@ -95,13 +97,13 @@ def evaluate(
                 evaluate_pairs(model, loaded, tokenizer, one.items.suite, options, store, one.facts)
             else:
                 loads.run(one, store)
-            _written(folder, store, about, {}, options)
-        return _written(folder, store, about, {one.key: one.items for one in asked}, options)
+            _write(folder, store, about, {}, options)
+        return _write(folder, store, about, {one.key: one.items for one in evaluations}, options)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One suite with one setting, under `key` in the database; `facts` identify it."""
+class _Evaluation:
+    """One suite with one setting, stored under `key`; `facts` identify it."""
 
     items: Items
     sampling: Sampling
@@ -113,7 +115,7 @@ class _Asked:
         return f"{self.items.suite.name} {self.setting}".strip()
 
 
-def _asked(items: Items, model: ModelConfig, content: str, options: EvalOptions) -> Iterator[_Asked]:
+def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOptions) -> Iterator[_Evaluation]:
     suite, generates = items.suite, items.suite.kind == "generate"
     for setting in options.swept if generates else [{}]:
         sampling = _sampling(suite, options, setting)
@@ -131,7 +133,7 @@ def _asked(items: Items, model: ModelConfig, content: str, options: EvalOptions)
         facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
         if suite.kind == "preference":
             facts = pair_facts(model, suite, options, content)
-        yield _Asked(items, sampling, named, facts)
+        yield _Evaluation(items, sampling, named, facts)
 
 
 class _Loaded(ExitStack):
@@ -154,7 +156,7 @@ class _Loaded(ExitStack):
         return self._parts
 
     def check(self, chosen: Collection[Items]) -> None:
-        """Raise what one of several suites would raise only after others: rules, templates, rows, the engine."""
+        """Raise errors of several suites before the first one starts: of rules, templates, rows, the engine."""
         if len(chosen) < 2:
             return
         for suite in [items.suite for items in chosen if items.suite.kind != "preference"]:
@@ -166,7 +168,7 @@ class _Loaded(ExitStack):
             if items.suite.kind == "preference":
                 pairs_for(self._model, loaded, tokenizer, items.suite, self._options)
             else:
-                self._asked(items)
+                self._prompts_of(items)
         if any(items.suite.kind == "generate" for items in chosen):
             self._started()
 
@@ -177,25 +179,25 @@ class _Loaded(ExitStack):
                 "on pairs (--suite hh, or a suite with `kind: preference`)"
             )
 
-    def run(self, asked: _Asked, store: EvaluationStore) -> None:
+    def run(self, evaluation: _Evaluation, store: EvaluationStore) -> None:
         self._refuse_reward_model()
-        suite = asked.items.suite
-        generates = suite.kind == "generate"
-        with Judge(suite, self._options.workers, self._options.deadline) as judge:
+        items, sampling = evaluation.items, evaluation.sampling
+        generates = items.suite.kind == "generate"
+        with Judge(items.suite, self._options.workers, self._options.deadline) as judge:
             run(
-                asked.items,
-                self._answers(asked.items, asked.sampling),
+                items,
+                self._answers(items, sampling),
                 judge,
-                asked.sampling.num_generations if generates else 1,
+                sampling.num_generations if generates else 1,
                 store=store,
-                key=asked.key,
-                setting=asked.setting,
-                facts=asked.facts,
-                sampling=_shown(asked.sampling) if generates else {},
+                key=evaluation.key,
+                setting=evaluation.setting,
+                facts=evaluation.facts,
+                sampling=_shown(sampling) if generates else {},
             )
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
-        (policy, tokenizer), prompts = self.scored(), self._asked(items)
+        (policy, tokenizer), prompts = self.scored(), self._prompts_of(items)
         if items.suite.kind == "choices":
             return Chosen(items.suite, policy, tokenizer, prompts, self._device)
         engine = self._started()
@@ -209,21 +211,20 @@ class _Loaded(ExitStack):
             )
         return Generated(engine, replace(sampling, stop_token_ids=stops), tokenizer, prompts)
 
-    def _asked(self, items: Items) -> dict[int, Prompt | Malformed]:
-        """The prompts of a suite."""
-        policy, tokenizer = self.scored()
-        if items.suite.name not in self._prompts:
-            self._prompts[items.suite.name] = ask(items.suite, items.items, tokenizer, policy)
-        return self._prompts[items.suite.name]
+    def _prompts_of(self, items: Items) -> dict[int, Prompt | Malformed]:
+        name, (policy, tokenizer) = items.suite.name, self.scored()
+        if name not in self._prompts:
+            self._prompts[name] = ask(items.suite, items.items, tokenizer, policy)
+        return self._prompts[name]
 
     def _started(self) -> Engine:
         """The engine, for the prompts so far."""
         if self._engine is None:
             policy, tokenizer = self.scored()
-            every = [one for prompts in self._prompts.values() for one in prompts.values()]
-            longest = max((len(one.tokens) for one in every if isinstance(one, Prompt)), default=1)
-            made = make_engine(self._options.engine, policy, tokenizer, longest_prompt=longest)
-            self._engine = self.enter_context(closing(made))
+            every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
+            longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
+            engine = make_engine(self._options.engine, policy, tokenizer, longest_prompt=longest)
+            self._engine = self.enter_context(closing(engine))
         return self._engine
 
 
@@ -246,18 +247,18 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
     return shown
 
 
-def _written(
-    folder: Path, store: EvaluationStore, model: Mapping[str, Any], asked: Mapping[str, Items], options: EvalOptions
+def _write(
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], complete: Mapping[str, Items], options: EvalOptions
 ) -> dict[str, Any]:
-    for key, items in asked.items() if options.calibrate else ():
+    """Write the files; with `complete` suites also their calibrations and outputs. Returns the summary."""
+    for key, items in complete.items() if options.calibrate else ():
         known = store.summaries()[key]  # `calibration` is added where the suite's rule compares answers
         if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in known:
-            found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
-            store.finish(key, known | {"calibration": found})
-    about = {"posttrain": __version__, "created": now()}
-    summary = write_files(folder, store, model, about)
+            agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
+            store.finish(key, known | {"calibration": agreement})
+    summary = write_files(folder, store, model, {"posttrain": __version__, "created": now()})
     written: set[str] = set()
-    for key, items in asked.items():
+    for key, items in complete.items():
         name = items.suite.outputs
         if name and name not in written:  # of a sweep, the first setting
             written.add(name)
@@ -277,3 +278,53 @@ def _outputs(key: str, items: Items, store: EvaluationStore, generator: str) -> 
                 "generator": generator,
                 "dataset": answer.group,
             }
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, deadline: float) -> dict[str, Any]:
+    """Agreement of three verifiers on the graded answers, and the golds that the rule does not accept for themselves.
+
+        string        the extracted answer is the gold's string, white space aside
+        rule          the verdict of the suite's rule
+        math_verify   the package alone, on the whole completion (Kydlicek 2025)
+
+    A verifier that rejects right answers hides progress, and one that accepts wrong ones rewards them.
+    """
+    graded = [answer for answer in answers if answer.verdict in ("correct", "wrong") and answer.gold is not None]
+    golds = {item.id: item.gold for item in items.items if item.gold is not None}
+    with Pool(workers, deadline, modules=(OWN, "posttrain.grading.symbolic", "math_verify")) as pool:
+        by_string = [GradeRequest(f"{OWN}:STRING", one.extracted or "", _short(one.gold or "")) for one in graded]
+        by_package = [GradeRequest(f"{OWN}:MATH_VERIFY", one.completion, _short(one.gold or "")) for one in graded]
+        rule = RULES[items.suite.rule]
+        themselves = [GradeRequest(rule, rf"\boxed{{{_short(gold)}}}", gold) for gold in golds.values()]
+        requests = [*by_string, *by_package, *themselves]
+        grades = list(progress(pool.stream(requests, count=False), f"{items.suite.name}: verifiers", len(requests)))
+    n = len(graded)
+    verdicts = [
+        {"string": string.verdict, "rule": answer.verdict, "math_verify": package.verdict}
+        for answer, string, package in zip(graded, grades[:n], grades[n : 2 * n], strict=True)
+    ]
+    kinds = Counter(", ".join(f"{name} {verdict}" for name, verdict in each.items()) for each in verdicts)
+    differ = [pair for pair in zip(graded, verdicts, strict=True) if len({*pair[1].values()}) > 1]
+    differ.sort(key=lambda pair: pair[1]["rule"] == pair[1]["math_verify"])
+    return {
+        "answers": n,
+        "parse_failures": sum(answer.extracted is None for answer in graded),
+        "agreement": dict(kinds.most_common()),
+        "disagreements": [
+            {"item": answer.item, "sample": answer.sample, "gold": _short(answer.gold or "")}
+            | {"extracted": answer.extracted, **each}
+            for answer, each in differ[:SHOWN]
+        ],
+        "golds": len(golds),
+        "golds_rejected": [
+            name for name, grade in zip(golds, grades[2 * n :], strict=True) if grade.verdict != "correct"
+        ],
+    }
+
+
+def _short(gold: str) -> str:
+    """The answer alone of a gold that is a whole solution."""
+    return marked_answer(gold) or last_box(gold) or gold

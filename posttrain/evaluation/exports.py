@@ -1,17 +1,30 @@
-"""Evaluations in the file formats of other programs, written without those programs (docs/eval-export.md)."""
+"""Evaluations in the file formats of other programs, written without those programs (docs/eval-export.md).
 
+Those of lm-eval 0.4 (the LM Evaluation Harness) are here, as it writes them with `--log_samples`:
+
+    MODEL/results_TIME.json, MODEL/samples_TASK_TIME.jsonl
+
+A suite is a task; one with groups is a group of tasks, each with its samples. A sample is an item: `resps` has all its
+completions, and its metric is their mean. Items that are not graded have no metric and are not counted.
+"""
+
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from posttrain.base.errors import ConfigError, RunError
-from posttrain.evaluation import inspect_logs, lm_eval_samples
+from posttrain.evaluation import inspect_logs
 from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
 from posttrain.runs.atomic import cannot_write, write_file
 
-EXPORTS = {"inspect": inspect_logs.files_of, "lm-eval": lm_eval_samples.files_of}
+FILTER = "none"  # lm-eval's name where the completion itself is judged
 LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -62,3 +75,177 @@ def _readable(answer: Answer) -> Answer:
     """With U+FFFD for lone surrogates, which other readers of JSON refuse, even as escapes."""
     texts = {name: getattr(answer, name) for name in COLUMNS}
     return replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items() if isinstance(text, str)})
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------------------
+
+
+def lm_eval_files(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
+    """The files by name, relative to the folder of results."""
+    model = re.sub(r"[\"<>:/|\\?*\[\]]+", "__", summary["model"]["name"])
+    time = datetime.fromisoformat(summary["created"]).replace(tzinfo=None).isoformat().replace(":", "-")
+    results: dict[str, Any] = {name: {} for name in ("results", "groups", "group_subtasks", "configs", "versions",
+                               "n-shot", "higher_is_better", "n-samples")}  # fmt: skip
+    files, hashes = {}, {}
+    for key, answers in evaluations.items():
+        for task, rows in _add_suite(results, key, summary["suites"][key], answers).items():
+            hashes[task] = _hash("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            files[f"{model}/samples_{task}_{time}.jsonl"] = "".join(lines)
+    if not results["groups"]:
+        del results["groups"]
+    results |= _about(summary, model) | {"task_hashes": hashes}
+    return {f"{model}/results_{time}.json": json.dumps(results, indent=2, ensure_ascii=False), **files}
+
+
+def _add_suite(
+    results: dict[str, Any], key: str, suite: Mapping[str, Any], answers: Sequence[Answer]
+) -> dict[str, list[dict[str, Any]]]:
+    """Add one suite to the results; returns the samples of its tasks."""
+    name, metric = _name(key, results["results"]), _metric(suite)
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(answer.group, []).append(answer)
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for group, members in groups.items():
+        task = _name(f"{name}_{group}", results["results"] | samples | {name: None}) if group else name
+        samples[task] = _samples(members, metric, suite)
+    values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
+    for task, rows in samples.items():
+        alias = rows[0]["doc"].get("group", task)
+        results["results"][task] = _result(task, alias, metric, values[task], _error(values[task]))
+        results["configs"][task] = _config(task, metric, suite, answers)
+        results["n-samples"][task] = {"original": len(rows), "effective": len(values[task])}
+        _register(results, task, metric, [])
+    if list(groups) == [""]:
+        results["n-samples"][name]["original"] = suite["available"] or len(samples[name])
+        return samples
+    whole = _result(name, name, metric, [v for group in values.values() for v in group], _pooled(list(values.values())))
+    results["results"][name] = results["groups"][name] = whole
+    _register(results, name, metric, [task for task in samples if task != name])
+    return samples
+
+
+def _register(results: dict[str, Any], name: str, metric: str, subtasks: list[str]) -> None:
+    results["group_subtasks"][name] = subtasks
+    results["versions"][name], results["n-shot"][name] = None, 0
+    results["higher_is_better"][name] = {metric: True}
+
+
+def _result(task: str, alias: str, metric: str, values: Sequence[float], error: float | str) -> dict[str, Any]:
+    known = {f"{metric},{FILTER}": fmean(values), f"{metric}_stderr,{FILTER}": error} if values else {}
+    return {"name": task, "alias": alias, "sample_len": len(values), **known}
+
+
+def _samples(answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items: dict[str, list[Answer]] = {}
+    for answer in answers:
+        items.setdefault(answer.item, []).append(answer)
+    return [_sample(number, group, metric, suite) for number, group in enumerate(items.values())]
+
+
+def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> dict[str, Any]:
+    first = answers[0]
+    doc = {"id": first.item, "prompt": first.prompt, "answer": first.gold}
+    if first.group:
+        doc["group"] = first.group
+    target, scores = str(first.gold or ""), [answer.score for answer in answers if answer.score is not None]
+    extracted = ["" if answer.extracted is None else answer.extracted for answer in answers]
+    # How the completion was to be generated; of choices by log-probability, the one that is the answer.
+    asked = first.completion if _by_logprob(suite) else _generation(suite)
+    row = {
+        "doc_id": number,
+        "doc": doc,
+        "target": target,
+        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": asked}},
+        "resps": [[answer.completion for answer in answers]],
+        "filtered_resps": extracted if len(extracted) == 1 else [extracted],
+        "filter": FILTER,
+        "metrics": [metric] if scores else [],
+        "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
+        "prompt_hash": _hash(first.prompt),
+        "target_hash": _hash(target),
+    }
+    return row | {metric: fmean(scores)} if scores else row
+
+
+def _by_logprob(suite: Mapping[str, Any]) -> bool:
+    return not {"max_completion_length", "recorded"} & suite["sampling"].keys()
+
+
+def _metric(suite: Mapping[str, Any]) -> str:
+    """lm-eval's name: `acc` for choices by log-probability, `exact_match` for completions that are right or wrong."""
+    if suite["metric"] != "accuracy":
+        return suite["metric"]
+    return "acc" if _by_logprob(suite) else "exact_match"
+
+
+def _config(task: str, metric: str, suite: Mapping[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+    by_logprob = _by_logprob(suite)
+    return {
+        "task": task,
+        "dataset_path": suite["source"],
+        "output_type": "multiple_choice" if by_logprob else "generate_until",
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": None if by_logprob else _generation(suite),
+        "repeats": max(answer.sample for answer in answers) + 1,
+        "num_fewshot": 0,
+        "metadata": {"posttrain": dict(suite)},
+    }
+
+
+def _generation(suite: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = suite["sampling"]
+    known = {name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed") if name in sampling}
+    known |= {"do_sample": sampling.get("temperature", 0) > 0, "max_gen_toks": sampling.get("max_completion_length")}
+    return {"until": list(sampling.get("stop", ())), **known}
+
+
+def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
+    """lm-eval's facts about a run; null for facts about its own process."""
+    model, suites = summary["model"], summary["suites"].values()
+    config = dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs", "random_seed", "numpy_seed",
+                            "torch_seed", "fewshot_seed"))  # fmt: skip
+    config |= {"model": "posttrain", "model_args": dict(model), "batch_sizes": [], "bootstrap_iters": 0}
+    unknown = ("git_hash", "pretty_env_info", "transformers_version", "lm_eval_version", "upper_git_hash",
+               "system_instruction", "system_instruction_sha", "fewshot_as_multiturn", "chat_template",
+               "chat_template_sha")  # fmt: skip
+    return {
+        "config": config,
+        "date": datetime.fromisoformat(summary["created"]).timestamp(),
+        **dict.fromkeys(unknown),
+        "posttrain_version": summary["posttrain"],
+        "model_source": "posttrain",
+        "model_name": model["name"],
+        "model_name_sanitized": sanitized,
+        "total_evaluation_time_seconds": str(sum(suite["seconds"] for suite in suites)),
+    }
+
+
+def _error(values: Sequence[float]) -> float | str:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else "N/A"
+
+
+def _pooled(groups: Sequence[Sequence[float]]) -> float | str:
+    """lm-eval's standard error of a group's mean over all items, from those of its tasks."""
+    groups = [group for group in groups if group]
+    size = sum(len(group) for group in groups)
+    if size <= len(groups):
+        return "N/A"
+    squares = sum((len(group) - 1) * stdev(group) ** 2 for group in groups if len(group) > 1)
+    return math.sqrt(squares / (size - len(groups)) / size)
+
+
+def _name(key: str, taken: Container[str]) -> str:
+    """A name for tasks and files that no other has."""
+    name = re.sub(r"[^\w.-]+", "_", key)
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+EXPORTS = {"inspect": inspect_logs.files_of, "lm-eval": lm_eval_files}

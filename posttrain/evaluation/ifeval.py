@@ -22,7 +22,7 @@ def package(name: str) -> ModuleType:
 
 
 def warm_up() -> None:
-    """Import the packages before a worker is isolated: then they could neither be read nor look for their data."""
+    """Import the packages before a worker is isolated, which keeps them from reading files."""
     for name in (*MODULES, "lm_eval.tasks.ifeval.utils"):
         package(name)
     package("langdetect").detect("a language")  # loads its profiles
@@ -54,12 +54,10 @@ def followed(
     """Whether all instructions are followed (strict); the parts are those of the single instructions."""
     package("langdetect").DetectorFactory.seed = 0  # else the detected language of a short string varies
     checks = package("lm_eval.tasks.ifeval.utils")
-    asked = checks.InputExample(
-        key=0, instruction_id_list=list(instructions), prompt=prompt, kwargs=[dict(given) for given in kwargs]
+    example = checks.InputExample(
+        key=0, instruction_id_list=list(instructions), prompt=prompt, kwargs=list(map(dict, kwargs))
     )
-    found = checks.test_instruction_following_strict(asked, completion)
-    parts = {
-        f"{place} {name}": float(right)
-        for place, (name, right) in enumerate(zip(instructions, found.follow_instruction_list, strict=True))
-    }
-    return Judgement(float(found.follow_all_instructions), found.follow_all_instructions, None, parts)
+    result = checks.test_instruction_following_strict(example, completion)
+    followed = zip(instructions, result.follow_instruction_list, strict=True)
+    parts = {f"{index} {name}": float(right) for index, (name, right) in enumerate(followed)}
+    return Judgement(float(result.follow_all_instructions), result.follow_all_instructions, None, parts)

@@ -1,8 +1,8 @@
 """The log of an evaluation in the JSON format, version 2, of Inspect (inspect.aisi.org.uk).
 
 One log for each suite and setting. An item is a sample, and each of its completions an epoch; values are averaged over
-epochs, then over samples, as Inspect's `accuracy`, `mean` and `stderr` do. What is not graded has the score NaN, with
-the reason, which Inspect leaves out of its metrics.
+epochs, then over samples, as Inspect's `accuracy`, `mean` and `stderr` do. An ungraded completion has the score NaN,
+which Inspect's metrics ignore, and the reason.
 """
 
 import hashlib
@@ -174,7 +174,7 @@ def _score(answer: Answer) -> dict[str, Any]:
 
 
 def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
-    """Each sample over its epochs: the mean of its scores, and what all of them say."""
+    """Each sample over its epochs: the mean of its scores, and the facts that all of them share."""
     values: dict[str, list[float]] = {}
     scores: dict[str, list[dict[str, Any]]] = {}
     for sample, answer in zip(samples, answers, strict=True):

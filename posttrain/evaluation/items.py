@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `position` is its place in the whole suite, which its random numbers depend on."""
+    """One question. `position` is its index in the whole suite, which its random numbers depend on."""
 
     position: int
     id: str
@@ -36,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The chosen items of a suite. `partial` says what part of it they are; None: the whole."""
+    """The chosen items of a suite. `partial` describes which part of it they are; None: the whole."""
 
     suite: SuiteConfig
     items: tuple[Item, ...]
@@ -68,7 +68,9 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     _refuse_fixed_prompt(suite, columns)
     most = min(max_rows or len(items), len(items))
     chosen = [items[index * len(items) // most] for index in range(most)]
-    _refuse_twice(suite, chosen)
+    twice, times = Counter(item.id for item in chosen).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"suite {suite.name}: two items have the {suite.id or 'id'} {twice}")
     digest = hashlib.sha256(json.dumps(suite.choices).encode())
     for item in chosen:
         facts = [item.id, item.group, item.prompt, item.gold, item.options]
@@ -81,12 +83,9 @@ def fields_of(suite: SuiteConfig, row: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(row)
     for name, alternatives in suite.columns.items():
         for column in alternatives:
-            needed = FIELD.findall(column)
-            if needed and all(part in row for part in needed):
-                fields[name] = fill(column, row)
-                break
-            if not needed and column in row:
-                fields[name] = row[column]
+            template = FIELD.findall(column)
+            if all(part in row for part in template or [column]):
+                fields[name] = fill(column, row) if template else row[column]
                 break
     return fields
 
@@ -102,11 +101,13 @@ def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
 
 
 def pair_text(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> str:
-    """A preference pair for display, which also tells it from other pairs; the whole row if its columns are others'."""
+    """A preference pair for display, which also identifies it; the whole row if it has none of the columns."""
     names = {name: (columns or {}).get(name, name) for name in ("prompt", "chosen", "rejected")}
-    found = {name: row[column] for name, column in names.items() if column in row} or row
-    texts = {name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for name, one in found.items()}
-    return "\n\n".join(f"{name}: {text}" for name, text in texts.items())
+    parts = {name: row[column] for name, column in names.items() if column in row} or row
+    return "\n\n".join(
+        f"{name}: {part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}"
+        for name, part in parts.items()
+    )
 
 
 def records_of(suite: SuiteConfig, split: str) -> Iterator[Record]:
@@ -156,7 +157,7 @@ def _group(suite: SuiteConfig, fields: Mapping[str, Any]) -> str:
 
 
 def _lacking(suite: SuiteConfig, fields: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """Why the row cannot be asked. `{name}` in the prompt is a field if it is one of the suite or of any row."""
+    """Why the row cannot be asked. `{name}` in the prompt is a field if the suite or any row has it."""
     wanted = [*FIELD.findall(str(suite.prompt)), *suite.options.values(), *([suite.answer] if suite.answer else [])]
     known = {*suite.columns, *suite.options.values(), suite.answer, *columns}
     missing = [name for name in dict.fromkeys(wanted) if name in known and fields.get(name) is None]
@@ -171,27 +172,27 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, list | tuple):
-        return ", ".join(_text(one) for one in value)
+        return ", ".join(map(_text, value))
     return value if isinstance(value, str) else str(value)
 
 
 def _shots(suite: SuiteConfig) -> dict[str, str]:
-    """The worked examples of each group that has enough: prompt and answer, without what precedes `{shots}`."""
+    """The worked examples of each group that has enough: prompt and answer, without the part before `{shots}`."""
     if suite.rows is None and path_of(suite.source).is_file():
         raise DataError(
             f"suite {suite.name}: {suite.source} is one file, whose questions cannot be worked examples too: give a "
             f"folder with the splits {suite.split} and {suite.shots_split}, or set shots to 0"
         )
     body = str(suite.prompt).partition("{shots}")[2]
-    found: dict[str, list[str]] = defaultdict(list)
+    examples: dict[str, list[str]] = defaultdict(list)
     for record in records_of(suite, suite.shots_split):
         fields = fields_of(suite, record.value or {})
         group = _group(suite, fields)
-        if len(found[group]) < suite.shots and (not suite.answer or fields.get(suite.answer) is not None):
+        if len(examples[group]) < suite.shots and (not suite.answer or fields.get(suite.answer) is not None):
             answer = _text(fields[suite.answer]) if suite.answer else ""
             end = suite.choices[int(answer)] if suite.choices and answer.isdecimal() else f" {answer}"
-            found[group].append(f"{fill(body, fields)}{end}\n\n")
-    return {group: "".join(examples) for group, examples in found.items() if len(examples) == suite.shots}
+            examples[group].append(f"{fill(body, fields)}{end}\n\n")
+    return {group: "".join(shots) for group, shots in examples.items() if len(shots) == suite.shots}
 
 
 def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iterable[Item]) -> None:
@@ -209,7 +210,7 @@ def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iter
 
 
 def _refuse_fixed_prompt(suite: SuiteConfig, columns: Collection[str]) -> None:
-    """Raise DataError if the prompt names fields, but none of the rows'."""
+    """Raise DataError if the prompt names fields, none of which the rows have."""
     names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
     if names and not {*names} & {*columns, *suite.columns}:
         raise DataError(
@@ -218,16 +219,8 @@ def _refuse_fixed_prompt(suite: SuiteConfig, columns: Collection[str]) -> None:
         )
 
 
-def _refuse_twice(suite: SuiteConfig, items: Iterable[Item]) -> None:
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise DataError(f"suite {suite.name}: two items have the {suite.id or 'id'} {item.id}")
-        seen.add(item.id)
-
-
 def _partial(suite: SuiteConfig, items: Sequence[Item], chosen: Sequence[Item]) -> str | None:
-    """What part of the suite the chosen items are, such as "10 of 57 subjects"; None for the whole."""
+    """Which part of the suite the chosen items are, such as "10 of 57 subjects"; None for the whole."""
     parts = []
     groups = {item.group for item in items}
     if suite.groups is not None and len(groups) < suite.groups:

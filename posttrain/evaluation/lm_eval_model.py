@@ -48,7 +48,7 @@ class PosttrainLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of what has none."""
+        """The context of strings without one."""
         first = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if first is None else first
 
@@ -82,18 +82,18 @@ class PosttrainLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        found: list[str] = [""] * len(requests)
+        completions: list[str] = [""] * len(requests)
         for (settings, count), prompts in _alike(requests).items():
             known = _strings.normalize_gen_kwargs(json.loads(settings))
             sampling = self.model.sampling(known, count)
             groups = self.model.complete([self.tok_encode(prompt) for prompt, _ in prompts], sampling)
             for (_, members), group in zip(prompts, groups, strict=True):
                 for index, done in zip(members, group, strict=True):
-                    # Of a stop string that ended the completion, and what came with its last token, nothing is kept.
-                    found[index] = _strings.postprocess_generated_text(done.text, list(sampling.stop), None)
+                    # Without the stop string that ended the completion, and the rest of its last token.
+                    completions[index] = _strings.postprocess_generated_text(done.text, list(sampling.stop), None)
                     request = requests[index]
                     self.generated.setdefault((request.task_name, request.doc_id), []).append(done)
-        return found
+        return completions
 
 
 def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
@@ -102,14 +102,14 @@ def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, lis
     for index, request in enumerate(requests):
         prompt, settings = request.args
         members.setdefault((json.dumps(settings, sort_keys=True), prompt), []).append(index)
-    found: dict[tuple[str, int], list[tuple[str, list[int]]]] = {}
+    alike: dict[tuple[str, int], list[tuple[str, list[int]]]] = {}
     for (settings, prompt), indices in members.items():
-        found.setdefault((settings, len(indices)), []).append((prompt, indices))
-    return found
+        alike.setdefault((settings, len(indices)), []).append((prompt, indices))
+    return alike
 
 
-def check_asked(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:
-    """lm-eval's manager of tasks, and the tokenizer. Raises ConfigError for an unknown task, or no chat template."""
+def manager_of(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    """lm-eval's manager of the tasks, and the tokenizer. Raises ConfigError for an unknown task or no chat template."""
     manager = import_module("lm_eval.tasks").TaskManager()
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
@@ -150,7 +150,7 @@ def run_lm_eval(
     engine does not have, and DataError if a task's rows cannot be loaded.
     """
     rollout, device = rollout or RolloutConfig(), take_device(devices or DevicesConfig())
-    manager, tokenizer = check_asked(model, tasks, chat)
+    manager, tokenizer = manager_of(model, tasks, chat)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     check_embeddings(policy, tokenizer, model.path)
     with Requests(policy, tokenizer, rollout, tokens_per_pack, seed) as requests:
@@ -178,20 +178,19 @@ def answers_of(results: dict[str, Any]) -> list[Answer]:
     The score is the task's first metric that is a number: 1 and 0 are correct and wrong. A sample without one is
     ungraded, and so are all completions of a document but the first: lm-eval has one verdict for them together.
     """
-    found = []
-    for task, samples in results["samples"].items():
-        for sample in samples:
-            found += _answers(task, sample, results["generated"].get((task, sample["doc_id"]), []))
-    return found
+    return [
+        answer
+        for task, samples in results["samples"].items()
+        for sample in samples
+        for answer in _answers(task, sample, results["generated"].get((task, sample["doc_id"]), []))
+    ]
 
 
 def _answers(task: str, sample: dict[str, Any], generated: Sequence[Reply]) -> list[Answer]:
     score = next((float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], int | float)), None)
     reason = None if score is not None else "the task has no metric that is a number for one sample"
-    filtered = sample["filtered_resps"][0]
     if generated:
-        completions, extracted = sample["resps"][0], filtered
-        completions = list(zip(completions, generated, strict=True))
+        extracted, completions = sample["filtered_resps"][0], list(zip(sample["resps"][0], generated, strict=True))
     else:  # continuations by log-probability: the answer is the likeliest
         likeliest = max(range(len(sample["resps"])), key=lambda i: sample["resps"][i][0][0])
         extracted = sample["arguments"][likeliest][-1]

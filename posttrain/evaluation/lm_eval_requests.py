@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, as token ids, by posttrain's scorer and engines (lm_eval_model.py has the strings).
+"""lm-eval's requests of a model, as token ids, for posttrain's scorer and engines (lm_eval_model.py has the strings).
 
 A context is computed once for all its continuations, and a prompt once for all its completions.
 """
@@ -34,8 +34,8 @@ SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # of lm-eval's generation 
 Pair = tuple[list[int], list[int]]
 
 
-class Requests:
-    """A model that scores continuations and completes prompts, both as token ids."""
+class Requests(ExitStack):
+    """A model that scores continuations and completes prompts, both as token ids. Leaving it closes its engine."""
 
     def __init__(
         self,
@@ -45,23 +45,18 @@ class Requests:
         tokens_per_pack: int,
         seed: int,
     ):
+        super().__init__()
         self.policy, self.tokenizer, self.rollout = policy, tokenizer, rollout
         self.tokens_per_pack, self.seed = tokens_per_pack, seed
         self.positions = positions_of(policy.config) or NO_LIMIT
         self.stops = stop_token_ids(policy, tokenizer)
-        self._scorer, self._open = Scorer(policy), ExitStack()
-
-    def __enter__(self) -> Requests:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._scorer = Scorer(policy)
 
     @cached_property
     def engine(self) -> Engine:
         """Made when the first prompt is completed: tasks that only score need none."""
         engine = make_engine(self.rollout.engine, self.policy, self.tokenizer, vllm=self.rollout.vllm)
-        self._open.callback(engine.close)
+        self.callback(engine.close)
         return engine
 
     def logprobs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -70,15 +65,15 @@ class Requests:
         A context that is too long loses its first tokens. Raises DataError if there is no context, or if a continuation
         alone exceeds the positions.
         """
-        found = [(0.0, True)] * len(pairs)
+        scores = [(0.0, True)] * len(pairs)
         pairs = [self._fitting(*pair) for pair in pairs]
         # Continuations of one context come together, so that they share a pack.
         order = [i for i in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i])) if pairs[i][1]]
         for start in progress(range(0, len(order), CONTINUATIONS_AT_ONCE), "scoring continuations"):
-            some = order[start : start + CONTINUATIONS_AT_ONCE]
-            for index, value in zip(some, self._scored([pairs[i] for i in some]), strict=True):
-                found[index] = value
-        return found
+            block = order[start : start + CONTINUATIONS_AT_ONCE]
+            for index, score in zip(block, self._scored([pairs[i] for i in block]), strict=True):
+                scores[index] = score
+        return scores
 
     @torch.no_grad()
     def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -125,17 +120,15 @@ class Requests:
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
         """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""
-        given: dict[str, Any] = {
-            name: value for name, value in settings.items() if name not in ("do_sample", "until", "max_gen_toks")
-        }
-        unknown = sorted(set(given) - SAMPLED)
+        unknown = sorted(settings.keys() - SAMPLED - {"do_sample", "until", "max_gen_toks"})
         if unknown:
             raise ConfigError(
                 f"the task's generation_kwargs have {', '.join(unknown)}, which engines do not support: they have "
                 f"{', '.join(sorted(SAMPLED))}, until, max_gen_toks and do_sample"
             )
         return Sampling(
-            **{**given, "temperature": float(given.get("temperature", 1.0)) if settings["do_sample"] else 0.0},
+            **{name: value for name, value in settings.items() if name in SAMPLED - {"temperature"}},
+            temperature=float(settings.get("temperature", 1.0)) if settings["do_sample"] else 0.0,
             max_completion_length=settings["max_gen_toks"],
             num_generations=count,
             stop_token_ids=self.stops,

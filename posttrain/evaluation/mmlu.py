@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ def rows(source: str, split: str) -> Iterator[Record]:
     row = 0
     for path in files:
         subject = path.stem.removesuffix(f"_{split}")
-        for place, cells in enumerate(_cells(path)):
+        for number, cells in enumerate(_cells(path)):
             value, problem = None, None
             if len(cells) == 6 and cells[5].strip() in tuple(LETTERS):
-                value = _row(subject, place, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
+                value = _row(subject, number, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
             else:
                 problem = f"{len(cells)} cells, not a question, four options and a letter"
-            yield Record(row, str(path), place + 1, value, problem)
+            yield Record(row, str(path), number + 1, value, problem)
             row += 1
 
 
@@ -49,9 +50,9 @@ def _cells(path: Path) -> list[list[str]]:
 
 
 def _of_table(source: str, split: str) -> Iterator[Record]:
-    places: dict[str, int] = {}
+    numbers: Counter[str] = Counter()  # rows of each subject so far
     for record in open_source(source, split, None, 0, lambda working, answer: working).read():
-        made, problem = None, record.problem
+        value, problem = None, record.problem
         try:
             if record.value is not None:
                 subject, question = str(record.value["subject"]), record.value["question"]
@@ -59,16 +60,16 @@ def _of_table(source: str, split: str) -> Iterator[Record]:
                 choices = choices if isinstance(choices, list) else json.loads(choices)
                 if not 0 <= answer < len(choices):
                     raise ValueError(f"answer {answer} of {len(choices)} choices")
-                place = places[subject] = places.get(subject, -1) + 1
-                made = _row(subject, place, question, choices, answer)
+                numbers[subject] += 1
+                value = _row(subject, numbers[subject] - 1, question, choices, answer)
         except (KeyError, ValueError, TypeError, IndexError) as error:
             problem = f"not a subject, a question, choices and the number of the right one: {error}"
-        yield Record(record.row, record.file, record.line, made, problem)
+        yield Record(record.row, record.file, record.line, value, problem)
 
 
-def _row(subject: str, place: int, question: str, choices: list[str], answer: int) -> dict[str, Any]:
+def _row(subject: str, number: int, question: str, choices: list[str], answer: int) -> dict[str, Any]:
     return {
-        "id": f"{subject}/{place}",
+        "id": f"{subject}/{number}",
         "subject": subject,
         "about": subject.replace("_", " "),
         "question": question,

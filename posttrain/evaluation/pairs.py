@@ -1,7 +1,7 @@
 """Pairs of completions as a suite: how often a model scores the chosen one above the rejected one.
 
-A reward model by its rewards; a policy by its implicit reward beta (log pi - log pi_ref) (Rafailov et al. 2023, arXiv
-2305.18290), or without a reference by its log-probability per token.
+The score is a reward model's reward; a policy's implicit reward beta (log pi - log pi_ref) (Rafailov et al. 2023, arXiv
+2305.18290); or, without a reference, its log-probability per token.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +27,8 @@ from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
 from posttrain.evaluation.answering import template_of
 from posttrain.evaluation.items import Item, Items, pair_text, records_of
-from posttrain.evaluation.records import Answer, EvaluationStore
-from posttrain.evaluation.running import UNGRADED, started
-from posttrain.evaluation.summary import summarise
+from posttrain.evaluation.records import Answer, EvaluationStore, summarise
+from posttrain.evaluation.running import started
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype
 from posttrain.models.families import positions_of
@@ -69,17 +69,14 @@ def evaluate_pairs(
     facts: Mapping[str, Any],
 ) -> None:
     """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0.
-
-    `loaded` is a reward model or a policy. Pairs that are stored already, of an evaluation with the same `facts`, are
-    kept.
-    """
+    `loaded` is a reward model or a policy. Stored pairs of an evaluation with the same `facts` are kept."""
     key, device = suite.name, loaded.device
     dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
     reference, sampling = _reference(model, options), {}
     if reference is not None and not is_classifier(loaded):
         other = load_model(reference, "lm", compute_dtype(reference, device), device)
         check_embeddings(other, tokenizer, reference.path)
-        margins, sampling = _implicit(loaded, other, BETA, device), {"beta": BETA}
+        margins, sampling = _implicit(loaded, other, device), {"beta": BETA}
     else:
         margins = own_margins(loaded, device)
     if not started(store, key, facts):
@@ -90,15 +87,13 @@ def evaluate_pairs(
     left.sort(key=lambda row: -dataset.lengths[index_of[row]] if row in index_of else 0)  # longest first
     for start in progress(range(0, len(left), BATCH), f"{key}: scoring pairs"):
         block = left[start : start + BATCH]
-        there = [row for row in block if row in index_of]
-        found = dict(zip(there, margins([dataset[index_of[row]] for row in there]), strict=True))
-        rows = [(row, (texts[row], chosen[row], found.get(row), reasons.get(row))) for row in block]
+        usable = [row for row in block if row in index_of]
+        margin_of = dict(zip(usable, margins([dataset[index_of[row]] for row in usable]), strict=True))
+        rows = [(row, (texts[row], chosen[row], margin_of.get(row), reasons.get(row))) for row in block]
         store.add(key, [(row, answer) for row, facts_of in rows for answer in _answers(suite, row, *facts_of)])
-    partial = _partial(options, chosen.total(), read)
-    asked = tuple(Item(row, str(row), "", "", None, {}, {}) for row in chosen)
-    items = Items(suite, asked, read, partial, str(facts["items"]))
-    spent = time.perf_counter() - began
-    stored = list(store.answers(key))
+    scored = tuple(Item(row, str(row), "", "", None, {}, {}) for row in chosen)
+    items = Items(suite, scored, read, _partial(options, chosen.total(), read), str(facts["items"]))
+    spent, stored = time.perf_counter() - began, list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
 
 
@@ -110,9 +105,7 @@ def pairs_for(
     options: EvalOptions,
 ) -> tuple[Dataset, dict[int, str], int]:
     """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
-
-    Raises ModelError for a tokenizer that is not the model's, or that the reference does not share.
-    """
+    Raises ModelError for a tokenizer that is not the model's, or that the reference does not share."""
     check_embeddings(loaded, tokenizer, model.path)
     reference = None if is_classifier(loaded) else _reference(model, options)
     if reference is not None and _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
@@ -135,11 +128,9 @@ def pairs_for(
     )
     prepared = prepare(data, tokenizer, "pair")
     reasons = {bad.row: bad.reason for bad in prepared.report.malformed}
-    there = set(prepared.train.rows.tolist())
-    for row in range(prepared.report.read):
-        if row not in there:
-            reasons.setdefault(row, f"a pair is too long: a completion with its prompt has over {longest:,} tokens")
-    return prepared.train, reasons, prepared.report.read
+    too_long = f"a pair is too long: a completion with its prompt has over {longest:,} tokens"
+    missing = set(range(prepared.report.read)) - set(prepared.train.rows.tolist())
+    return prepared.train, dict.fromkeys(missing, too_long) | reasons, prepared.report.read
 
 
 def _reference(model: ModelConfig, options: EvalOptions) -> ModelConfig | None:
@@ -190,7 +181,7 @@ def _answers(
             prompt=text,
             completion="",
             extracted=None if margin is None else f"{margin:+.6g}",
-            verdict=UNGRADED if margin is None else "correct" if margin > 0 else "wrong",
+            verdict="ungraded" if margin is None else "correct" if margin > 0 else "wrong",
             score=None if margin is None else float(margin > 0),
             reason=reason if margin is None else None,
         )
@@ -198,35 +189,35 @@ def _answers(
 
 def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
     """Differences of rewards, or of mean log-probabilities per token."""
-    scorer = RewardScorer(loaded) if is_classifier(loaded) else Scorer(loaded)
+    if is_classifier(loaded):
+        return partial(_margins, RewardScorer(loaded), device, reward=True)
+    scorer = Scorer(loaded)
+    return partial(_margins, lambda packed: packed.sum_by_sequence(scorer(packed).logprob_N) / packed.length_S, device)
+
+
+def _implicit(policy: PreTrainedModel, reference: PreTrainedModel, device: torch.device) -> Margins:
+    """Differences of implicit rewards."""
+    ours, theirs = Scorer(policy), Scorer(reference)
 
     def per_sequence(packed: Pack) -> torch.Tensor:
-        if isinstance(scorer, RewardScorer):
-            return scorer(packed)
-        return packed.sum_by_sequence(scorer(packed).logprob_N) / packed.length_S
+        return BETA * packed.sum_by_sequence(ours(packed).logprob_N - theirs(packed).logprob_N)
 
-    return lambda examples: _margins(examples, per_sequence, device, is_classifier(loaded))
-
-
-def _implicit(policy: PreTrainedModel, reference: PreTrainedModel, beta: float, device: torch.device) -> Margins:
-    one, other = Scorer(policy), Scorer(reference)
-
-    def per_sequence(packed: Pack) -> torch.Tensor:
-        return beta * packed.sum_by_sequence(one(packed).logprob_N - other(packed).logprob_N)
-
-    return lambda examples: _margins(examples, per_sequence, device, False)
+    return partial(_margins, per_sequence, device)
 
 
 @torch.no_grad()
 def _margins(
-    examples: Sequence[Example], per_sequence: Callable[[Pack], torch.Tensor], device: torch.device, reward: bool
+    per_sequence: Callable[[Pack], torch.Tensor],
+    device: torch.device,
+    examples: Sequence[Example],
+    reward: bool = False,
 ) -> list[float]:
     """The score of chosen minus that of rejected, for each pair."""
-    found: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
     for packed in pack(list(examples), PACK_TOKENS, reward, width_step(device, PACK_TOKENS)):
         for group, value in zip(packed.group_S.tolist(), per_sequence(packed.to(device)).tolist(), strict=True):
-            found.setdefault(group, []).append(value)
-    return [found[index][0] - found[index][1] for index in range(len(examples))]
+            scores.setdefault(group, []).append(value)
+    return [scores[index][0] - scores[index][1] for index in range(len(examples))]
 
 
 def is_classifier(loaded: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""The records of an evaluation: `evaluation.sqlite` as it goes, then `answers.jsonl` and `summary.json` (docs/eval.md).
+"""The records of an evaluation (docs/eval.md): `evaluation.sqlite` as it runs, then `answers.jsonl` and `summary.json`.
 
 An item's answers are stored in one transaction, so a killed evaluation has whole items and resumes with the others.
 """
@@ -8,21 +8,29 @@ import logging
 import os
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
 
 from posttrain.base.errors import RunError
+from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passes_at, sizes
 from posttrain.runs.atomic import cannot_write
 from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
+
+if TYPE_CHECKING:
+    from posttrain.evaluation.items import Items  # imports torch
 
 log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
 FORMAT = 1
+CONFIDENCE = 0.95
 BUSY_S = 30.0  # seconds to wait for another program's lock
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS evaluations (key TEXT PRIMARY KEY, facts TEXT, summary TEXT);
@@ -37,7 +45,7 @@ CREATE TABLE IF NOT EXISTS answers (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion of one item, and what is known about it."""
+    """One completion of one item, with its prompt and its grade."""
 
     suite: str
     setting: str = ""  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""
@@ -64,10 +72,8 @@ _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 class EvaluationStore:
     """The database of an evaluation folder, locked for this process; any of its threads may use it.
 
-    Errors of SQLite are RunErrors that name the file.
-
-    With `overwrite`, an evaluation that is started replaces the earlier one, and those of other models (`is_of`) go; a
-    damaged database is moved aside.
+    Errors of SQLite are RunErrors that name the file. With `overwrite`, starting an evaluation removes the earlier one
+    and those of other models (`is_of`), and a damaged database is moved aside.
     """
 
     def __init__(self, folder: Path, overwrite: bool = False):
@@ -107,10 +113,7 @@ class EvaluationStore:
         self._lock.release()
 
     def is_of(self, content: str) -> None:
-        """Refuse evaluations of another model in this folder; with `overwrite`, the first that starts removes them.
-
-        Raises RunError.
-        """
+        """Raise RunError if the folder has evaluations of another model; with `overwrite`, `start` removes them."""
         rows = self._rows("SELECT key, facts FROM evaluations")
         self._of_others = [key for key, facts in rows if json.loads(facts).get("model") != content]
         if self._of_others and not self._overwrite:
@@ -193,7 +196,7 @@ class EvaluationStore:
 
 
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
-    """The database with its tables; `check` reads all of it. Raises sqlite3.Error if it is damaged."""
+    """The database with its tables; `check`: read all of it. Raises sqlite3.Error if it is damaged."""
     check_database(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # `_turn` keeps threads apart
     try:
@@ -214,6 +217,86 @@ def _is_damage(error: Exception) -> bool:
 def _storable(value: Any) -> Any:
     """A lone surrogate, which UTF-8 lacks, as its escape."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
+
+
+def summarise(
+    items: "Items", setting: str, answers: Sequence[Answer], samples: int, sampling: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """The summary of one suite with one setting; `answers` are in the order of the items.
+
+    `value` is the mean over all graded answers, with an interval clustered by prompt; None if nothing is graded. Other
+    answers never have a score: `ungraded` counts them by reason.
+    """
+    suite = items.suite
+    by_item = [list(group) for _, group in groupby(answers, key=lambda answer: answer.item)]
+    scores = [[answer.score for answer in group if answer.score is not None] for group in by_item]
+    graded = sum(map(len, scores))
+    estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
+    # By verdict; answers that were not graded at all by the reason without its details.
+    ungraded = Counter(
+        answer.verdict if answer.verdict != "ungraded" else (answer.reason or "no reason").partition(": ")[0]
+        for answer in answers
+        if answer.score is None
+    )
+    return {
+        "suite": suite.name,
+        "setting": setting,
+        "source": suite.source,
+        "metric": suite.metric,
+        **{name: estimate and getattr(estimate, name) for name in ("value", "low", "high", "standard_error")},
+        "confidence": CONFIDENCE,
+        "items": len(items.items),
+        "available": suite.items or items.available,
+        "partial": items.partial,
+        "samples": samples,
+        "answers": len(answers),
+        "graded": graded,
+        "ungraded": dict(ungraded.most_common()),
+        "verdicts": dict(Counter(answer.verdict for answer in answers)),
+        "classes": dict(sorted(Counter(a.format_and_answer for a in answers if a.format_and_answer).items())),
+        **_by_samples(by_item, samples),
+        "groups": _by_group(by_item),
+        "tokens": sum(answer.tokens for answer in answers),
+        "truncated": sum(answer.finish_reason == "length" for answer in answers),
+        "seconds": round(seconds, 3),
+        "sampling": dict(sampling),
+        "rule": suite.rule if suite.kind == "generate" else suite.kind,
+        "digest": items.digest,
+    }
+
+
+def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, dict[str, float]]:
+    """pass@k and maj@k for k = 1, 2, 4 … samples, each over the prompts with at least k graded answers."""
+    if samples < 2:
+        return {}
+    judged = [[answer for answer in group if answer.verdict in ("correct", "wrong")] for group in by_item]
+    right = [[answer.verdict == "correct" for answer in group] for group in judged]
+    answers = [([answer.extracted for answer in group], good) for group, good in zip(judged, right, strict=True)]
+    ks = [k for k in sizes(samples) if any(len(group) >= k for group in judged)]
+    return {
+        "pass@k": {str(k): fmean(passes_at(right, k)) for k in ks},
+        "maj@k": {str(k): fmean(majorities_at(answers, k)) for k in ks},
+    }
+
+
+def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
+    """The mean score of each group's graded answers, None without one, and its number of items."""
+    groups: dict[str, list[float]] = {}
+    items: Counter[str] = Counter()
+    for answers in by_item:
+        if name := answers[0].group:
+            items[name] += 1
+            groups.setdefault(name, []).extend(answer.score for answer in answers if answer.score is not None)
+    return {
+        name: {"value": fmean(scores) if scores else None, "items": items[name]}
+        for name, scores in sorted(groups.items())
+    }
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_files(
@@ -242,18 +325,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def read_answers(folder: Path) -> list[Answer]:
     """The answers of a finished evaluation, from `answers.jsonl`. Raises RunError if it is missing or damaged."""
-    path, found = folder / ANSWERS, []
+    path, answers = folder / ANSWERS, []
     try:
         with TextIOWrapper(open_regular(path), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
-                    found.append(Answer(**{name: row[name] for name in COLUMNS}))
+                    answers.append(Answer(**{name: row[name] for name in COLUMNS}))
                 except (ValueError, KeyError, TypeError) as error:
                     raise RunError(f"{path} line {number} is damaged: {error}") from None
     except FileNotFoundError:
-        read_summary(folder)  # says whether it is unfinished
+        read_summary(folder)  # raises RunError if it is unfinished
         raise RunError(f"{path} is missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
-    return found
+    return answers

@@ -17,8 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.grading.extract import after_thinking, final_answer, last_answer_tag, marked_answer
-from posttrain.grading.parse import LETTERS, parse_mmlu_response
+from posttrain.grading import extract
 from posttrain.grading.verdict import BadGold, Judgement, Rule
 from posttrain.rewards import maths
 
@@ -44,8 +43,8 @@ OPENING = 400  # characters in which a refusal is sought: later ones are often w
 
 def gsm8k(completion: str, gold: str) -> Judgement:
     found = maths.gsm8k(completion, gold)
-    rest = after_thinking(completion)
-    marked = marked_answer(rest) is not None or final_answer(rest) is not None
+    rest = extract.after_thinking(completion)
+    marked = extract.marked_answer(rest) is not None or extract.final_answer(rest) is not None
     return Judgement(found.score, found.correct, found.extracted, {"format": float(marked), "answer": found.score})
 
 
@@ -58,19 +57,20 @@ def math(completion: str, gold: str) -> Judgement:
 
 
 def letter(completion: str, gold: str, choices: Sequence[str]) -> Judgement:
-    rest = after_thinking(completion)
-    chosen = parse_mmlu_response({"options": choices}, last_answer_tag(rest) or rest)
+    rest = extract.after_thinking(completion)
+    chosen = extract.parse_mmlu_response({"options": choices}, extract.last_answer_tag(rest) or rest)
     return Judgement(float(chosen == gold), chosen == gold, chosen)
 
 
 def check_letter(gold: str | None, choices: Sequence[str]) -> None:
-    if gold is None or gold not in LETTERS[: len(choices)]:
-        raise BadGold(f"the answer is not one of the letters {', '.join(LETTERS[: len(choices)])}: {gold!r:.60}")
+    letters = extract.LETTERS[: len(choices)]
+    if gold is None or gold not in letters:
+        raise BadGold(f"the answer is not one of the letters {', '.join(letters)}: {gold!r:.60}")
 
 
 def refusal(completion: str, gold: str | None) -> Judgement:
     """Phrases of a refusal in the opening of a completion. It judges words, not harm: read the answers, too."""
-    found = REFUSAL.search(after_thinking(completion).replace("’", "'")[:OPENING])
+    found = REFUSAL.search(extract.after_thinking(completion).replace("’", "'")[:OPENING])
     return Judgement(float(found is not None), found is not None, found[0].strip() if found else None)
 
 
@@ -142,12 +142,6 @@ MATH_VERIFY = Rule(maths.check_answer, math_verify)
 IFEVAL = Rule(check_instructions, ifeval)
 GSM8K_STRICT = Rule(_check_gold, gsm8k_strict)
 GSM8K_FLEXIBLE = Rule(_check_gold, gsm8k_flexible)
-RULES = {
-    "gsm8k": "posttrain.evaluation.rules:GSM8K",
-    "math": "posttrain.evaluation.rules:MATH",
-    "letter": "posttrain.evaluation.rules:LETTER",
-    "refusal": "posttrain.evaluation.rules:REFUSES",
-    "ifeval": "posttrain.evaluation.rules:IFEVAL",
-    "gsm8k_strict": "posttrain.evaluation.rules:GSM8K_STRICT",
-    "gsm8k_flexible": "posttrain.evaluation.rules:GSM8K_FLEXIBLE",
-}
+NAMES = ("GSM8K", "MATH", "LETTER", "IFEVAL", "GSM8K_STRICT", "GSM8K_FLEXIBLE")
+RULES = {name.lower(): f"posttrain.evaluation.rules:{name}" for name in NAMES}
+RULES["refusal"] = "posttrain.evaluation.rules:REFUSES"

@@ -1,4 +1,4 @@
-"""Runs one suite with one setting: asks, grades and stores, and resumes where it was stopped.
+"""Runs one suite with one setting: answers are graded and stored as they come, so a stopped evaluation resumes.
 
 Verdicts come from the suite's rule in supervised workers, or from a user's function.
 """
@@ -11,54 +11,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Self
 
-from posttrain.base.errors import ConfigError, RewardError, RunError
+from posttrain.base.errors import ConfigError, RunError
 from posttrain.base.progress import counter
 from posttrain.config import TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.evaluation import ifeval
 from posttrain.evaluation.answering import Answers, Reply
 from posttrain.evaluation.items import Item, Items, text_of
-from posttrain.evaluation.records import Answer, EvaluationStore
+from posttrain.evaluation.records import Answer, EvaluationStore, summarise
 from posttrain.evaluation.rules import RULES as OWN_RULES
-from posttrain.evaluation.summary import summarise
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import Grade, GradeRequest
 from posttrain.rewards.python import RewardFunction
-from posttrain.rewards.rules import COMPARES_EXPRESSIONS, canary, modules_of, options_of
+from posttrain.rewards.rules import COMPARES_EXPRESSIONS, modules_of, options_of, prove
 from posttrain.rewards.rules import RULES as REWARD_RULES
 
 RULES = REWARD_RULES | OWN_RULES
-UNGRADED, SCORED = "ungraded", "scored"
+ANSWERS_AT_ONCE, WAIT_S = 256, 5.0  # completions, or seconds, after which a function of the user's is called
+GRADED = ("extracted", "verdict", "score", "format_and_answer", "reason")  # fields of an answer from its grade
+GRACE_S = 2.0  # for verdicts that are still to come when an evaluation is stopped
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is known about an answer. `score` is None if it is not graded, with the reason."""
-
-    verdict: str  # of posttrain.grading.verdict, or "ungraded"; of a function: "scored"
-    score: float | None = None
-    extracted: str | None = None
-    format_and_answer: str = ""
-    reason: str | None = None
-
-    @classmethod
-    def of(cls, grade: Grade) -> Outcome:
-        classes = grade.format_and_answer if {*grade.parts} == {"format", "answer"} else ""
-        return cls(grade.verdict, grade.score, grade.extracted, classes, grade.reason)
-
-
-Pending = Sequence[Future[Grade] | Outcome]
+Pending = Sequence[Future[Grade] | Grade]
+Answered = tuple[Item, list[Reply]]
+Graded = tuple[Item, list[Reply], list[Grade]]
 
 
 class Judge:
     """Grades answers of one suite. Close it, or use it as a context manager.
-
-    Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails the known pairs.
-    """
+    Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails the known pairs."""
 
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
         self._suite, self._rule = suite, suite.rule
@@ -74,25 +57,23 @@ class Judge:
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
         """Start grading one completion for each item; the rule's workers run beside the caller."""
         if self._pool is not None:
-            return [self._pool.submit(self._request(*one)) for one in zip(items, completions, strict=True)]
+            return [self._pool.submit(self._request(*pair)) for pair in zip(items, completions, strict=True)]
         if self._suite.kind == "choices":
-            return [self._chosen(*one) for one in zip(items, completions, strict=True)]
+            return [self._chosen(*pair) for pair in zip(items, completions, strict=True)]
         if self._function is not None:
-            return self._by_function(items, completions)
-        return [Outcome(UNGRADED, reason="the suite has no rule")] * len(items)
+            return self._by_function(self._function, items, completions)
+        return [Grade("ungraded", reason="the suite has no rule")] * len(items)
 
-    def collect(self, pending: Pending) -> list[Outcome]:
-        """The outcomes in order, when all are ready."""
+    def collect(self, pending: Pending) -> list[Grade]:
+        """The grades in order, when all are ready."""
         if self._pool is None:
-            return [one for one in pending if isinstance(one, Outcome)]
-        futures = [one for one in pending if isinstance(one, Future)]
-        return [Outcome.of(grade) for grade in self._pool.collect(futures)]
+            return [grade for grade in pending if isinstance(grade, Grade)]
+        return list(self._pool.collect([grade for grade in pending if isinstance(grade, Future)]))
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        if self._function is not None:
-            self._function.close()
+        for closed in (self._pool, self._function):
+            if closed is not None:
+                closed.close()
 
     def __enter__(self) -> Self:
         return self
@@ -104,75 +85,48 @@ class Judge:
         rule = self._rule
         if rule not in RULES:
             raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}; there are {', '.join(RULES)}, none")
-        modules = {RULES[rule].partition(":")[0], *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
-        self._takes = _arguments(rule)
+        module, _, name = RULES[rule].partition(":")
+        judge = getattr(importlib.import_module(module), name).judge
+        self._takes = {*list(inspect.signature(judge).parameters)[2:]}  # besides the completion and the answer
         if lacking := self._takes - {*self._suite.options, *options_of(rule, TagsConfig())}:
             raise ConfigError(
                 f"suite {self._suite.name}: the rule {rule} needs {', '.join(sorted(lacking))}, a field of the rows "
                 f"each: set options, such as {{{min(lacking)}: {min(lacking)}}}"
             )
+        modules = {module, *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
         if rule == "ifeval":
-            for module in ifeval.MODULES:
-                ifeval.package(module)
+            for package in ifeval.MODULES:
+                ifeval.package(package)
             modules.add(ifeval.__name__)
         pool = Pool(workers, deadline, modules=tuple(sorted(modules)))
         try:
-            self._prove(pool)
+            if rule in REWARD_RULES:
+                prove(pool, rule, TagsConfig(), RULES[rule])
         except BaseException:
             pool.close(keep=False)
             raise
         return pool
-
-    def _prove(self, pool: Pool) -> None:
-        """Grade the known pairs of the rewards' rules first: a broken grader gives no score."""
-        if self._rule not in REWARD_RULES:
-            return
-        known = [(replace(job, rule=RULES[self._rule]), want) for job, want in canary(self._rule, TagsConfig())]
-        grades = pool.grade([job for job, _ in known], count=False)
-        wrong = sum(grade.verdict != want for grade, (_, want) in zip(grades, known, strict=True))
-        if wrong:
-            raise RewardError(
-                f"the grader of `{self._rule}` gets {wrong} of {len(known)} known pairs wrong, so nothing is "
-                "graded: is another version of sympy or math-verify installed? See constraints.txt"
-            )
 
     def _request(self, item: Item, completion: str) -> GradeRequest:
         own = {name: value for name, value in item.options.items() if name in self._takes}
         options = {**own, **options_of(self._rule, TagsConfig())}
         return GradeRequest(RULES[self._rule], completion, item.gold, options)
 
-    def _chosen(self, item: Item, completion: str) -> Outcome:
+    def _chosen(self, item: Item, completion: str) -> Grade:
         """Whether the choice is the right one, which the item has by its number."""
         number = item.gold or ""
         if not number.isdecimal() or int(number) >= len(self._suite.choices):
-            return Outcome("bad_gold", reason=f"the answer is not the number of a choice: {number!r:.60}")
+            return Grade("bad_gold", reason=f"the answer is not the number of a choice: {number!r:.60}")
         right = completion == self._suite.choices[int(number)]
-        return Outcome("correct" if right else "wrong", float(right), completion.strip())
+        return Grade("correct" if right else "wrong", float(right), completion.strip())
 
-    def _by_function(self, items: Sequence[Item], completions: Sequence[str]) -> list[Outcome]:
-        assert self._function is not None
+    def _by_function(self, function: RewardFunction, items: Sequence[Item], completions: Sequence[str]) -> list[Grade]:
         names = dict.fromkeys(name for item in items for name in item.fields)
         columns: dict[str, list[Any]] = {name: [item.fields.get(name) for item in items] for name in names}
         columns |= {"completions": list(completions), "answer": [item.gold for item in items]}
         columns["prompts"] = [text_of(item.prompt) for item in items]
-        scores = self._function(columns)
-        none = Outcome(UNGRADED, reason=f"{self._rule} returned None")
-        return [none if score is None else Outcome(SCORED, score) for score in scores]
-
-
-def _arguments(rule: str) -> set[str]:
-    """The arguments of a rule besides the completion and the answer."""
-    module, _, name = RULES[rule].partition(":")
-    judge = getattr(importlib.import_module(module), name).judge
-    return {*list(inspect.signature(judge).parameters)[2:]}
-
-
-# Completions wait for so many others, or so long, before a function of the user's is called with all of them.
-ANSWERS_AT_ONCE, WAIT_S = 256, 5.0
-GRACE_S = 2.0  # for verdicts that are still to come when an evaluation is stopped
-
-Answered = tuple[Item, list[Reply]]
-Graded = tuple[Item, list[Reply], list[Outcome]]
+        none = Grade("ungraded", reason=f"{self._rule} returned None")
+        return [none if score is None else Grade("scored", score) for score in function(columns)]
 
 
 def run(
@@ -188,10 +142,7 @@ def run(
     sampling: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The summary of the suite; every answer is in `store` under `key`.
-
-    Answers that are there already, of an evaluation with the same `facts`, are kept. Raises RunError if they are of
-    other facts.
-    """
+    Stored answers of an evaluation with the same `facts` are kept. Raises RunError if the facts differ."""
     if not started(store, key, facts):
         store.start(key, facts)
     done = store.positions(key)
@@ -201,9 +152,9 @@ def run(
 
         def stored(graded: Sequence[Graded]) -> None:
             rows = [
-                (item.position, _answer(items, setting, answers, item, sample, *one))
-                for item, replies, outcomes in graded
-                for sample, one in enumerate(zip(replies, outcomes, strict=True))
+                (item.position, _answer(items, setting, answers, item, sample, *pair))
+                for item, replies, grades in graded
+                for sample, pair in enumerate(zip(replies, grades, strict=True))
             ]
             store.add(key, rows)
             for _ in graded:
@@ -211,18 +162,18 @@ def run(
 
         with Grading(judge, stored) as grading:
             answers(left, grading.add)
-    spent = time.perf_counter() - began
-    found = list(store.answers(key))
-    seconds = spent if not done else sum(answer.seconds for answer in found)
-    summary = summarise(items, setting, found, samples, sampling, seconds)
+    seconds, every = time.perf_counter() - began, list(store.answers(key))
+    if done:
+        seconds = sum(answer.seconds for answer in every)
+    summary = summarise(items, setting, every, samples, sampling, seconds)
     store.finish(key, summary)
     return summary
 
 
 class Grading:
-    """Grades items as they are answered, while others are still being answered.
+    """Grades items while others are still being answered.
 
-    `graded` is called in another thread as soon as verdicts are there, however long the next answer takes. Leaving the
+    `graded` is called in another thread as soon as there are verdicts, however long the next answer takes. Leaving the
     context waits for all verdicts; after an error, for those that come within GRACE_S.
     """
 
@@ -252,7 +203,7 @@ class Grading:
             raise self._failure
 
     def add(self, item: Item, replies: list[Reply]) -> None:
-        """Raises what grading or storing an earlier item has raised."""
+        """Raises an error of grading or storing an earlier item."""
         if self._failure is not None:
             raise self._failure
         self._answered.append((item, replies))
@@ -262,8 +213,8 @@ class Grading:
 
     def _submit(self) -> None:
         answered, self._answered = self._answered, []  # first: a function of the user's is called below, which may fail
-        asked = [(item, reply.text) for item, replies in answered for reply in replies if not reply.problem]
-        pending = self._judge.submit([item for item, _ in asked], [text for _, text in asked]) if asked else []
+        pairs = [(item, reply.text) for item, replies in answered for reply in replies if not reply.problem]
+        pending = self._judge.submit([item for item, _ in pairs], [text for _, text in pairs]) if pairs else []
         self._submitted.put((answered, pending))
         self._count, self._since = 0, time.monotonic()
 
@@ -271,22 +222,18 @@ class Grading:
         try:
             more = True
             while more and not self._left:
-                some = [self._submitted.get()]
+                submitted = [self._submitted.get()]
                 while not self._submitted.empty():
-                    some.append(self._submitted.get())
-                more = None not in some
-                self._collect([one for one in some if one is not None])
+                    submitted.append(self._submitted.get())
+                more = None not in submitted
+                self._collect([batch for batch in submitted if batch is not None])
         except BaseException as error:  # raised in the main thread
             self._failure = error
 
     def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
-        outcomes = iter(self._judge.collect([one for _, pending in submitted for one in pending]))
+        grades = iter(self._judge.collect([grade for _, pending in submitted for grade in pending]))
         graded = [
-            (
-                item,
-                replies,
-                [Outcome(UNGRADED, reason=one.problem) if one.problem else next(outcomes) for one in replies],
-            )
+            (item, replies, [Grade("ungraded", reason=one.problem) if one.problem else next(grades) for one in replies])
             for answered, _ in submitted
             for item, replies in answered
         ]
@@ -295,7 +242,7 @@ class Grading:
 
 
 def _answer(
-    items: Items, setting: str, answers: Answers, item: Item, sample: int, reply: Reply, outcome: Outcome
+    items: Items, setting: str, answers: Answers, item: Item, sample: int, reply: Reply, grade: Grade
 ) -> Answer:
     return Answer(
         suite=items.suite.name,
@@ -306,19 +253,15 @@ def _answer(
         prompt=answers.prompts.get(item.position, text_of(item.prompt)),
         gold=item.gold,
         completion=reply.text,
-        extracted=outcome.extracted,
-        verdict=outcome.verdict,
-        score=outcome.score,
-        format_and_answer=outcome.format_and_answer,
         tokens=reply.tokens,
         finish_reason=reply.finish_reason,
         seconds=round(reply.seconds, 6),
-        reason=outcome.reason,
+        **{name: getattr(grade, name) for name in GRADED},
     )
 
 
 def started(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
-    """Whether there are answers of an evaluation with these facts. Raises RunError if they are of other facts."""
+    """Whether an evaluation with these facts was started. Raises RunError if it has other facts."""
     before = store.facts(key)
     if before is None:
         return False

@@ -17,22 +17,22 @@ FEW_GROUPS = 8  # in one line; more have a table
 Summaries = Mapping[str, Mapping[str, Any]]  # folder -> summary
 
 
-def show(found: Summaries) -> None:
-    """Print every suite of every model, and below what was not graded and what part of a suite was asked."""
+def show(summaries: Summaries) -> None:
+    """Print every suite of every model, and notes on what was not graded and on suites that are not complete."""
     console = PlainConsole()
-    console.print(table(found))
-    for line in notes(found):
+    console.print(table(summaries))
+    for line in notes(summaries):
         console.print(line, soft_wrap=True)
-    for name, suite in _named(found):
+    for _, name, suite in _named(summaries):
         if len(suite["groups"]) > FEW_GROUPS and not suite["setting"]:
             console.print(_groups(name, suite["groups"]))
 
 
-def table(found: Summaries) -> Table:
+def table(summaries: Summaries) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    models = _models(found)
-    entries = [(models[folder], suite) for folder, summary in found.items() for suite in summary["suites"].values()]
-    if len(found) > 1:
+    models = _models(summaries)
+    entries = [(models[folder], suite) for folder, summary in summaries.items() for suite in summary["suites"].values()]
+    if len(summaries) > 1:
         shown.add_column("model", overflow="fold")
     shown.add_column("suite", overflow="fold")
     swept = any(suite["setting"] for _, suite in entries)
@@ -42,7 +42,7 @@ def table(found: Summaries) -> Table:
     for name in ("score", "95 % interval", *([f"pass@{most}"] if most else []), "graded", "tokens"):
         shown.add_column(name, justify="right")
     for model, suite in entries:
-        cells = [visible(model)] if len(found) > 1 else []
+        cells = [visible(model)] if len(summaries) > 1 else []
         cells += [f"{suite['suite']}{'*' if suite['partial'] else ''}"]
         cells += [suite["setting"].replace("temperature=", "T ").replace("top_p=", "p ")] if swept else []
         graded = f"{suite['graded']:,}" + (f" of {suite['answers']:,}" if suite["graded"] < suite["answers"] else "")
@@ -52,18 +52,18 @@ def table(found: Summaries) -> Table:
     return shown
 
 
-def _models(found: Summaries) -> dict[str, str]:
+def _models(summaries: Summaries) -> dict[str, str]:
     """The name of each evaluation's model, by folder; the folder where two have one name."""
-    names = {folder: str(summary["model"]["name"]) for folder, summary in found.items()}
+    names = {folder: str(summary["model"]["name"]) for folder, summary in summaries.items()}
     return {folder: folder if [*names.values()].count(name) > 1 else name for folder, name in names.items()}
 
 
-def _named(found: Summaries) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every suite with its name, which has that of its model if there are several."""
-    models = _models(found)
-    for folder, summary in found.items():
+def _named(summaries: Summaries) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Every suite with its folder and its name, prefixed by its model's if there are several models."""
+    models = _models(summaries)
+    for folder, summary in summaries.items():
         for key, suite in summary["suites"].items():
-            yield (f"{models[folder]}, {key}" if len(found) > 1 else key), suite
+            yield folder, f"{models[folder]}, {key}" if len(summaries) > 1 else key, suite
 
 
 def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -76,37 +76,34 @@ def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
     return shown
 
 
-def notes(found: Summaries) -> Iterator[str]:
-    """What the table has no room for."""
-    models = _models(found)
-    for folder, summary in found.items():
-        said: set[str] = set()
-        for key, suite in summary["suites"].items():
-            name = f"{models[folder]}, {key}" if len(found) > 1 else key
-            swept = bool(suite["setting"])
-            if suite["partial"] and not (swept and suite["suite"] in said):
-                said.add(suite["suite"])
-                yield f"* {visible(suite['suite'] if swept else name)}: {suite['partial']}"
-            if suite["ungraded"]:
-                reasons = ", ".join(f"{count:,} {visible(reason)}" for reason, count in suite["ungraded"].items())
-                yield f"{visible(name)}: {counted(sum(suite['ungraded'].values()), 'answer')} not graded: {reasons}"
-            if suite["samples"] > 1 and suite["sampling"].get("temperature") == 0:
-                yield f"{visible(name)}: {suite['samples']} answers at temperature 0 are equal: give --temperature"
-            if suite["truncated"] and not swept:
-                yield f"{visible(name)}: {counted(suite['truncated'], 'answer')} reached the length limit"
-            if suite.get("pass@k") and not swept:
-                for measure in ("pass@k", "maj@k"):
-                    values = ", ".join(f"{k}: {percent(value)}" for k, value in suite[measure].items())
-                    yield f"{visible(name)}: {measure} for k = {values}"
-            if suite["classes"] and not swept:
-                classes = ", ".join(f"{kind}: {count:,}" for kind, count in suite["classes"].items())
-                yield f"{visible(name)}: format and answer {classes}"
-            if calibration := suite.get("calibration"):
-                yield from (f"{visible(name)}: {visible(line)}" for line in _calibration(calibration))
-            if 1 < len(suite["groups"]) <= FEW_GROUPS and not swept:
-                yield f"{visible(name)}: " + ", ".join(
-                    f"{visible(group)} {percent(facts['value'])}" for group, facts in suite["groups"].items()
-                )
+def notes(summaries: Summaries) -> Iterator[str]:
+    """The findings that the table has no room for."""
+    partial: set[tuple[str, str]] = set()  # of a sweep, each suite once
+    for folder, name, suite in _named(summaries):
+        swept = bool(suite["setting"])
+        if suite["partial"] and not (swept and (folder, suite["suite"]) in partial):
+            partial.add((folder, suite["suite"]))
+            yield f"* {visible(suite['suite'] if swept else name)}: {suite['partial']}"
+        yield from (f"{visible(name)}: {line}" for line in _notes_of(suite, swept))
+
+
+def _notes_of(suite: Mapping[str, Any], swept: bool) -> Iterator[str]:
+    if suite["ungraded"]:
+        reasons = ", ".join(f"{count:,} {visible(reason)}" for reason, count in suite["ungraded"].items())
+        yield f"{counted(sum(suite['ungraded'].values()), 'answer')} not graded: {reasons}"
+    if suite["samples"] > 1 and suite["sampling"].get("temperature") == 0:
+        yield f"{suite['samples']} answers at temperature 0 are equal: give --temperature"
+    if suite["truncated"] and not swept:
+        yield f"{counted(suite['truncated'], 'answer')} reached the length limit"
+    for measure in ("pass@k", "maj@k") if suite.get("pass@k") and not swept else ():
+        yield f"{measure} for k = " + ", ".join(f"{k}: {percent(value)}" for k, value in suite[measure].items())
+    if suite["classes"] and not swept:
+        yield "format and answer " + ", ".join(f"{kind}: {count:,}" for kind, count in suite["classes"].items())
+    if calibration := suite.get("calibration"):
+        yield from map(visible, _calibration(calibration))
+    if 1 < len(suite["groups"]) <= FEW_GROUPS and not swept:
+        groups = suite["groups"].items()
+        yield ", ".join(f"{visible(group)} {percent(facts['value'])}" for group, facts in groups)
 
 
 def percent(value: float | None) -> str:
@@ -119,24 +116,21 @@ def interval(suite: Mapping[str, Any]) -> str:
 
 def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{counted(found['parse_failures'], 'answer')} of {found['answers']:,} could not be parsed"
-    verdicts = {kinds: {part.split()[-1] for part in kinds.split(", ")} for kinds in found["agreement"]}
-    agree = sum(count for kinds, count in found["agreement"].items() if len(verdicts[kinds]) == 1)
+    differ = [kinds for kinds in found["agreement"] if len({part.split()[-1] for part in kinds.split(", ")}) > 1]
+    agree = sum(count for kinds, count in found["agreement"].items() if kinds not in differ)
     yield f"string, rule and math_verify agree on {agree:,} of {found['answers']:,} answers"
-    for kinds, count in found["agreement"].items():
-        if len(verdicts[kinds]) > 1:
-            yield f"    {kinds}: {count:,}"
-    if found["golds_rejected"]:
-        names = ", ".join(found["golds_rejected"][:5])
-        yield f"{len(found['golds_rejected']):,} of {found['golds']:,} golds are rejected as their own answer: {names}"
+    yield from (f"    {kinds}: {found['agreement'][kinds]:,}" for kinds in differ)
+    rejected = found["golds_rejected"]
+    if rejected:
+        names = ", ".join(rejected[:5])
+        yield f"{len(rejected):,} of {found['golds']:,} golds are rejected as their own answer: {names}"
     else:
         yield f"each of {found['golds']:,} golds is accepted as its own answer"
 
 
 def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     """`sweep.svg`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
-
-    None if the evaluation has no sweep.
-    """
+    None if the evaluation has no sweep."""
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:
         return None

@@ -11,9 +11,8 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.evaluation.items import Item, Items
-from posttrain.evaluation.records import Answer, EvaluationStore, write_files
+from posttrain.evaluation.records import Answer, EvaluationStore, summarise, write_files
 from posttrain.evaluation.running import started
-from posttrain.evaluation.summary import summarise
 from posttrain.runs.inputs import content_of
 from posttrain.runs.provenance import now
 
@@ -31,10 +30,10 @@ class Tasks:
 
 
 def check_tasks(model: ModelConfig, tasks: Tasks) -> None:
-    """Raise ConfigError, before other suites are asked, for a task that there is not, or chat without a template."""
-    from posttrain.evaluation.lm_eval_model import check_asked  # needs lm-eval
+    """Raise ConfigError, before other suites start, for an unknown task, or chat without a template."""
+    from posttrain.evaluation.lm_eval_model import manager_of  # needs lm-eval
 
-    check_asked(model, tasks.names, tasks.chat)
+    manager_of(model, tasks.names, tasks.chat)
 
 
 def evaluate_tasks(
@@ -42,8 +41,7 @@ def evaluate_tasks(
 ) -> tuple[dict[str, Any], set[str]]:
     """Run the tasks and add them to the records of the folder. Returns the summary, and the names of the suites.
 
-    A task is asked as a whole: one that was stopped starts again, one that is finished is kept. Raises RunError for one
-    with other settings, and for another model.
+    A stopped task starts again, a finished one is kept. Raises RunError for one with other settings or another model.
     """
     content, ran, summary = content_of(model), set[str](), dict[str, Any]()
     with EvaluationStore(folder, overwrite) as store:
@@ -61,13 +59,13 @@ def evaluate_tasks(
             }
             before = [key for key in store.summaries() if (store.facts(key) or {}).get("task") == task]
             done = {store.summaries()[key]["suite"] for key in before if started(store, key, facts)}
-            ran |= done or _asked(model, task, tasks, devices, facts, store)
+            ran |= done or _run(model, task, tasks, devices, facts, store)
             about = {"posttrain": __version__, "created": now()}
             summary = write_files(folder, store, {"name": name, "path": model.path, "content": content}, about)
         return summary, ran
 
 
-def _asked(
+def _run(
     model: ModelConfig, task: str, tasks: Tasks, devices: DevicesConfig, facts: dict[str, Any], store: EvaluationStore
 ) -> set[str]:
     from posttrain.evaluation.lm_eval_model import answers_of, run_lm_eval  # needs lm-eval
@@ -88,8 +86,8 @@ def _asked(
     for (suite, setting), group in groupby(answers_of(results), key=lambda answer: (answer.suite, answer.setting)):
         answers, key = list(group), f"{suite} {setting}".strip()
         store.start(key, facts)
-        places = [int(one.item) if one.item.isdecimal() else answers.index(one) for one in answers]
-        store.add(key, list(zip(places, answers, strict=True)))
+        positions = [int(one.item) if one.item.isdecimal() else answers.index(one) for one in answers]
+        store.add(key, list(zip(positions, answers, strict=True)))
         items = _items(suite, answers, tasks.max_rows)
         samples = max(answer.sample for answer in answers) + 1
         store.finish(key, summarise(items, setting, answers, samples, {"lm-eval": task}, seconds))
@@ -99,7 +97,7 @@ def _asked(
 
 def _items(suite: str, answers: list[Answer], max_rows: int | None) -> Items:
     ids = list(dict.fromkeys(answer.item for answer in answers))
-    made = tuple(Item(place, item, "", "", None, {}, {}) for place, item in enumerate(ids))
+    documents = tuple(Item(position, item, "", "", None, {}, {}) for position, item in enumerate(ids))
     partial = None if max_rows is None or len(ids) < max_rows else f"the first {len(ids):,} documents"
     settings = SuiteConfig(name=suite, source=f"lm-eval {suite}", rule="none", answer=None)
-    return Items(settings, made, len(ids), partial, "")
+    return Items(settings, documents, len(ids), partial, "")

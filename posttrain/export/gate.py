@@ -19,10 +19,9 @@ from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
 from posttrain.distillation import compare_distributions
-from posttrain.evaluation.paired import paired_difference
 from posttrain.evaluation.pairs import own_margins
 from posttrain.evaluation.records import Answer
-from posttrain.evaluation.statistics import Estimate, mean_by_prompt
+from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.losses.distillation import forward_kl
 from posttrain.models.attention import width_step
 from posttrain.models.quantised import weight_errors

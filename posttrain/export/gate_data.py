@@ -24,7 +24,7 @@ from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.pairs import LONGEST
 from posttrain.export.prompts import built_in
 from posttrain.export.source import Source
-from posttrain.inspection.generate import generate_all
+from posttrain.inspection.rows import generate_all
 from posttrain.inspection.sample import Setup, first_prompts
 from posttrain.models.families import positions_of
 from posttrain.rollout import sampling_of

@@ -23,7 +23,7 @@ from posttrain.functional.scoring import (
 )
 from posttrain.functional.sft import sft_microbatch_train_step
 from posttrain.functional.softmax import compute_entropy, selective_log_softmax
-from posttrain.grading.parse import parse_gsm8k_response, parse_mmlu_response
+from posttrain.grading.extract import parse_gsm8k_response, parse_mmlu_response
 
 __all__ = [
     "PackedSFTDataset",

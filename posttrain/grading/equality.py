@@ -11,23 +11,9 @@ from fractions import Fraction
 from typing import TypeVar
 
 from posttrain.base.latex import last_box
-from posttrain.grading.labels import read_base, read_choice, read_occasion, read_ratio, read_residue
+from posttrain.grading import forms
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number
-from posttrain.grading.parts import (
-    ASSIGNED,
-    FIGURE,
-    MATRIX,
-    PLUS_MINUS,
-    assignments,
-    both_signs,
-    elements,
-    in_order,
-    is_equation,
-    junction,
-    members,
-    rows,
-)
 from posttrain.grading.sets import Interval, RealSet, chain, is_set_like, read_set
 from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
 
@@ -56,9 +42,7 @@ _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: i
 
 def same_answer(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer.
-
-    A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter.
-    """
+    A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter."""
     if len(answer) > LONGEST or len(gold) > LONGEST or _PLACEHOLDER.fullmatch(answer):
         return False
     gold, answer = _bare(gold), _bare(answer)
@@ -120,13 +104,13 @@ def _same(gold: str, answer: str, depth: int) -> bool:
             return decided
     from posttrain.grading import symbolic  # runs in a worker, which has imported it
 
-    if is_equation(gold) or is_equation(answer):
+    if forms.is_equation(gold) or forms.is_equation(answer):
         return symbolic.same_equation(gold, answer)
     return symbolic.same_expression(gold, answer)
 
 
 def is_readable(gold: str) -> bool:
-    """Whether a reference answer can be compared, be it letter by letter. Takes as long as a comparison with it."""
+    """Whether a reference answer can be compared, if only letter by letter. Takes as long as a comparison with it."""
     bare = _bare(gold)
     if not is_balanced(bare) or not re.search(r"[\w∞∅]|\\[a-zA-Z{]", bare):
         return False
@@ -149,7 +133,7 @@ def _is_function(text: str) -> bool:
 
 def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
     """A label and the answer it labels: either may be omitted, neither changed."""
-    left, right = read_choice(gold), read_choice(answer)
+    left, right = forms.read_choice(gold), forms.read_choice(answer)
     if left and right:
         return left[0] == right[0] and not (left[1] and right[1] and not _same(left[1], right[1], depth - 1))
     if left and left[1]:
@@ -161,8 +145,8 @@ def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
 
 def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:
     """Dates, times, telephone numbers and ratios: none is a difference, and only a ratio of two terms is a quotient."""
-    left, right = read_occasion(gold), read_occasion(answer)
-    ratio, other = read_ratio(gold), read_ratio(answer)
+    left, right = forms.read_occasion(gold), forms.read_occasion(answer)
+    ratio, other = forms.read_ratio(gold), forms.read_ratio(answer)
     if left and right:
         return left.same(right)
     if ratio and other:
@@ -188,7 +172,7 @@ def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
     left, right = read_set(gold), read_set(answer)
     if left and right:
         return _same_set(left, right, depth)
-    if max(len(elements(gold)), len(elements(answer))) > 1:
+    if max(len(forms.elements(gold)), len(forms.elements(answer))) > 1:
         return None
     chains = chain(gold), chain(answer)
     if not chains[0] or not chains[1]:
@@ -264,7 +248,7 @@ def _plain(value: Fraction) -> str:
 
 def _as_figures(gold: str, answer: str, depth: int) -> bool | None:
     """Numbers in another base, digit by digit; remainders, by their modulus."""
-    for read in (read_base, read_residue):
+    for read in (forms.read_base, forms.read_residue):
         left, right = read(gold), read(answer)
         if left or right:
             return left == right
@@ -276,23 +260,23 @@ def _as_figures(gold: str, answer: str, depth: int) -> bool | None:
 
 def _as_named(gold: str, answer: str, depth: int) -> bool | None:
     """`x = 5` for 5, `(x, y) = (1, 2)` for `x = 1, y = 2`, and chains such as `3 + 4 = 7`, each side of which is 7."""
-    left, right = assignments(gold), assignments(answer)
+    left, right = forms.assignments(gold), forms.assignments(answer)
     if left and right:
         return left.keys() == right.keys() and all(_same(left[name], right[name], depth - 1) for name in left)
     if left or right:
-        values = in_order(left, gold), in_order(right, answer)
+        values = forms.in_order(left, gold), forms.in_order(right, answer)
         same_length = len(values[0]) == len(values[1])
         return same_length and all(_same(g, a, depth - 1) for g, a in zip(*values, strict=True))
-    if any(text.count("=") > 1 and len(elements(text)) > 1 for text in (gold, answer)):
+    if any(text.count("=") > 1 and len(forms.elements(text)) > 1 for text in (gold, answer)):
         return None  # a list whose members have different names
-    named = ASSIGNED.fullmatch(gold), ASSIGNED.fullmatch(answer)
+    named = forms.ASSIGNED.fullmatch(gold), forms.ASSIGNED.fullmatch(answer)
     if named[0] and named[1] and compact(named[0]["name"]) == compact(named[1]["name"]):
         return _same(named[0]["value"], named[1]["value"], depth - 1)
-    if named[0] and named[1] and any(FIGURE.fullmatch(one["name"]) for one in named if one):
+    if named[0] and named[1] and any(forms.FIGURE.fullmatch(one["name"]) for one in named if one):
         return _as_drawn(named[0]["name"]) == _as_drawn(named[1]["name"]) and _same(
             named[0]["value"], named[1]["value"], depth - 1
         )
-    if is_equation(gold) and is_equation(answer):
+    if forms.is_equation(gold) and forms.is_equation(answer):
         return None
     if (named[0] is None) != (named[1] is None):
         return _same(named[0]["value"] if named[0] else gold, named[1]["value"] if named[1] else answer, depth - 1)
@@ -309,20 +293,20 @@ def _as_drawn(name: str) -> str:
 
 
 def _as_plus_minus(gold: str, answer: str, depth: int) -> bool | None:
-    if not PLUS_MINUS.search(gold) and not PLUS_MINUS.search(answer):
+    if not forms.PLUS_MINUS.search(gold) and not forms.PLUS_MINUS.search(answer):
         return None
-    return _as_lists(both_signs(gold), both_signs(answer), depth - 1) or False
+    return _as_lists(forms.both_signs(gold), forms.both_signs(answer), depth - 1) or False
 
 
 def _as_lists(gold: str, answer: str, depth: int) -> bool | None:
-    left, right = elements(gold), elements(answer)
+    left, right = forms.elements(gold), forms.elements(answer)
     sets = [inside[1] for text in (gold, answer) if (inside := brackets(text)) and inside[0] == r"\{"]
     if len(sets) == 2 or (sets and max(len(left), len(right)) > 1):
         # Braces around one side or both: a set, which a list without brackets may also be.
-        left, right = members(gold), members(answer)
+        left, right = forms.members(gold), forms.members(answer)
     elif max(len(left), len(right)) == 1:
         return None
-    if {junction(gold), junction(answer)} == {"and", "or"}:
+    if {forms.junction(gold), forms.junction(answer)} == {"and", "or"}:
         return False
     return _pair_off(left, right, lambda one, other: _same(one, other, depth - 1))
 
@@ -346,12 +330,12 @@ def _as_brackets(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
-    left, right = MATRIX.fullmatch(gold), MATRIX.fullmatch(answer)
+    left, right = forms.MATRIX.fullmatch(gold), forms.MATRIX.fullmatch(answer)
     if left is None or right is None:
         return None if left is right else False
     if _MATRICES.get(left["kind"], left["kind"]) != _MATRICES.get(right["kind"], right["kind"]):
         return False  # a determinant (vmatrix) is not a matrix
-    ours, theirs = rows(left), rows(right)
+    ours, theirs = forms.rows(left), forms.rows(right)
     if [len(row) for row in ours] != [len(row) for row in theirs]:
         return False
     cells = [pair for one, two in zip(ours, theirs, strict=True) for pair in zip(one, two, strict=True)]

@@ -72,14 +72,8 @@ _COMMANDS |= {r"\ldots": "...", r"\dots": "...", r"\cdots": "...", r"\lbrace": r
 _COMMANDS |= {r"\varnothing": r"\emptyset", r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\vee": r"\text{ or }"}
 _COMMANDS |= {r"\rightarrow": r"\to", r"\dbinom": r"\binom", r"\tbinom": r"\binom"}
 _COMMANDS |= {r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\colon": ":"}
-_COMMANDS |= {
-    r"\lvert": "|",
-    r"\rvert": "|",
-    r"\vert": "|",
-    r"\wedge": r"\text{ and }",
-    r"\langle": "⟨",
-    r"\rangle": "⟩",
-}
+_COMMANDS |= {r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\wedge": r"\text{ and }"}
+_COMMANDS |= {r"\langle": "⟨", r"\rangle": "⟩"}
 _COMMAND = re.compile(r"\\(?:" + "|".join(sorted((c[1:] for c in _COMMANDS), key=len, reverse=True)) + r")(?![a-zA-Z])")
 _NOT_EQUAL = re.compile(r"\\not\s*=|(?<=[\sa-zA-Z])!=|=/=")
 _OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")
@@ -87,10 +81,8 @@ _ORDINAL = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\text\{)?(?:st|nd|rd|th)\}?\s
 _FRENCH = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")  # ]2,5[ is (2,5)
 _CURRENCY = re.compile(r"\\text\{([$€£¥₹%])\}")
 _WRAPPED = ((r"\(", r"\)"), (r"\[", r"\]"))
-_TEXT, _LONG_WORD = (
-    re.compile(r"\\text\{([^{}]*)\}"),
-    re.compile(r"[A-Za-z]{3,}"),
-)  # shorter ones may be symbols: mW, MW
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_LONG_WORD = re.compile(r"[A-Za-z]{3,}")  # shorter ones may be symbols: mW, MW
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _ESCAPED = re.compile(r"(?<!\\)\\([$%])")  # not after the two backslashes of a new line
 _CONDITION = re.compile(r"[a-zA-Z]\s*(?:\\in[^|:]*)?(?:\\mid(?![a-zA-Z])|\||:)")
@@ -153,9 +145,7 @@ def _joined(found: re.Match[str]) -> str:
 
 def _braced(text: str) -> str:
     r"""Braces around each argument of `^`, `_`, `\frac`, `\binom` and `\sqrt`, none around another single symbol.
-
-    Braces around the complete string are dropped; around a list or a condition, they are those of a set.
-    """
+    Braces around the complete string are dropped; around a list or a condition, they are those of a set."""
     tokens = _TOKENS.findall(text)
     closing: dict[int, int] = {}
     opened: list[int] = []

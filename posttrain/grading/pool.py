@@ -6,7 +6,7 @@
 
 Each worker has a thread here that sends it one job at a time and waits for the reply; another thread kills workers that
 exceed their deadline. A job's deadline starts when it is sent, so waiting in the queue does not count. A killed worker
-is replaced by one that was started ahead; a free one is kept for the next pool when its pool closes.
+is replaced by a spare; when a pool closes, its free workers are kept for the next pool.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _idle: HelperPool[WorkerProcess] = HelperPool()
 
 
 def workers_of(processes: int = 1) -> int:
-    """The number of workers of a pool, if as many processes of this machine have one."""
+    """The number of workers of a pool, if that many processes of this machine have a pool."""
     return max(1, min(os.cpu_count() or 1, MOST_WORKERS) // processes)
 
 
@@ -217,7 +217,7 @@ class Pool:
         return WorkerProcess(self._modules, self._environment, self._template)
 
     def _next(self) -> WorkerProcess:
-        """A live worker of those started ahead; a replacement is started at once."""
+        """A live spare; its replacement is started at once."""
         while True:
             with self._lock:
                 worker = self._spares.popleft() if self._spares else None
@@ -225,8 +225,7 @@ class Pool:
             if worker is None or worker.is_free:
                 break
             self._end(worker)
-        if worker is None:
-            worker = self._start()
+        worker = worker or self._start()
         if missing:
             self._spares.append(self._start())
         return worker
@@ -240,15 +239,13 @@ class Pool:
 
     def close(self, keep: bool = True) -> None:
         """Kill the busy workers; free ones are kept for the next pool, unless they may be unhealthy.
-
-        keep: False ends free workers, too. May be called again, and from any thread.
-        """
+        keep: False ends free workers, too. May be called again, and from any thread."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             at_work = list(self._at_work)
-        all_rest = False
+        all_idle = False
         try:
             for worker in at_work:
                 worker.kill()
@@ -256,13 +253,13 @@ class Pool:
             others = [thread for thread in self._threads if thread is not threading.current_thread()]
             for thread in others:
                 thread.join(timeout=5)
-            all_rest = not any(thread.is_alive() for thread in others)
+            all_idle = not any(thread.is_alive() for thread in others)
         finally:
             with self._lock:
                 alive, self._alive = list(self._alive), set()
                 self._template = None  # ends with its last worker
             for worker in alive:
-                if keep and self._can_be_kept and all_rest:
+                if keep and self._can_be_kept and all_idle:
                     _idle.put(self._kind, worker)
                 else:
                     worker.end()
@@ -271,13 +268,10 @@ class Pool:
 
     def _cancel_all(self) -> None:
         """Cancel all queued jobs; each thread ends after its current job."""
-        while True:
-            try:
-                item = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if item is not None:
-                item[1].cancel()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if item := self._jobs.get_nowait():
+                    item[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
 

@@ -53,7 +53,7 @@ class Forked:
         self.stdin, self.stdout = jobs, replies
         self._link = link
         self._lock = threading.Lock()
-        self._told: list[int] = []  # process id, then status
+        self._reports: list[int] = []  # its process id, then its exit status
 
     @property
     def pid(self) -> int:
@@ -63,9 +63,9 @@ class Forked:
     def poll(self) -> int | None:
         """Its status if it has ended."""
         with self._lock:
-            while len(self._told) < 2 and self._can_read():
+            while len(self._reports) < 2 and self._can_read():
                 self._next()
-        return self._told[1] if len(self._told) > 1 else None
+        return self._reports[1] if len(self._reports) > 1 else None
 
     def wait(self) -> int:
         """Its status; waits for its end."""
@@ -79,25 +79,25 @@ class Forked:
         """Release a killed worker. Waits for its end, unless it has not been forked yet."""
         if self._template is None:
             return
-        if self.poll() is None and self._told:
+        if self.poll() is None and self._reports:
             self.wait()
         self._link.close()
         self._template = None
 
     def _read(self, count: int) -> int:
         with self._lock:
-            while len(self._told) < count:
+            while len(self._reports) < count:
                 self._next()
-            return self._told[count - 1]
+            return self._reports[count - 1]
 
     def _next(self) -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = self._link.recv(NUMBER.size, socket.MSG_WAITALL)
         if len(data) == NUMBER.size:
-            self._told += NUMBER.unpack(data)
+            self._reports += NUMBER.unpack(data)
         else:
-            self._told += [0, UNKNOWN_STATUS][len(self._told) :]
+            self._reports += [0, UNKNOWN_STATUS][len(self._reports) :]
 
     def _can_read(self) -> bool:
         poller = select.poll()  # unlike select(), for any number of open files
@@ -106,20 +106,13 @@ class Forked:
 
 
 class Template:
-    """Starts at once and imports `modules` on its own time. Ends when it and all its workers are unreferenced."""
+    """Starts at once and imports `modules` in the background. Ends when it and all its workers are unreferenced."""
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str]):
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "posttrain.grading.worker", FORK, *modules],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                cwd=os.path.abspath(os.sep),
-            )
+            process = _start([FORK, *modules], environment, theirs.fileno(), subprocess.DEVNULL)
         weakref.finalize(self, _end, self._control, process, os.getpid())
 
     def fork(self) -> Forked:
@@ -177,11 +170,11 @@ class Deadlines:
         before = time.monotonic()
         while not self._stop.wait(TICK_S):
             now = time.monotonic()
-            stood_still = now - before - 5 * TICK_S
+            stopped = now - before - 5 * TICK_S
             before = now
             with self._lock:
-                if stood_still > 0:
-                    self._due = {worker: due + stood_still for worker, due in self._due.items()}
+                if stopped > 0:
+                    self._due = {worker: due + stopped for worker, due in self._due.items()}
                 late = [worker for worker, due in self._due.items() if due <= now]
                 for worker in late:
                     del self._due[worker]
@@ -201,7 +194,8 @@ class WorkerProcess:
         self._is_taken = self._is_killed = False
         self.isolation: tuple[str, ...] = ()
         self.template = template
-        self._process = template.fork() if template else _start(modules, environment)
+        pipe = subprocess.PIPE
+        self._process = template.fork() if template else _start(modules, environment, pipe, pipe)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._jobs, self._replies = self._process.stdin, self._process.stdout
 
@@ -297,15 +291,12 @@ class WorkerProcess:
         return reply if isinstance(reply, dict) else None
 
 
-def _start(modules: Iterable[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        cwd=os.path.abspath(os.sep),
-    )
+def _start(
+    arguments: Iterable[str], environment: Mapping[str, str], stdin: int, stdout: int
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "posttrain.grading.worker", *arguments]
+    root, nothing = os.path.abspath(os.sep), subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=nothing, env=environment, cwd=root)
 
 
 def worker_environment() -> dict[str, str]:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-Verdict = Literal[
-    "correct", "wrong", "scored", "timeout", "crashed", "bad_gold", "not_applicable"
-]  # scored: by a judge (posttrain.judges); not_applicable: according to a function (rewards/file.py)
+# scored: by a judge or a function; not_applicable: according to a function; ungraded: not graded, with a reason
+Verdict = Literal["correct", "wrong", "scored", "timeout", "crashed", "bad_gold", "not_applicable", "ungraded"]
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # of rules
 # These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
@@ -35,9 +34,7 @@ class Judgement:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
-
-    `check_gold(gold, **options)` raises BadGold; `judge(completion, gold, **options)` is called only if it does not.
-    """
+    `check_gold(gold, **options)` raises BadGold; `judge(completion, gold, **options)` is called only if it does not."""
 
     check_gold: Callable[..., None]
     judge: Callable[..., Judgement]
@@ -66,8 +63,8 @@ class Grade:
 
     @property
     def counts(self) -> bool:
-        """Whether the verdict judges the completion (correct, wrong or scored)."""
-        return self.verdict not in NON_VERDICTS and self.verdict != "not_applicable"
+        """Whether the verdict judges the completion."""
+        return self.verdict in ("correct", "wrong", "scored")
 
     @property
     def format_and_answer(self) -> str:

@@ -74,9 +74,7 @@ def allow_cpu_seconds(seconds: float) -> None:
 
 def die_with_parent() -> None:
     """Get killed when the thread that forked this process ends: an endless computation cannot check that itself.
-
-    Linux. After `isolate`, whose new user namespace would undo it.
-    """
+    Linux. After `isolate`, whose new user namespace would undo it."""
     if IS_LINUX:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -147,7 +145,8 @@ def main() -> None:
     if sys.argv[1:2] == [FORK]:
         _be_a_template(sys.argv[2:])
         return
-    jobs, replies = _take_pipes()
+    jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")  # private; output of libraries is discarded
+    _silence()
     failure = _load(sys.argv[1:])
     if failure:
         _say(replies, {"failed": failure})
@@ -191,9 +190,7 @@ def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> No
 
 def _be_a_template(modules: list[str]) -> None:
     """Import everything, then fork a worker for each request and kill those whose socket is closed.
-
-    It ends, with its workers, when its parent does. Single-threaded from the first fork on.
-    """
+    It ends, with its workers, when its parent does. Single-threaded from the first fork on."""
     parent, loaded = os.getppid(), threading.Event()
     watch = threading.Thread(target=_leave_with, args=(parent, loaded), daemon=True)
     watch.start()
@@ -248,8 +245,8 @@ def _fork(jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
         return pid
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for one in others:
-        one.close()
+    for other in others:
+        other.close()
     _serve(jobs, replies, template)
     os._exit(0)
 
@@ -276,7 +273,7 @@ def _tell(link: socket.socket, number: int) -> None:
 
 
 def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
-    """The reply to one job. An exception of a rule is a crash; an answer that it cannot read it judges wrong itself."""
+    """The reply to one job. An exception in a rule is a crash; the rule itself judges an unreadable answer wrong."""
     try:
         rule = _rule(job["rule"])
         try:
@@ -307,13 +304,6 @@ def _rule(name: str) -> Rule:
 @lru_cache(maxsize=256)
 def _check_gold(rule: str, gold: str | None, options: str) -> None:
     _rule(rule).check_gold(gold, **json.loads(options))
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; output of libraries is discarded."""
-    jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    _silence()
-    return jobs, replies
 
 
 def _silence() -> None:

@@ -36,22 +36,19 @@ class ChangedAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """What other rewards change. `counts`: advantages by kind of change.
-
-    `approximate`: the run's own rewards were whitened, and the new advantages are not exactly those of a training.
-    """
+    """The advantages that other rewards change, and counts by kind of change."""
 
     changed: list[ChangedAdvantage]
     counts: Counter[str]
-    approximate: bool
+    approximate: bool  # the run's own rewards were whitened, so new advantages are not exactly those of training
     has_tokenizer: bool  # without it, rewards do not know which prompts open <think>
 
 
 def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -> Regraded:
     """Compute other rewards for the stored completions of a step, or of all.
 
-    The run's advantages are those that it stored; the new ones are computed as in training, over the completions that
-    have a reward in both. Raises RunError for a run that does not learn from rewards.
+    The run's advantages are the stored ones; the new ones are computed as in training, over the completions that have
+    a reward in both. Raises RunError for a run that does not learn from rewards.
     """
     config = run_settings(folder)
     method = config.method
@@ -89,9 +86,9 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                 change = _change(before, after)
                 counts[change] += 1
                 if change not in (SAME, STAYS_ZERO):
-                    index = number, row["prompt_index"], row["rollout_index"]
+                    where = number, row["prompt_index"], row["rollout_index"], change
                     both = (row["reward"], reward), (before, after)
-                    changed.append(ChangedAdvantage(*index, change, *both, row["completion"]))
+                    changed.append(ChangedAdvantage(*where, *both, row["completion"]))
     changed.sort(key=lambda advantage: advantage.change != SIGN)  # sign changes first, else in their order
     return Regraded(changed, counts, approximate, tokenizer is not None)
 
@@ -105,20 +102,20 @@ def _change(before: float, after: float) -> str:
 
 
 def _completion(
-    prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+    prompt: Mapping[str, Any], row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> RewardInput:
     """A stored completion as the input of rewards; without a tokenizer no prompt is known to open `<think>`."""
-    sampled = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
+    sampled = engines.Completion(row["tokens"].tolist(), [], row["finish_reason"], row["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
-    return to_reward(sampled, one["completion"], end, prompt["facts"])
+    return to_reward(sampled, row["completion"], end, prompt["facts"])
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
     """A run's tokenizer, by transformers; None if it is missing."""
     model = run_settings(folder).models[0]
-    for path in (folder / "final", None):
+    for path in (str(folder / "final"), model.path):
         try:
-            return load_tokenizer(model if path is None else model.model_copy(update={"path": str(path)}))
+            return load_tokenizer(model.model_copy(update={"path": path}))
         except PosttrainError:
             continue
     return None

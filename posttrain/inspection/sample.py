@@ -1,17 +1,23 @@
-"""`posttrain sample`: a few completions of a model, sampled and rewarded as in training, and findings about them."""
+"""`posttrain sample`: a few completions of a model, sampled and rewarded as in training, and findings about them:
+lengths, truncation, format, spread of rewards."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.base.terminal import visible
 from posttrain.base.threads import sharing_cores
+from posttrain.base.words import counted
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.config.schema.rollout import RolloutConfig
@@ -22,22 +28,17 @@ from posttrain.data.templates import choose_template
 from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.evaluation.answering import too_long
-from posttrain.inspection.findings import (
-    Keeps,
-    Measured,
-    format_of,
-    over_temperatures,
-    shown_number,
-    table,
-    tags_of,
-)
-from posttrain.inspection.generate import generate_all
+from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rollout import sampling_of, to_reward
 
 SHOWN = 2_000  # characters of a completion; the middle of a longer one is omitted
+FEW = 0.5  # a share below this is reported
+COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread")
+
+InFormat = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,18 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Statistics of the completions of one prompt. Shares are of the completions."""
+
+    row: int
+    lengths: tuple[int, ...]
+    truncated: float  # reached the length limit
+    distinct: float
+    formatted: float | None  # follow the template's format; None if it has none
+    rewards: tuple[float, ...] | None = None  # of the completions that have one; None without rewards
+
+
+@dataclass(frozen=True, slots=True)
 class SampledGroup:
     """The completions of one prompt at one temperature, with their strings and rewards (if any)."""
 
@@ -64,15 +77,15 @@ class SampledGroup:
     rewards: Sequence[float | None] | None
     parts: Sequence[str]  # of each reward: its sum in words
 
-    def measure(self, keeps: Keeps | None) -> Measured:
+    def measure(self, in_format: InFormat | None) -> Measured:
         n = len(self.completions)
         return Measured(
             row=self.prompt.row,
-            lengths=tuple(len(one.tokens) for one in self.completions),
-            truncated=sum(one.finish_reason == "length" for one in self.completions) / n,
+            lengths=tuple(len(completion.tokens) for completion in self.completions),
+            truncated=sum(completion.finish_reason == "length" for completion in self.completions) / n,
             distinct=len(set(self.texts)) / n,
-            formatted=None if keeps is None else sum(map(keeps, self.texts)) / n,
-            rewards=None if self.rewards is None else tuple(one for one in self.rewards if one is not None),
+            formatted=None if in_format is None else sum(map(in_format, self.texts)) / n,
+            rewards=None if self.rewards is None else tuple(reward for reward in self.rewards if reward is not None),
         )
 
 
@@ -105,20 +118,21 @@ def sample(
         closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
     ):
         for temperature in temperatures:
-            found = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
+            generated = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
             texts = {
-                prompt.row: [text_of(one, stops, tokenizer, prompt.tokens) for one in found[prompt.row]]
+                prompt.row: [text_of(done, stops, tokenizer, prompt.tokens) for done in generated[prompt.row]]
                 for prompt in prompts
             }
-            sampled[temperature] = rewarded(prompts, found, texts, rewards)
+            sampled[temperature] = rewarded(prompts, generated, texts, rewards)
 
-    keeps = format_of(setup.data)
-    measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in sampled.items()}
+    in_format = format_of(setup.data)
+    measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
-    if str(given := setup.data.max_prompt_length).startswith("p"):
-        said = f"data.max_prompt_length: {given} is not applied: training computes it from all its prompts"
-        console.print(Text(said))
+    if str(limit := setup.data.max_prompt_length).startswith("p"):
+        console.print(
+            Text(f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts")
+        )
     show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
     for fault in token_faults(setup, tokenizer, stops, list(itertools.chain(*sampled.values()))):
@@ -132,9 +146,7 @@ def first_prompts(
     setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> tuple[list[Prompt], list[Malformed]]:
     """The first usable prompts of the validation set, or else of the training set; and the unusable rows among them.
-
-    Raises DataError if none of the first rows has one.
-    """
+    Raises DataError if none of the first rows has one."""
     data, held, skip = setup.data, setup.data.validation, 0
     if held is not None and held.source is not None:
         source, split = held.source, held.split
@@ -144,7 +156,7 @@ def first_prompts(
         source, split = data.source[0].source, data.source[0].split
     rows = open_source(source, split, None, setup.seed, choose_template(data, tokenizer).compose).read()
     records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
-    found: list[Prompt] = []
+    usable: list[Prompt] = []
     unused: list[Malformed] = []
     prompts = prompts_of(records, data, tokenizer, source, setup.behavior_version)
     for record, prompt in zip(records, prompts, strict=True):
@@ -154,12 +166,12 @@ def first_prompts(
         if wrong is not None:
             unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
         elif isinstance(prompt, Prompt):
-            found.append(prompt)
-        if len(found) == count:
+            usable.append(prompt)
+        if len(usable) == count:
             break
-    if not found:
+    if not usable:
         raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt: {unused[0]}")
-    return found, unused
+    return usable, unused
 
 
 def rewards_of(setup: Setup) -> AbstractContextManager[compose.Rewards | None]:
@@ -179,23 +191,25 @@ def rewarded(
     """Each prompt's completions with their rewards."""
     if rewards is None:
         return [SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
-    result = rewards(
-        [
-            to_reward(completion, text, prompt.text, prompt.facts)
-            for prompt in prompts
-            for text, completion in zip(texts[prompt.row], sampled[prompt.row], strict=True)
-        ]
+    results = iter(
+        rewards(
+            [
+                to_reward(completion, text, prompt.text, prompt.facts)
+                for prompt in prompts
+                for text, completion in zip(texts[prompt.row], sampled[prompt.row], strict=True)
+            ]
+        )
     )
-    found, rest = [], iter(result)
+    groups = []
     for prompt in prompts:
-        group = list(itertools.islice(rest, len(sampled[prompt.row])))
+        group = list(itertools.islice(results, len(sampled[prompt.row])))
         sums = [
             " + ".join(f"{part.weight:g} x {shown_number(part.value)} ({part.name})" for part in reward.parts)
             for reward in group
         ]
         totals = [reward.total for reward in group]
-        found.append(SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], totals, sums))
-    return found
+        groups.append(SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], totals, sums))
+    return groups
 
 
 def token_faults(
@@ -203,13 +217,14 @@ def token_faults(
 ) -> list[str]:
     """Problems of stop tokens and tags."""
     completions = [
-        (one.prompt, [token for token in completion.tokens if token not in stops])
-        for one in sampled
-        for completion in one.completions
+        (group.prompt, tokens)
+        for group in sampled
+        for completion in group.completions
+        if (tokens := [token for token in completion.tokens if token not in stops])
     ]
     return [
         *stop_faults(tokenizer, stops, setup.rollout.stop, setup.data.template != "none"),
-        *completion_faults([one for one in completions if one[1]], tags_of(setup.data), tokenizer),
+        *completion_faults(completions, tags_of(setup.data), tokenizer),
     ]
 
 
@@ -219,12 +234,12 @@ def show_completions(sampled: Mapping[float, Sequence[SampledGroup]], show: int,
         prompt = groups[0].prompt
         console.rule(f"row {prompt.row}, prompt of {len(prompt.tokens):,} tokens", align="left", characters="-")
         console.print(Text(visible(_shortened(prompt.text)), style="dim"))
-        for temperature, one in zip(sampled, groups, strict=True):
+        for temperature, group in zip(sampled, groups, strict=True):
             at = f", temperature {temperature:g}" if len(sampled) > 1 else ""
-            for number, text in enumerate(one.texts[:show]):
+            for number, text in enumerate(group.texts[:show]):
                 worth = ""
-                if one.rewards is not None:
-                    worth = f", reward {shown_number(one.rewards[number])} = {one.parts[number]}"
+                if group.rewards is not None:
+                    worth = f", reward {shown_number(group.rewards[number])} = {group.parts[number]}"
                 console.rule(Text(visible(f"row {prompt.row}{at}{worth}")), align="left", characters="-")
                 console.print(Text(visible(_shortened(text))))
 
@@ -233,3 +248,113 @@ def _shortened(text: str) -> str:
     if len(text) <= SHOWN:
         return text
     return f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters ... {text[-SHOWN // 2 :]}"
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+def tags_of(data: DataConfig) -> tuple[str, ...]:
+    """The tags that the template asks a completion to write."""
+    if data.template == "tags":
+        return data.tags.reasoning_end, data.tags.solution_start, data.tags.solution_end
+    return {"r1_zero": ("</think>", "<answer>", "</answer>"), "question_only": ("\\boxed{",)}.get(data.template, ())
+
+
+def format_of(data: DataConfig) -> InFormat | None:
+    """Whether a completion follows the template's format; None if it has none."""
+    if data.template == "tags":
+        return lambda text: all(text.count(tag) == 1 for tag in tags_of(data))
+    pattern = {"r1_zero": r"</think> <answer>.*</answer>", "question_only": r"\\boxed\{.*\}"}.get(data.template)
+    return None if pattern is None else lambda text: re.search(pattern, text, re.DOTALL) is not None
+
+
+def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
+    """A table by prompt, or with several temperatures by temperature, with the mean of the prompts' spreads."""
+    sweep = len(measured) > 1
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
+        shown.add_column(name, justify="right")
+    for temperature, prompts in measured.items():
+        if sweep:
+            same = [float(len(set(prompt.rewards)) < 2) for prompt in prompts if prompt.rewards]
+            shown.add_row(f"{temperature:g}", *_cells(prompts), _share(same))
+        else:
+            for prompt in prompts:
+                shown.add_row(str(prompt.row), *_cells([prompt]))
+    return shown
+
+
+def _cells(prompts: Sequence[Measured]) -> list[str]:
+    lengths = [length for prompt in prompts for length in prompt.lengths]
+    rewards = [prompt.rewards for prompt in prompts if prompt.rewards]
+    return [
+        f"{fmean(lengths):.0f}",
+        f"{min(lengths)} to {max(lengths)}",
+        _share([prompt.truncated for prompt in prompts]),
+        _share([prompt.distinct for prompt in prompts]),
+        _share([prompt.formatted for prompt in prompts if prompt.formatted is not None]),
+        shown_number(fmean(itertools.chain(*rewards)) if rewards else None),
+        shown_number(fmean(map(pstdev, rewards)) if rewards else None),
+    ]
+
+
+def _share(shares: Sequence[float]) -> str:
+    return f"{fmean(shares):.0%}" if shares else "-"
+
+
+def shown_number(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3g}"
+
+
+def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: RolloutConfig) -> list[str]:
+    """The suggestions, each once with its temperatures."""
+    temperatures: dict[str, list[str]] = {}
+    for temperature, prompts in measured.items():
+        for line in suggestions(prompts, rollout.model_copy(update={"temperature": temperature})):
+            temperatures.setdefault(line, []).append(f"{temperature:g}")
+    if len(measured) == 1:
+        return list(temperatures)
+    return [f"At temperature {', '.join(at)}: {line}" for line, at in temperatures.items()]
+
+
+def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
+    """Suggestions before, or instead of, training on the completions."""
+    found = []
+    if fmean(prompt.truncated for prompt in measured) > FEW:
+        found.append(
+            f"Most completions are truncated at {rollout.max_completion_length} tokens, so a reward sees no ending: "
+            "raise rollout.max_completion_length, or train with SFT first, which teaches the model to stop."
+        )
+    if fmean(prompt.distinct for prompt in measured) < FEW:
+        found.append(
+            "Most completions of a prompt are the same, so a group has nothing to compare: raise the temperature "
+            f"(it is {rollout.temperature:g}) or choose harder prompts."
+        )
+    formats = [prompt.formatted for prompt in measured if prompt.formatted is not None]
+    if formats and fmean(formats) < FEW:
+        found.append(
+            f"Only {fmean(formats):.0%} follow the template's format: with a reward on the answer alone most would "
+            "count as wrong. Train with SFT first, or add a format reward."
+        )
+    rewards = [prompt.rewards for prompt in measured if prompt.rewards is not None]
+    sampled, rewarded = sum(len(prompt.lengths) for prompt in measured), sum(map(len, rewards))
+    if rewards and not rewarded:
+        found.append(
+            f"None of the {sampled} completions has a reward: no verdict, or none that applies. Nothing can be trained "
+            "on: check whether the data has the answers, and the completions the format, that the rewards need."
+        )
+    elif rewards and rewarded < sampled:
+        found.append(
+            f"{sampled - rewarded} of {counted(sampled, 'completion')} have no reward: no verdict, or none applies."
+        )
+    same = sum(len(set(some)) == 1 for some in rewards)
+    if same:
+        advice = (
+            ": choose easier prompts where it is low and harder ones where it is high, generate more completions (-n), "
+            "or add a reward for partial success."
+        )
+        found.append(
+            f"Of {counted(len(rewards), 'prompt')} {same} {'has' if same == 1 else 'have'} completions of one and the "
+            "same reward, which teach a group nothing" + (advice if same / len(rewards) > FEW else ".")
+        )
+    return found or ["No problems found."]

@@ -1,4 +1,4 @@
-"""Asks a model behind an OpenAI-compatible address: replies from disk where they are known, else paced and retried."""
+"""Requests to a model behind an OpenAI-compatible address: paced, retried, and stored in `judge.sqlite`."""
 
 import concurrent.futures
 import hashlib
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import sqlite3
 import ssl
 import threading
 import time
@@ -15,14 +16,13 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RewardError
 from posttrain.base.paths import default_cache
 from posttrain.base.progress import progress
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.judges.cache import Reply, ReplyCache
 from posttrain.judges.post import Answer, Pace, Post
 
 log = logging.getLogger("posttrain")
@@ -32,8 +32,35 @@ CHARACTERS_PER_TOKEN = 3  # for the limit of tokens per minute, until the server
 SLICE_S = 0.5  # of the wait for a reply
 FEWEST_FAILURES = 4  # in a row, each after all its retries, before the judge counts as down
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
+NAME = "judge.sqlite"
+BUSY_S = 30.0  # seconds to wait for another program's lock on the file
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS replies (
+    key TEXT PRIMARY KEY, model TEXT, content TEXT, finish_reason TEXT, prompt_tokens INTEGER,
+    completion_tokens INTEGER, seconds REAL, created REAL
+) WITHOUT ROWID
+"""
 
 Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A judge's reply, or why there is none.
+
+    `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses), invalid (not a chat
+    completion) or unreadable (no verdict). `requests`: number of HTTP requests; 0 for a stored reply, or for one shared
+    with an equal question.
+    """
+
+    content: str = ""
+    finish_reason: str = ""
+    failure: str = ""
+    reason: str = ""
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +72,8 @@ class _Task:
 
 
 class JudgeClient:
-    """Threads that ask; each question is a future. Raises RewardError if the key or the cache folder is missing.
-
-    The API key is read from the environment and goes into the request's header, nowhere else.
-    """
+    """Threads that send requests; each reply is a future. Raises RewardError without the key or the cache folder.
+    The API key is read from the environment and goes into the request's header, nowhere else."""
 
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
@@ -62,16 +87,15 @@ class JudgeClient:
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._open: set[Post] = set()
-        self._asked: dict[str, Future[Reply]] = {}
+        self._pending: dict[str, Future[Reply]] = {}
         self._stop = threading.Event()
         self._failed_in_row, self._answered = 0, False
 
     def submit(self, messages: Sequence[Message]) -> Future[Reply]:
-        """Ask; an equal question that is being asked is asked once. `gather` waits for the reply."""
-        request = self._request(messages)
-        text = json.dumps(request, sort_keys=True)
+        """Ask; equal questions share one request. `gather` waits for the reply."""
+        text = json.dumps(self._request(messages), sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
-        shared = self._asked.get(key)
+        shared = self._pending.get(key)
         if shared is not None:
             return _without_cost(shared)
         future: Future[Reply] = Future()
@@ -79,7 +103,7 @@ class JudgeClient:
         if stored is not None:
             future.set_result(stored)
             return future
-        self._asked[key] = future
+        self._pending[key] = future
         self._tasks.put(_Task(text.encode(), key, future, self._stop))
         if len(self._workers) < self.settings.concurrency:
             worker = threading.Thread(target=self._work, name="posttrain-judge", daemon=True)
@@ -88,14 +112,14 @@ class JudgeClient:
         return future
 
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
-        """Wait for the replies, with a progress bar if there is a title. If the wait is interrupted, so are they."""
+        """Wait for the replies, with a progress bar if there is a title. Interrupting the wait cancels the requests."""
         try:
             return [_result(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
             self._abort()
             raise
         finally:
-            self._asked.clear()
+            self._pending.clear()
             self._failed_in_row = 0  # the next call tries again
 
     def close(self) -> None:
@@ -107,12 +131,6 @@ class JudgeClient:
                 worker.join(1.0)  # one that is still connecting ends with the process
         self._workers.clear()
         self._cache.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _abort(self) -> None:
         self._stop.set()
@@ -143,7 +161,7 @@ class JudgeClient:
         started, last = time.monotonic(), Reply(failure="outage", reason="interrupted")
         pause = PAUSE_S
         for tries in range(1, self.settings.retries + 2):
-            # So many questions in a row have failed that further ones are not asked in this call.
+            # After so many failures in a row, further questions of this call are not asked.
             if self._failed_in_row >= max(FEWEST_FAILURES, self.settings.concurrency):
                 return replace(last, reason=f"the judge is down: {last.reason}" if tries > 1 else "the judge is down")
             estimate = len(task.body) // CHARACTERS_PER_TOKEN + self.settings.max_tokens
@@ -171,7 +189,7 @@ class JudgeClient:
         return last
 
     def _once(self, task: _Task) -> tuple[Reply, float | None]:
-        """The reply to one request, and the wait that a server asks for with it."""
+        """The reply to one request, and the wait that the server requests."""
         post = Post(self.url, self._key)
         with self._lock:
             self._open.add(post)
@@ -191,7 +209,7 @@ class JudgeClient:
         return self._read(answer), answer.retry_after if answer.status != 200 else None
 
     def _read(self, answer: Answer) -> Reply:
-        """A reply from an answer. Raises RewardError if the first answers say that the settings are wrong."""
+        """A reply from an answer. Raises RewardError if the first answers show that the settings are wrong."""
         text = answer.body.decode(errors="replace")
         try:
             value = json.loads(text)
@@ -199,8 +217,8 @@ class JudgeClient:
             value = None
         if answer.status == 200:
             return _completion(value) or Reply(failure="invalid", reason=f"not a chat completion: {self._short(text)}")
-        said = self._short(_message(value) or text)
-        reason = f"HTTP {answer.status}{': ' + said if said else ''}"
+        message = self._short(_message(value) or text)
+        reason = f"HTTP {answer.status}{': ' + message if message else ''}"
         if answer.status in MISTAKES and not self._answered:
             raise RewardError(
                 f"the judge at {self.url} cannot be used, {MISTAKES[answer.status]} ({reason}); check base_url, model "
@@ -210,7 +228,7 @@ class JudgeClient:
         return Reply(failure="outage" if again else "refused", reason=reason)
 
     def _short(self, text: str) -> str:
-        """The start of what a server says, without the key."""
+        """The start of a server's message, without the key."""
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
 
 
@@ -254,7 +272,7 @@ def _without_cost(shared: Future[Reply]) -> Future[Reply]:
 
 
 def _completion(value: Any) -> Reply | None:
-    """The reply in a chat completion; None if it is none."""
+    """The reply in a chat completion; None if `value` is not one."""
     try:
         choice = value["choices"][0]
         content = choice["message"]["content"]
@@ -264,14 +282,71 @@ def _completion(value: Any) -> Reply | None:
         return None
     usage = value.get("usage") or {}
     tokens = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-    prompt, completion = (one if isinstance(one, int) and one >= 0 else 0 for one in tokens)
+    prompt, completion = (count if isinstance(count, int) and count >= 0 else 0 for count in tokens)
     reason = choice.get("finish_reason")
     return Reply(content or "", str(reason or ""), prompt_tokens=prompt, completion_tokens=completion)
 
 
 def _message(value: Any) -> str:
-    """What an error answer says, by OpenAI's schema and its relatives'; else empty."""
+    """The message of an error answer, by OpenAI's schema and its relatives'; else empty."""
     for name in ("error", "message", "detail"):
         if isinstance(value, dict) and name in value:
             value = value[name]
     return value if isinstance(value, str) else ""
+
+
+# --- stored replies ---------------------------------------------------------------------------------------------------
+
+
+class ReplyCache:
+    """The replies in a folder, by the hash of the request, so that no question is asked twice.
+
+    Several threads and several runs may use one folder. Raises RewardError if the file cannot be used. A reply that
+    cannot be stored is used all the same.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self._lock = threading.Lock()
+        self._warned = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
+            self._connection.execute(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise self._refusal(error) from error
+
+    def get(self, key: str) -> Reply | None:
+        """The reply, whose tokens are not counted again."""
+        query = "SELECT content, finish_reason, seconds FROM replies WHERE key = ?"
+        with self._lock:
+            try:
+                row = self._connection.execute(query, (key,)).fetchone()
+            except sqlite3.Error as error:
+                raise self._refusal(error) from error
+        return None if row is None else Reply(row[0], row[1], seconds=row[2])
+
+    def put(self, key: str, model: str, reply: Reply) -> None:
+        values = (key, model, reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
+        with self._lock:
+            try:
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*values, reply.seconds, time.time()),
+                )
+            except sqlite3.Error as error:
+                if not self._warned:
+                    log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
+                self._warned = True
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _refusal(self, error: Exception) -> RewardError:
+        remedy = "set another folder (cache), or fix that"
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            remedy = "rename it (and its -wal and -shm files): a new one is made, and the judge is asked again"
+        return RewardError(f"the judge's stored replies in {self.path} cannot be used: {error}; {remedy}")

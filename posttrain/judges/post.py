@@ -1,4 +1,4 @@
-"""One HTTP request with a deadline for all of it, from connecting to the last byte; limits of requests per minute.
+"""One HTTP request with a deadline from connecting to the last byte; limits of requests per minute.
 
 Not by httpx, whose timeouts apply to single reads, so that a server that sends a byte now and then never exceeds them,
 and whose requests no other thread can end. Its asyncio client does both, but waits for the resolution of a name at the
@@ -25,7 +25,7 @@ PERIOD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`retry_after`: seconds that the server asks to wait, None if it does not."""
+    """An HTTP answer. `retry_after`: seconds to wait if the server requests it."""
 
     status: int
     body: bytes
@@ -74,7 +74,7 @@ class Post:
             connection.close()
 
     def cut(self) -> None:
-        """End the request at once: `send` raises."""
+        """Abort the request at once: `send` raises."""
         self._is_cut = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -84,12 +84,11 @@ class Post:
         proxy = getproxies().get("https" if self._secure else "http")
         if proxy is None or proxy_bypass(self._host):
             return self._to(self._host, self._port, timeout)
-        place = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-        login = {}
-        if place.username:
-            words = f"{unquote(place.username)}:{unquote(place.password or '')}"
-            login = {"Proxy-Authorization": f"Basic {base64.b64encode(words.encode()).decode()}"}
-        connection = self._to(place.hostname or "", place.port or 80, timeout)
+        address, login = urlsplit(proxy if "//" in proxy else f"//{proxy}"), {}
+        if address.username:
+            pair = f"{unquote(address.username)}:{unquote(address.password or '')}"
+            login = {"Proxy-Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+        connection = self._to(address.hostname or "", address.port or 80, timeout)
         if self._secure:
             connection.set_tunnel(self._host, self._port, login)
         else:
@@ -121,14 +120,14 @@ def _seconds(header: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Entry:
-    """A request: when it was sent, and its tokens, estimated until the answer is there."""
+    """A request: when it was sent, and its tokens, estimated until it is answered."""
 
     when: float
     tokens: int
 
 
 class Pace:
-    """Lets requests pass so that no period of PERIOD_S has more than the limits allow. Threads share one."""
+    """Delays requests so that no period of PERIOD_S exceeds the limits. Threads share one."""
 
     def __init__(self, requests: int | None, tokens: int | None):
         self._requests, self._tokens = requests, tokens
@@ -137,7 +136,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def enter(self, tokens: int, stop: threading.Event) -> Entry | None:
-        """Wait for room for a request of about `tokens` tokens; None if `stop` was set meanwhile."""
+        """Wait for room for a request of about `tokens` tokens; None once `stop` is set."""
         while not stop.is_set():
             with self._lock:
                 now = time.monotonic()
@@ -149,7 +148,7 @@ class Pace:
         return None
 
     def hold(self, seconds: float) -> None:
-        """Let nothing pass for some seconds, as the server asks."""
+        """Delay all requests for some seconds, as the server requests."""
         with self._lock:
             self._held_until = max(self._held_until, time.monotonic() + seconds)
 

@@ -1,6 +1,5 @@
 """The questions to a judge, in the style of MT-Bench (Zheng et al. 2023, arXiv 2306.05685, figures 5 to 10): a short
-explanation first, then the verdict in double square brackets. Reads the replies, too: a score, or which of two answers
-is better."""
+explanation first, then the verdict in double square brackets. And the readers of replies: a score, or a preference."""
 
 import json
 import math
@@ -62,10 +61,9 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def with_reference(template: str, answer: str | None) -> str:
-    """A built-in question with or without a reference answer, whose place stays `{answer}`."""
-    given = answer is not None
-    parts = {"reference": REFERENCE if given else "", "reference_rule": REFERENCE_RULE if given else ""}
-    return filled(template, parts)
+    """A built-in question with a field for the reference answer (`{answer}`), or without one if there is none."""
+    known = answer is not None
+    return filled(template, {"reference": REFERENCE * known, "reference_rule": REFERENCE_RULE * known})
 
 
 def as_text(prompt: Prompt) -> str:
@@ -100,7 +98,7 @@ def read_preference(text: str) -> str | None:
 
 
 def _field(text: str, name: str) -> Any:
-    """The field of the last JSON object that has it, wherever in the text that stands."""
+    """The field of the last JSON object in the text that has it."""
     decoder, found, at = json.JSONDecoder(), None, text.find("{")
     for _ in range(MOST_OBJECTS):
         if at < 0:

@@ -7,7 +7,7 @@ with Rewards(settings, tags=data.tags) as rewards:
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -29,22 +29,20 @@ from posttrain.config.schema.rewards import (
 from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import NON_VERDICTS, VERDICTS, Grade, GradeRequest
-from posttrain.judges.single import Judged, JudgeInput, SingleJudge
-from posttrain.rewards.beside import OverdueError
+from posttrain.judges.judge import COSTS, Judged, JudgeInput, SingleJudge
+from posttrain.rewards.calls import OverdueError
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 
 log = logging.getLogger("posttrain")
 
-COSTS = ("unreadable", "requests", "prompt_tokens", "completion_tokens")  # of judges
+CLASSES = ("00", "01", "10", "11")  # format right or not, answer right or not
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
     """A completion to be rewarded. `prompt` is a string or a list of messages; `columns` the rest of the row.
-
-    `truncated`: it reached the length limit. `thinking`: its prompt ends with `<think>`.
-    """
+    `truncated`: it reached the length limit. `thinking`: its prompt ends with `<think>`."""
 
     text: str
     tokens: Sequence[int] = ()
@@ -57,7 +55,7 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward of a completion, unweighted. A value of None: a function says it does not apply, or no verdict."""
+    """One reward of a completion, unweighted. A value of None: it does not apply, or there is no verdict."""
 
     name: str
     weight: float
@@ -104,14 +102,14 @@ class Rewarded(tuple[CompletionReward, ...]):
             return {}
         totals = [total for total in self.totals if total is not None]
         moments = _moments("reward", totals)
-        found = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
-        found["rewards/left_out"] = float(len(self) - len(totals))
+        metrics = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
+        metrics["rewards/left_out"] = float(len(self) - len(totals))
         if any(parts[0].may_not_apply for parts in columns):
             rows = [reward for reward in self if reward.total is None and not reward.lacks_verdict]
-            found["rewards/not_applicable"] = float(len(rows))
+            metrics["rewards/not_applicable"] = float(len(rows))
         for parts in columns:
-            found |= _metrics_of(parts)
-        return found
+            metrics |= _metrics_of(parts)
+        return metrics
 
 
 def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
@@ -123,24 +121,25 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
     values = [part.value for part in parts if part.value is not None]
     grades = [part.grade for part in parts if part.grade is not None]
     first, late = parts[0], sum(bool(part.overdue) for part in parts)
-    found = _moments(f"rewards/{first.name}", values)
+    prefix = f"rewards/{first.name}"
+    metrics = _moments(prefix, values)
     if first.may_not_apply:
-        found[f"rewards/{first.name}/not_applicable"] = float(len(parts) - len(values) - late)
+        metrics[f"{prefix}/not_applicable"] = float(len(parts) - len(values) - late)
     if first.overdue is not None:
-        found[f"rewards/{first.name}/timeout"] = float(late)
+        metrics[f"{prefix}/timeout"] = float(late)
     if not grades:
-        return found
-    counts = Counter(grade.verdict for grade in grades)
+        return metrics
+    verdicts = Counter(grade.verdict for grade in grades)
     judged = [grade for grade in grades if isinstance(grade, Judged)]
+    numbers: dict[str, float] = {
+        verdict: verdicts[verdict] for verdict in (sorted(NON_VERDICTS) if judged else VERDICTS)
+    }
     if judged:
-        costs = {name: sum(getattr(one, name) for one in judged) for name in COSTS}
-        numbers = {verdict: counts[verdict] for verdict in sorted(NON_VERDICTS)} | costs
-        return found | {f"rewards/{first.name}/{name}": float(number) for name, number in numbers.items()}
-    found |= {f"rewards/{first.name}/{verdict}": float(counts[verdict]) for verdict in VERDICTS}
-    classes = Counter(grade.format_and_answer for grade in grades if grade.counts and grade.parts)
-    for name in ("00", "01", "10", "11") if classes else ():
-        found[f"rewards/{first.name}/{name}"] = classes[name] / classes.total()
-    return found
+        numbers |= {name: sum(getattr(grade, name) for grade in judged) for name in ("unreadable", *COSTS)}
+    else:
+        classes = Counter(grade.format_and_answer for grade in grades if grade.counts and grade.parts)
+        numbers |= {name: classes[name] / classes.total() for name in CLASSES if classes}
+    return metrics | {f"{prefix}/{name}": float(number) for name, number in numbers.items()}
 
 
 class Rewards:
@@ -152,7 +151,7 @@ class Rewards:
     prompt. As in runs of behaviour version 1: without `sampled_ids` they score the text; with `zeros_count` a reward of
     weight 0 adds 0 to totals, and drops completions without its verdict.
 
-    Raises RewardError if a reward cannot work: better now than after the first rollout.
+    Raises RewardError, before the first rollout, if a reward cannot work.
     """
 
     def __init__(
@@ -205,37 +204,38 @@ class Rewards:
             raise
 
     def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
-        """Reward each completion. Rules grade and judges are asked while other rewards compute. Raises RewardError."""
-        pending = {
-            term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
-            for term in self.settings
-            if isinstance(term, RuleReward) and self._pool is not None
-        }
-        asked = {
-            term_name(term): self._judges[term_name(term)].start([_judge_input(term, one) for one in completions])
-            for term in self.settings
-            if isinstance(term, JudgeReward)
-        }
-        values = {name: function(completions) for name, function in self._functions.items()}
-        overdue: dict[str, bool] = {}
-        for name, function in self._python.items():
-            values[name], late = _called(function, completions)
-            if function.timeout is not None:
-                overdue[name] = late
-        columns = []
-        for term in self.settings:
-            name, grades = term_name(term), None
-            if name in pending and self._pool is not None:
-                grades = self._pool.collect(pending[name])
-            elif name in asked:
-                grades = self._judges[name].finish(asked[name])
-            if grades is not None:
-                columns.append([RewardPart(name, term.weight, grade.score, grade) for grade in grades])
-                continue
-            late, is_function = overdue.get(name), isinstance(term, PythonReward)
-            columns.append([RewardPart(name, term.weight, value, None, late, is_function) for value in values[name]])
+        """Reward each completion. Rules grade and judges reply while other rewards compute. Raises RewardError."""
+        order = sorted(self.settings, key=lambda term: isinstance(term, RuleReward | JudgeReward), reverse=True)
+        parts_of = {term_name(term): self._started(term, completions) for term in order}
+        columns = [parts_of[term_name(term)]() for term in self.settings]
         rows = zip(*columns, strict=True) if columns else [()] * len(completions)
         return Rewarded(CompletionReward(self._total(parts), parts) for parts in rows)
+
+    def _started(self, term: Reward, completions: Sequence[RewardInput]) -> Callable[[], list[RewardPart]]:
+        """Start to grade or judge the completions, or compute their rewards; the function returns one part each."""
+        name = term_name(term)
+        if isinstance(term, RuleReward | JudgeReward):
+            grades = self._graded(term, completions)
+            return lambda: [RewardPart(name, term.weight, grade.score, grade) for grade in grades()]
+        if isinstance(term, PythonReward):
+            values, late = _called(self._python[name], completions)
+            overdue = None if term.timeout is None else late
+            parts = [RewardPart(name, term.weight, value, None, overdue, may_not_apply=True) for value in values]
+        else:
+            parts = [RewardPart(name, term.weight, value) for value in self._functions[name](completions)]
+        return lambda: parts
+
+    def _graded(
+        self, term: RuleReward | JudgeReward, completions: Sequence[RewardInput]
+    ) -> Callable[[], Iterable[Grade]]:
+        if isinstance(term, JudgeReward):
+            judge = self._judges[term_name(term)]
+            started = judge.start([_judge_input(term, completion) for completion in completions])
+            return lambda: judge.finish(started)
+        assert self._pool is not None  # there is a rule
+        pool, rule, options = self._pool, RULES[term.type], options_of(term.type, self._tags)
+        jobs = [pool.submit(GradeRequest(rule, one.text, one.answer, options)) for one in completions]
+        return lambda: pool.collect(jobs)
 
     def _total(self, parts: Sequence[RewardPart]) -> float | None:
         """The weighted sum; None if one of the parts has no verdict, or none applies."""
@@ -247,36 +247,32 @@ class Rewards:
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
         """Whether `format` and `answer` of each completion are right, None without a verdict.
-
-        Each comes from the first rule that grades it; without such a rule it is missing.
-        """
-        found: dict[str, list[bool | None]] = {}
-        for place, term in enumerate(self.settings):
-            grades = [grade for one in rewarded if (grade := one.parts[place].grade) is not None]
+        Each comes from the first rule that grades it; without such a rule it is missing."""
+        right: dict[str, list[bool | None]] = {}
+        for index, term in enumerate(self.settings):
+            grades = [grade for reward in rewarded if (grade := reward.parts[index].grade) is not None]
             first = next((grade for grade in grades if grade.counts), None)
             if first is None or not isinstance(term, RuleReward):
                 continue
             names = ("format", "answer") if "format" in first.parts else ("answer",)
             for name in names if term.type in NEEDS_ANSWER else ("format",):
                 apart = name in first.parts and term.type in NEEDS_ANSWER
-                verdicts = (grade.parts[name] == 1 if apart else grade.verdict == "correct" for grade in grades)
-                counted = [one if grade.counts else None for one, grade in zip(verdicts, grades, strict=True)]
-                found.setdefault(name, counted)
-        return found
+                verdicts = [
+                    None if not grade.counts else grade.parts[name] == 1 if apart else grade.verdict == "correct"
+                    for grade in grades
+                ]
+                right.setdefault(name, verdicts)
+        return right
 
     def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
         """`format_accuracy` and `answer_accuracy`: shares of the completions with a verdict."""
         return {
-            f"{name}_accuracy": statistics.fmean(one for one in verdicts if one is not None)
+            f"{name}_accuracy": statistics.fmean(verdict for verdict in verdicts if verdict is not None)
             for name, verdicts in self.right(rewarded).items()
         }
 
-    def _job(self, term: RuleReward, completion: RewardInput) -> GradeRequest:
-        return GradeRequest(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
-
     def close(self, keep: bool = True) -> None:
-        """Close its own pool of grading workers, if it has one (`keep` as there), and the threads of functions and
-        judges."""
+        """Close the threads of functions and judges, and its own pool of grading workers (`keep`: see `Pool.close`)."""
         for judge in self._judges.values():
             judge.close()
         for function in self._python.values():
@@ -377,9 +373,7 @@ def length_reward(tokens: int, target: int, scale: float) -> float:
 
 def overlong_reward(tokens: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
-
-    0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it.
-    """
+    0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it."""
     safe = max_completion_length - cache
     if tokens <= safe:
         return 0.0

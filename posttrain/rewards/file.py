@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def grade_file(
 ) -> Counter[str]:
     """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns a count by verdict.
 
-    A row that cannot be read keeps its place, with `error` and no verdict. `file` is never overwritten, an existing
+    A row that cannot be read keeps its position, with `error` and no verdict. `file` is never overwritten, an existing
     `output` only with `overwrite`. Raises RewardError for an unknown reward or a grader that fails the known pairs,
     DataError if a column is missing or more than 1 % of the rows cannot be read.
     """
@@ -56,7 +57,7 @@ def grade_file(
     ready_to_write(output, (file,), overwrite)
     records = list(read_files((file,)))
     readable = [record for record in records if _text(record, columns.completion) is not None]
-    _refuse_what_cannot_be(file, reward, columns, records)
+    _check_columns(file, reward, columns, records)
     if reward in RULES:
         grades = _by_rule(readable, reward, columns, deadline, workers)
     else:
@@ -67,17 +68,17 @@ def grade_file(
     return Counter(grade.verdict for grade in grades)
 
 
-def _refuse_what_cannot_be(file: Path, reward: str, columns: Columns, records: Sequence[Record]) -> None:
+def _check_columns(file: Path, reward: str, columns: Columns, records: Sequence[Record]) -> None:
     rows = [record.value for record in records if record.value is not None]
-    there = ", ".join(rows[0]) if rows else "no columns"
+    names = ", ".join(rows[0]) if rows else "no columns"
     if not any(columns.completion in row for row in rows):
         raise DataError(
-            f"{file} has no column {columns.completion} with the completions: it has {there}; name it with "
+            f"{file} has no column {columns.completion} with the completions: it has {names}; name it with "
             "--completion-column"
         )
     if reward in NEEDS_ANSWER and not any(columns.answer in row for row in rows):
         raise DataError(
-            f"{file} has no column {columns.answer} for the right answers: it has {there}; name it with --answer-column"
+            f"{file} has no column {columns.answer} for the right answers: it has {names}; name it with --answer-column"
         )
     unread = [
         Malformed(record.file, record.line, _problem(record, columns), record.row)
@@ -111,17 +112,16 @@ def _by_rule(
 
 def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
     """A function's scores: above 0 counts as correct; None is the verdict `not_applicable`, without a score."""
-    names = dict.fromkeys(key for record in records for key in record.value or {})
-    given: dict[str, list[Any]] = {key: [(record.value or {}).get(key) for record in records] for key in names}
-    given["completions"] = [_text(record, columns.completion) for record in records]
-    given["prompts"] = given.get("prompt", [""] * len(records))
-    given["answer"] = [_text(record, columns.answer) for record in records]
+    rows = [record.value or {} for record in records]
+    arguments: dict[str, list[Any]] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
+    arguments["completions"] = [_text(record, columns.completion) for record in records]
+    arguments["prompts"] = arguments.get("prompt", [""] * len(records))
+    arguments["answer"] = [_text(record, columns.answer) for record in records]
     with closing(RewardFunction(name)) as function:
-        return [_of_score(score) for score in function(given)]
-
-
-def _of_score(score: float | None) -> Grade:
-    return Grade("not_applicable" if score is None else "correct" if score > 0 else "wrong", score)
+        return [
+            Grade("not_applicable" if score is None else "correct" if score > 0 else "wrong", score)
+            for score in function(arguments)
+        ]
 
 
 def _text(record: Record, column: str) -> str | None:
@@ -157,13 +157,13 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
     for verdict in (*VERDICTS, *("not_applicable",) * ("not_applicable" in counts)):
         table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
     console.print(table)
-    for line in _more(grades):
+    for line in _statistics(grades):
         console.print(line)
     if unread:
         console.print(f"{counted(unread, 'row')} could not be read: see their field `error`")
 
 
-def _more(grades: Sequence[Grade]) -> Iterator[str]:
+def _statistics(grades: Sequence[Grade]) -> Iterator[str]:
     scores = [grade.score for grade in grades if grade.score is not None]
     if scores:
         yield f"mean score {sum(scores) / len(scores):.4f} over {len(scores)} with a verdict"

@@ -28,9 +28,9 @@ TOKENS_PER_PACK = 8192
 class LearnedReward:
     """A loaded reward model. It reads strings, so its tokenizer may differ from the policy's.
 
-    Conversations are rendered with its own chat template; a string prompt is continued as it is. A completion ends with
-    the stop token, or with the template's end of turn, unless it is truncated. Sampled tokens that are its own
-    tokenizer's are scored after a string prompt as they are.
+    Conversations are rendered with its own chat template; a string prompt is continued unchanged. A completion ends
+    with the stop token, or with the template's end of turn, unless it is truncated. After a string prompt, sampled
+    tokens are scored unchanged if they are tokens of its own tokenizer.
     """
 
     def __init__(
@@ -64,9 +64,7 @@ class LearnedReward:
         sampled: Sequence[Ids] | None = None,
     ) -> list[float]:
         """The reward of each completion; `sampled`: the token ids of each, if known.
-
-        Raises RewardError for one that is too long, or whose reward is not finite.
-        """
+        Raises RewardError for one that is too long, or whose reward is not finite."""
         rewards = [math.nan] * len(completions)
         encoded = self._encode(prompts, completions, truncated, sampled)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
@@ -90,12 +88,12 @@ class LearnedReward:
         sampled: Sequence[Ids] | None,
     ) -> list[Trained]:
         rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        talks = {not isinstance(prompt, str) for prompt in prompts}
-        if len(talks) > 1:
+        kinds = {isinstance(prompt, str) for prompt in prompts}
+        if len(kinds) > 1:
             raise RewardError("prompts must all be strings or all be lists of messages")
         with ExitStack() as stack:
             renderer = None
-            if talks == {True}:
+            if kinds == {False}:
                 if self.tokenizer.chat_template is None:
                     raise RewardError(f"the reward model {self.path} has no chat template for conversations")
                 renderer = stack.enter_context(rendering(self.tokenizer, date=self._date))
@@ -104,9 +102,9 @@ class LearnedReward:
             whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))
             tokenised = [next(cut if short else whole) for short in truncated]
             if sampled is not None and renderer is None:
-                asked = tokeniser.prompts(rows)
-                tokenised = list(map(self._as_sampled, tokenised, asked, completions, truncated, sampled))
-        found = []
+                before = tokeniser.prompts(rows)
+                tokenised = list(map(self._as_sampled, tokenised, before, completions, truncated, sampled))
+        encoded = []
         for index, item in enumerate(tokenised):
             if isinstance(item, RowError):
                 raise RewardError(f"completion {index} cannot be read by the reward model: {item}")
@@ -115,7 +113,7 @@ class LearnedReward:
             if max(item.tokens) >= self._embeddings:
                 raise RewardError(
                     f"completion {index} has, with its prompt, the token {max(item.tokens):,} of the tokenizer of the "
-                    f"reward model {self.path}, which has {self._embeddings:,} embeddings: take the tokenizer that it "
+                    f"reward model {self.path}, which has {self._embeddings:,} embeddings: use the tokenizer that it "
                     "was trained with"
                 )
             if len(item.tokens) > self.longest:
@@ -124,13 +122,13 @@ class LearnedReward:
                     f"{self.path} reads {self.longest:g}: lower rollout.max_completion_length or "
                     "data.max_prompt_length"
                 )
-            found.append(item)
-        return found
+            encoded.append(item)
+        return encoded
 
     def _as_sampled(
         self, read: Trained | RowError, prompt: tuple[str, Ids] | RowError, text: str, short: bool, sampled: Ids
     ) -> Trained | RowError:
-        """The prompt with the sampled tokens, if they have that text in this tokenizer; else as it was `read`."""
+        """The prompt with the sampled tokens, if they decode to `text` with this tokenizer; else `read`."""
         if isinstance(read, RowError) or isinstance(prompt, RowError):
             return read
         before = list(prompt[1])
@@ -145,7 +143,7 @@ class LearnedReward:
 
 
 def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:
-    """Adjacent completions of one prompt, as many as fit a pack: the prompt is read once for all."""
+    """Adjacent completions of one prompt, as many as fit a pack: their prompt is computed once."""
     for _, members in groupby(range(len(prompts)), key=lambda index: prompts[index]):
         group: list[int] = []
         room = 0

@@ -1,8 +1,8 @@
 r"""Rules for right or wrong answers: `math`, `gsm8k`, and with format `r1_zero` and `question_only`.
 
     math            the last balanced box or answer tag after `</think>` equals the answer
-    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it; in
-                    running text, too, `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number each
+    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it;
+                    `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number each, also within a sentence
     r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, else 0
     question_only   1 if there is a `\boxed{…}` and the answer is right, else 0
 
@@ -14,17 +14,8 @@ Liu et al. 2025.)
 import re
 
 from posttrain.base.latex import last_box
+from posttrain.grading import extract
 from posttrain.grading.equality import LONGEST, is_readable, same_answer
-from posttrain.grading.extract import (
-    ANSWER,
-    ANSWER_END,
-    THINK_END,
-    after_thinking,
-    final_answer,
-    last_answer_tag,
-    last_number,
-    marked_answer,
-)
 from posttrain.grading.notation import tidy
 from posttrain.grading.numbers import Number, read_number, same_number
 from posttrain.grading.verdict import BadGold, Judgement, Rule
@@ -43,14 +34,14 @@ _NUMBERS = re.compile(
 
 
 def math(completion: str, gold: str) -> Judgement:
-    answer = final_answer(completion)
+    answer = extract.final_answer(completion)
     right = answer is not None and same_answer(_reference(gold), answer)
     return Judgement(float(right), right, answer)
 
 
 def gsm8k(completion: str, gold: str) -> Judgement:
-    rest = after_thinking(completion)
-    texts = [text for text in (marked_answer(rest), final_answer(rest), rest) if text]
+    rest = extract.after_thinking(completion)
+    texts = [text for text in (extract.marked_answer(rest), extract.final_answer(rest), rest) if text]
     answer, given = next((found for text in texts if (found := _number_in(text))), (None, None))
     right = _gsm8k_gold(gold)
     correct = given is not None and right is not None and same_number(right, given)
@@ -58,15 +49,15 @@ def gsm8k(completion: str, gold: str) -> Judgement:
 
 
 def r1_zero(completion: str, gold: str) -> Judgement:
-    opened = completion.rfind(f"{THINK_END} {ANSWER}")
-    formatted = opened >= 0 and completion.find(ANSWER_END, opened) >= 0
-    tag = last_answer_tag(after_thinking(completion)) if formatted else None
+    opened = completion.rfind(f"{extract.THINK_END} {extract.ANSWER}")
+    formatted = opened >= 0 and completion.find(extract.ANSWER_END, opened) >= 0
+    tag = extract.last_answer_tag(extract.after_thinking(completion)) if formatted else None
     answer = (last_box(tag) or tag) if tag is not None else _loosely(completion)
     return _four_classes(formatted, answer, gold)
 
 
 def question_only(completion: str, gold: str) -> Judgement:
-    box = last_box(after_thinking(completion))
+    box = last_box(extract.after_thinking(completion))
     return _four_classes(box is not None, box if box is not None else _loosely(completion), gold)
 
 
@@ -79,8 +70,8 @@ def _four_classes(formatted: bool, answer: str | None, gold: str) -> Judgement:
 def _loosely(completion: str) -> str | None:
     """The answer of a completion without the right format: a box or tag anywhere after the thinking, or a last
     number."""
-    rest = after_thinking(completion)
-    return final_answer(rest) or marked_answer(rest) or last_number(rest)
+    rest = extract.after_thinking(completion)
+    return extract.final_answer(rest) or extract.marked_answer(rest) or extract.last_number(rest)
 
 
 def _reference(gold: str) -> str:
@@ -89,24 +80,22 @@ def _reference(gold: str) -> str:
 
 
 def _gsm8k_gold(gold: str) -> Number | None:
-    return read_number(marked_answer(gold) or gold)
+    return read_number(extract.marked_answer(gold) or gold)
 
 
 def _number_in(text: str) -> tuple[str, Number] | None:
     """(number as written, its value) of a string, or of the last number in it (`18 dollars`, `3 + 4 = 7`).
-
-    None where that is part of an expression: the 2 of `\\sqrt{2}` is no answer.
-    """
+    None where that is part of an expression: the 2 of `\\sqrt{2}` is no answer."""
     if number := read_number(text):
         return text, number
     line = next((line for line in reversed(text.splitlines()) if any(c.isnumeric() for c in line)), "")
     line = line if len(line) <= LINE else line[-LINE:].partition(" ")[2]
     # a dash is no minus sign, an underline before a number is emphasis
-    found = None
-    for one in _NUMBERS.finditer(tidy(re.sub(r"(?<![\w})\]])_+|[–—]", " ", line))):
-        found = found if one["skipped"] else one
-    number = read_number(found["number"]) if found and found["number"] else None
-    return (found["number"], number) if found and number else None
+    last = None
+    for match in _NUMBERS.finditer(tidy(re.sub(r"(?<![\w})\]])_+|[–—]", " ", line))):
+        last = last if match["skipped"] else match
+    number = read_number(last["number"]) if last and last["number"] else None
+    return (last["number"], number) if last and number else None
 
 
 def check_answer(gold: str | None) -> None:

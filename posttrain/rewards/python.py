@@ -15,8 +15,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -26,8 +25,7 @@ from typing import Any
 from posttrain.base.errors import PosttrainError, RewardError
 from posttrain.base.paths import settings_folders
 from posttrain.base.words import counted
-from posttrain.rewards.beside import Beside, OverdueError
-from posttrain.rewards.prints import speaking
+from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_of_process, output_logged, unchanged
 
 log = logging.getLogger("posttrain")
 
@@ -36,68 +34,8 @@ OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of our own 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled for each further one
 
 
-class ChangedError(RewardError):
-    """A function of the user's has changed a setting of the process that training relies on."""
-
-
-@contextmanager
-def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Around code of the user's: the working directory is set back (to `home`), a forked child that returns ends.
-
-    A call that ends when all is `over`, long after its deadline, leaves the directory: others may be there by then.
-
-    Raises ChangedError, after setting them back, for settings of Python and torch with which the run would go on with
-    other numbers or fail far from the cause.
-    """
-    process, folder, before = os.getpid(), home or os.getcwd(), _state()
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if os.getpid() != process:  # it would train on, as a second trainer in the same folder
-            os.write(
-                2, f"{name} has forked a process that returned; the process ends (it should call os._exit)\n".encode()
-            )
-            os._exit(1)
-        if (now := _folder()) != folder and not over():
-            os.chdir(folder)
-            log.warning("%s changed the working directory to %s: it is set back", name, now or "a deleted folder")
-        after = _state()
-        changed = [what for what in before if after[what][0] != before[what][0]]
-        for what in changed:
-            before[what][1](before[what][0])
-    if changed and not failed:
-        raise ChangedError(
-            f"{name} changed "
-            + ", ".join(f"{what} from {before[what][0]} to {after[what][0]}" for what in changed)
-            + ", which the run relies on: let the function set it back, or run that code in a process of its own"
-        )
-
-
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
-
-
-def _state() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """Settings of the process and thread, each with the function that sets it."""
-    found: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)
-    }
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "get_default_device"):
-        found["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype
-        device = torch.get_default_device()
-        found["torch's default device"] = device, lambda to: torch.set_default_device(None if to.type == "cpu" else to)
-        found["torch's gradient mode"] = torch.is_grad_enabled(), torch._C._set_grad_enabled
-    return found
-
-
 class RewardFunction:
-    """A named function. Raises RewardError if the name does not exist or is not callable.
+    """A named function. Raises RewardError if it does not exist or is not callable.
 
     `timeout`: maximum seconds of a call, which then runs in another thread; None: no limit, in this thread unless it is
     async. `retries`: number of further calls after an exception or a timeout.
@@ -105,8 +43,8 @@ class RewardFunction:
 
     def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
         self.name, self.timeout, self._retries = name, timeout, retries
-        self._beside, self._home, self._closed = Beside(name), os.getcwd(), False
-        with speaking(name), unchanged(name):  # loggers that the module creates keep the current streams
+        self._caller, self._home, self._closed = Caller(name), os.getcwd(), False
+        with output_logged(name), unchanged(name):  # loggers that the module creates keep the current streams
             self.function = find_function(name)
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -135,22 +73,23 @@ class RewardFunction:
     def close(self) -> None:
         """End the thread of its calls, if it has one."""
         self._closed = True
-        self._beside.close()
+        self._caller.close()
 
     def _tried(self, columns: Mapping[str, Sequence[Any]]) -> object:
         retries, pause = self._retries, PAUSE_S
         while True:
-            given = {name: list(values) for name, values in columns.items() if self._takes_all or name in self._takes}
+            taken = [name for name in columns if self._takes_all or name in self._takes]
+            arguments = {name: list(columns[name]) for name in taken}
             try:
-                with speaking(self.name):
-                    return self._called(given)
+                with output_logged(self.name):
+                    return self._called(arguments)
             except OverdueError as error:
                 failure = error
             except ChangedError:
                 raise
             except (Exception, asyncio.CancelledError) as error:
-                place = _place(error, self.function)
-                failure = RewardError(f"{self.name} failed{place} with {type(error).__name__}: {error}")
+                where = _line_of(error, self.function)
+                failure = RewardError(f"{self.name} failed{where} with {type(error).__name__}: {error}")
                 failure.__cause__ = error
             if not retries:
                 raise failure
@@ -158,19 +97,19 @@ class RewardFunction:
             time.sleep(pause)
             retries, pause = retries - 1, min(2 * pause, LONGEST_PAUSE_S)
 
-    def _called(self, given: dict[str, list[Any]]) -> object:
+    def _called(self, arguments: dict[str, list[Any]]) -> object:
         if self.timeout is not None:
             try:
-                return self._beside.call(lambda: self._made(given), self.timeout)
+                return self._caller.call(lambda: self._made(arguments), self.timeout)
             finally:
-                if _folder() != self._home:  # of a call that goes on
+                if folder_of_process() != self._home:  # changed by a call that continues
                     os.chdir(self._home)
-        rewards = self._made(given)
-        return self._beside.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
+        rewards = self._made(arguments)
+        return self._caller.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
 
-    def _made(self, given: dict[str, list[Any]]) -> object:
+    def _made(self, arguments: dict[str, list[Any]]) -> object:
         with unchanged(self.name, self._home, lambda: self._closed):
-            made = self.function(**given)
+            made = self.function(**arguments)
         return self._awaited(made) if inspect.isawaitable(made) else made
 
     async def _awaited(self, made: Awaitable[Any]) -> Any:
@@ -202,11 +141,9 @@ class RewardFunction:
 
 
 def call_function(name: str, *arguments: Any) -> Any:
-    """The result of a user's function that is no reward; what it yields, as a list.
-
-    Raises RewardError if it does not exist or fails, with the place in its file.
-    """
-    with speaking(name):
+    """The result of a user's function that is no reward; a generator's values as a list.
+    Raises RewardError if it does not exist or fails, with the line of its file."""
+    with output_logged(name):
         with unchanged(name):
             function = find_function(name)
         try:
@@ -216,13 +153,14 @@ def call_function(name: str, *arguments: Any) -> Any:
         except PosttrainError:
             raise
         except Exception as error:
-            raise RewardError(f"{name} failed{_place(error, function)} with {type(error).__name__}: {error}") from error
+            where = _line_of(error, function)
+            raise RewardError(f"{name} failed{where} with {type(error).__name__}: {error}") from error
 
 
 def find_function(name: str) -> Callable[..., Any]:
     """The function `module:function` of a Python file of the user's. Raises RewardError if there is none.
 
-    The file lies in the current folder or beside a settings file that was read. Settings may come from strangers, so
+    The file is in the current folder or next to a settings file that was read. Settings may come from strangers, so
     functions of Python itself and of installed packages are refused, unless an entry point of the package names them.
     """
     module, colon, attribute = name.partition(":")
@@ -242,45 +180,45 @@ def find_function(name: str) -> Callable[..., Any]:
     except (ImportError, ValueError, AttributeError):
         spec = None
     if spec is not None and not allowed:
-        for place in (spec.origin, *(spec.submodule_search_locations or ())):
-            _check_place(name, module, place, folders)
+        for origin in (spec.origin, *(spec.submodule_search_locations or ())):
+            _check_origin(name, module, origin, folders)
         mine = PathFinder.find_spec(top, [str(here)]) if here is not None else None
         if mine is not None and mine.origin != spec.origin:
             raise RewardError(
                 f"{name}: {top} was imported from {spec.origin} before, not {mine.origin}: rename one of them"
             )
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and not (module + ".").startswith(error.name + "."):
             raise RewardError(f"{name}: the module {module} needs {error.name}, which is not installed") from error
         raise RewardError(f"{name}: there is no module {module} in {Path.cwd()} or on Python's path") from error
     except Exception as error:
         raise RewardError(f"{name}: importing {module} failed with {type(error).__name__}: {error}") from error
-    function = getattr(found, attribute, None)
+    function = getattr(imported, attribute, None)
     if not callable(function):
-        functions = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        functions = [key for key, value in vars(imported).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"{name}: {module} has no function {attribute}; it has {', '.join(functions) or 'none'}")
     if not allowed:  # a file of the user's may import others' functions
-        _check_place(name, module, getattr(found, "__file__", None), folders)
-        _check_place(name, module, _file_of(function), folders, imported=True)
+        _check_origin(name, module, getattr(imported, "__file__", None), folders)
+        _check_origin(name, module, _file_of(function), folders, imported=True)
     return function
 
 
-def _check_place(name: str, module: str, place: str | None, folders: Sequence[Path], imported: bool = False) -> None:
+def _check_origin(name: str, module: str, origin: str | None, folders: Sequence[Path], imported: bool = False) -> None:
     """Raises RewardError unless a file or folder is the user's. `imported`: of a function that it imports."""
-    if place is None:
-        return  # a package without a file of its own: its folders are checked
-    path = Path(place).resolve()
-    if place in ("built-in", "frozen") or (not imported and not path.exists()) or _is_library(path):
+    if origin is None:
+        return  # a package without a file: its folders are checked
+    path = Path(origin).resolve()
+    if origin in ("built-in", "frozen") or (not imported and not path.exists()) or _is_library(path):
         raise RewardError(
-            f"{name} belongs to Python or to an installed package ({place}): a function comes from a Python file in "
+            f"{name} belongs to Python or to an installed package ({origin}): a function comes from a Python file in "
             "the current folder or beside the settings file, or from a package that names it as an entry point of the "
             f"group {ENTRY_POINTS} (docs/rewards.md)"
         )
     if not imported and not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise RewardError(
-            f"{name}: {module} is found at {place}, which is neither in the current folder nor beside the settings "
+            f"{name}: {module} is found at {origin}, which is neither in the current folder nor beside the settings "
             "file or the program: move it, or start the command in its folder"
         )
 
@@ -305,8 +243,8 @@ def _file_of(function: Any) -> str | None:
     return code.co_filename if code else None
 
 
-def _place(error: BaseException, function: Callable[..., Any]) -> str:
-    """The place of the error in the user's file."""
+def _line_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """The line of the error in the user's file."""
     code = getattr(function, "__code__", None)
     trace, line = error.__traceback__, None
     while trace is not None:

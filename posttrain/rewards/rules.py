@@ -1,9 +1,10 @@
-"""The rules, and 20 known pairs for each: they are graded at start, and the run refuses to start on a wrong verdict.
+"""The rules, and 20 known pairs for each. They are graded at the start, and a wrong verdict ends the run.
 
 Frameworks have trained for days on all-zero rewards because their grader was broken.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from posttrain.base.errors import RewardError
@@ -11,17 +12,10 @@ from posttrain.config import TagsConfig
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest
 
-RULES = {
-    "match_format_exactly": "posttrain.rewards.tagged:MATCH_FORMAT_EXACTLY",
-    "match_format_approximately": "posttrain.rewards.tagged:MATCH_FORMAT_APPROXIMATELY",
-    "check_answer": "posttrain.rewards.tagged:CHECK_ANSWER",
-    "check_numbers": "posttrain.rewards.tagged:CHECK_NUMBERS",
-    "math": "posttrain.rewards.maths:MATH",
-    "gsm8k": "posttrain.rewards.maths:GSM8K",
-    "r1_zero": "posttrain.rewards.maths:R1_ZERO",
-    "question_only": "posttrain.rewards.maths:QUESTION_ONLY",
-}
-TAGGED = frozenset({"match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"})
+_TAGGED = ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers")
+RULES = {name: f"posttrain.rewards.tagged:{name.upper()}" for name in _TAGGED}
+RULES |= {name: f"posttrain.rewards.maths:{name.upper()}" for name in ("math", "gsm8k", "r1_zero", "question_only")}
+TAGGED = frozenset(_TAGGED)
 NEEDS_ANSWER = frozenset(RULES) - {"match_format_exactly", "match_format_approximately"}
 COMPARES_EXPRESSIONS = frozenset({"math", "r1_zero", "question_only"})  # other rules read numbers and words
 
@@ -48,10 +42,20 @@ _DIFFERENT = [
     ("2", "-2"),
 ]
 
+_NO_NUMBER = [("18", "", "wrong"), ("no number", "5", "bad_gold")]
+_MORE = {
+    "gsm8k": [("1234", "1,234", "correct"), ("10000", r"10\,000", "correct"), *_NO_NUMBER],
+    "check_numbers": [("1234", "1,234", "correct"), ("18", "eighteen", "wrong"), *_NO_NUMBER],
+    "check_answer": [
+        *(("east", "east", "correct"), ("east", " east ", "correct")),
+        *(("east", "west", "wrong"), ("", "5", "bad_gold")),
+    ],
+}
+
 
 def modules_of(rules: Iterable[str]) -> tuple[str, ...]:
-    """The modules that each worker imports before its first job; the algebra, which takes seconds to load, only for
-    rules that compare expressions."""
+    """The modules that each worker imports before its first job.
+    The algebra, which takes seconds to load, is imported only for rules that compare expressions."""
     rules = set(rules)
     algebra = {"posttrain.grading.symbolic"} if rules & COMPARES_EXPRESSIONS else set()
     return tuple(sorted(algebra | {RULES[name].partition(":")[0] for name in rules}))
@@ -64,21 +68,14 @@ def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:
 
 def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
     """20 requests for a rule, each with its known verdict."""
-    pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
-    if name == "gsm8k":
-        pairs += [("1234", "1,234", "correct"), ("10000", r"10\,000", "correct"), ("18", "", "wrong")]
-        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("no number", "5", "bad_gold")]
-    elif name == "check_numbers":
-        pairs += [("1234", "1,234", "correct"), ("18", "eighteen", "wrong"), ("18", "", "wrong")]
-        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("no number", "5", "bad_gold")]
-    elif name == "check_answer":
-        pairs += [("east", "east", "correct"), ("east", " east ", "correct"), ("east", "west", "wrong")]
-        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("", "5", "bad_gold")]
-    elif name in TAGGED:
+    if name in RULES.keys() - NEEDS_ANSWER:
         return _format_canary(name, tags)
-    else:
+    pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
+    if name in COMPARES_EXPRESSIONS:
         pairs = pairs[3:6] + [(g, a, "correct") for g, a in _EQUAL] + [(g, a, "wrong") for g, a in _DIFFERENT]
-        pairs += [("", "5", "bad_gold")]
+        pairs.append(("", "5", "bad_gold"))
+    else:
+        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + _MORE[name]
     assert len(pairs) == 20, (name, len(pairs))
     rule, options = RULES[name], options_of(name, tags)
     return [(GradeRequest(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
@@ -108,9 +105,10 @@ def _format_canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]
     return [(GradeRequest(RULES[name], text, None, options_of(name, tags)), want) for text, want in pairs]
 
 
-def prove(pool: Pool, name: str, tags: TagsConfig) -> None:
-    """Grade the known pairs in the pool. Raises RewardError if a verdict differs from the known one."""
-    known = canary(name, tags)
+def prove(pool: Pool, name: str, tags: TagsConfig, rule: str | None = None) -> None:
+    """Grade the known pairs in the pool, by `rule` (`module:NAME`) in place of the reward's if it is given.
+    Raises RewardError if a verdict differs from the known one."""
+    known = [(replace(job, rule=rule or job.rule), want) for job, want in canary(name, tags)]
     grades = pool.grade([job for job, _ in known], count=False)
     wrong = [
         f"{job.completion[-60:]!r} against {job.gold!r}: {grade.verdict} ({grade.reason or 'no reason'}), not {want}"
@@ -120,6 +118,6 @@ def prove(pool: Pool, name: str, tags: TagsConfig) -> None:
     if wrong:
         shown = "; ".join(wrong[:3])
         raise RewardError(
-            f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its rewards cannot be "
+            f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its verdicts cannot be "
             f"trusted: {shown}. Is another version of sympy or math-verify installed? See constraints.txt"
         )

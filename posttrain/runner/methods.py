@@ -17,11 +17,9 @@ from posttrain.base.errors import RunError
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare, verdict
 from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
-from posttrain.evaluation.comparing.sides import Side
-from posttrain.evaluation.comparing.sources import Scores, Source, read_validation
-from posttrain.evaluation.paired import Paired, paired_difference
+from posttrain.evaluation.comparing.sources import Scores, Side, Source, read_validation
 from posttrain.evaluation.records import Answer
-from posttrain.evaluation.statistics import Estimate, mean_by_prompt
+from posttrain.evaluation.statistics import Estimate, Paired, mean_by_prompt, paired_difference
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, Line, chart, intervals
 from posttrain.reports.drawing import Drawing, write_drawings

@@ -14,8 +14,7 @@ from posttrain.base.words import counted
 from posttrain.config import RunConfig, load
 from posttrain.evaluation.comparing.differences import compare
 from posttrain.evaluation.comparing.page import show, write
-from posttrain.evaluation.comparing.sides import make_sides
-from posttrain.evaluation.comparing.sources import read_source
+from posttrain.evaluation.comparing.sources import make_sides, read_source
 from posttrain.runner.sweep_records import (
     ENDED,
     FAILED,

@@ -6,8 +6,7 @@ from typing import Any
 
 from posttrain.base.console import cells_of
 from posttrain.base.words import counted
-from posttrain.evaluation.comparing.differences import Difference, Suite, verdict
-from posttrain.evaluation.comparing.items import Flip
+from posttrain.evaluation.comparing.differences import Difference, Flip, Suite, verdict
 from posttrain.evaluation.comparing.page import HOW, differences_table, interval, notes, values_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table

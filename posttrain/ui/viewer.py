@@ -14,8 +14,7 @@ from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.paths import default_cache
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare
-from posttrain.evaluation.comparing.sides import make_sides
-from posttrain.evaluation.comparing.sources import Source, read_source
+from posttrain.evaluation.comparing.sources import Source, make_sides, read_source
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
 from posttrain.reports.markup import Markup, message
 from posttrain.reports.series import Series, sparkline

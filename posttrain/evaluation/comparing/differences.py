@@ -1,8 +1,13 @@
-"""Differences between the sides of a comparison: their sizes, their tests, and what they amount to in words."""
+"""Differences between the sides of a comparison: the items that both have, tests on these, and verdicts in words.
 
+No item is dropped without being counted.
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 
@@ -10,12 +15,123 @@ from posttrain.base.distributions import sign_test
 from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
-from posttrain.evaluation.comparing.items import Answers, Flip, Shared, flips, shared
-from posttrain.evaluation.comparing.sides import Side, settings_that_differ
-from posttrain.evaluation.paired import Paired, SeedNoise, paired_bootstrap, paired_difference, seed_noise
-from posttrain.evaluation.statistics import Estimate, mean_by_prompt
+from posttrain.evaluation.comparing.sources import Side, settings_that_differ
+from posttrain.evaluation.records import Answer
+from posttrain.evaluation.statistics import (
+    Estimate,
+    Paired,
+    SeedNoise,
+    mean_by_prompt,
+    paired_bootstrap,
+    paired_difference,
+    seed_noise,
+)
 
 MCNEMAR, BOOTSTRAP = "exact McNemar", "paired bootstrap"
+
+Answers = Mapping[str, Sequence[Answer]]  # by item
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The items that two sides both have, in A's order.
+
+    `left_out` counts the items that are not compared, by reason; `other_prompts` are items whose prompts differ though
+    their right answers are the same: another template, chat format or tokenizer.
+    """
+
+    items: Sequence[str]
+    left_out: Mapping[str, int]
+    other_prompts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared(Matched):
+    """The matched items that are graded on both sides."""
+
+    a_C: Sequence[float]  # mean score of each item
+    b_C: Sequence[float]
+    single: bool  # every item has one graded answer on each side
+
+
+def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
+    """Two items are the same if their ids and their prompts are. With `by_id` the id is enough.
+
+    Prompts that differ are those of another template if all such items have the same right answer on both sides: a few
+    equal ones, such as the letter B of two different questions, prove nothing.
+    """
+    both = [item for item in a if item in b]
+    answers = {item: [*a[item], *b[item]] for item in both}
+    differing = [item for item in both if len({answer.prompt for answer in answers[item]}) > 1]
+    golds = {item: {answer.gold for answer in answers[item]} for item in differing}
+    other_rows = any(len(several - {None}) > 1 for several in golds.values())
+    strange = [] if by_id else [item for item in differing if other_rows or None in golds[item]]
+    counts = {
+        "another question under the same id": len(strange),
+        "only in A": len(a) - len(both),
+        "only in B": len(b) - len(both),
+    }
+    dropped = set(strange)
+    return Matched(
+        [item for item in both if item not in dropped],
+        {reason: count for reason, count in counts.items() if count},
+        [item for item in differing if item not in dropped],
+    )
+
+
+def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
+    """The items of two sides that are the same (`matched`) and graded on both."""
+    same = matched(a, b, by_id)
+    items, left_out = [], Counter(same.left_out)
+    a_C: list[float] = []
+    b_C: list[float] = []
+    single = True
+    for item in same.items:
+        ours, theirs = ([one.score for one in answers[item] if one.score is not None] for answers in (a, b))
+        if not ours or not theirs:
+            left_out["not graded in both" if not ours and not theirs else f"not graded in {'B' if ours else 'A'}"] += 1
+            continue
+        items.append(item)
+        a_C.append(fmean(ours))
+        b_C.append(fmean(theirs))
+        single = single and len(ours) == len(theirs) == 1
+    compared = set(items)
+    other = [item for item in same.other_prompts if item in compared]
+    return Shared(items, dict(left_out), other, a_C, b_C, single)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """An item on which the two sides differ, with an answer of each: for the better side its best, else its worst."""
+
+    item: str
+    prompt: str
+    gold: str | None
+    a_score: float
+    b_score: float
+    a: Answer
+    b: Answer
+
+
+def flips(pairs: Shared, a: Answers, b: Answers) -> list[Flip]:
+    """The items whose scores differ, the largest difference first."""
+    flipped = []
+    for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True):
+        if abs(one - other) > 1e-12:
+            ours, theirs = _extreme(a[item], one > other), _extreme(b[item], other > one)
+            flipped.append(Flip(item, ours.prompt, ours.gold, one, other, ours, theirs))
+    return sorted(flipped, key=lambda flip: -abs(flip.b_score - flip.a_score))
+
+
+def _extreme(answers: Sequence[Answer], best: bool) -> Answer:
+    graded = [one for one in answers if one.score is not None]
+    return (max if best else min)(graded, key=lambda one: one.score or 0.0)
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +155,7 @@ class Difference:
     p: float
     mid_p: float | None
     p_adjusted: float
-    floor: float | None  # what seeds alone exceed in 5 % of comparisons; None: not known
+    floor: float | None  # difference that seeds alone exceed in 5 % of comparisons; None: not known
     flips: Sequence[Flip]
     shown: bool  # a difference is shown: significant, and above the noise over seeds where that is known
 
@@ -70,31 +186,29 @@ class Comparison:
 
 def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites: Sequence[str] = ()) -> Comparison:
     """Compare the sides on every scored suite that two of them have, or on those of `suites`.
-
-    Raises RunError if there is none, or none on which two sides have a graded item in common.
-    """
+    Raises RunError if there is none, or none on which two sides have a graded item in common."""
     options = options or CompareOptions()
     having: dict[str, list[Side]] = {}
     for side in sides:
         for key in side.suites():
             if side.metric(key) and (not suites or key.partition(" ")[0] in suites):
                 having.setdefault(key, []).append(side)
-    found, left_out, problems = [], {}, []
+    compared, left_out, problems = [], {}, []
     for key, some in having.items():
         if len(some) < len(sides):
             left_out[key] = f"only {', '.join(side.name for side in some)} {'has' if len(some) == 1 else 'have'} it"
         if len(some) > 1:
             try:
-                found.append(_suite(key, some, options))
+                compared.append(_suite(key, some, options))
             except RunError as error:
                 problems.append(error)
                 left_out[key] = str(error)
-    if problems and not found:
+    if problems and not compared:
         raise problems[0]
-    if not found:
+    if not compared:
         have = "; ".join(f"{side.name}: {', '.join(side.suites()) or 'none'}" for side in sides)
         raise RunError(f"there is no scored suite that two of these have in common ({have}): evaluate them on the same")
-    return Comparison(sides, found, options, left_out)
+    return Comparison(sides, compared, options, left_out)
 
 
 def _suite(key: str, sides: Sequence[Side], options: CompareOptions) -> Suite:
@@ -102,24 +216,24 @@ def _suite(key: str, sides: Sequence[Side], options: CompareOptions) -> Suite:
     values = {side.name: _value(side, key, answers[side.name], options) for side in sides}
     noise = seed_noise([value.by_run for value in values.values()])
     two = combinations(sides, 2) if options.all_pairs else ((sides[0], side) for side in sides[1:])
-    found, problems = [], []
+    tested, problems = [], []
     for a, b in two:
         try:
-            found.append(_tested(key, a, b, answers[a.name], answers[b.name], noise, options))
+            tested.append(_tested(key, a, b, answers[a.name], answers[b.name], noise, options))
         except RunError as error:
             problems.append(error)
-    if not found:
+    if not tested:
         raise problems[0]
-    adjusted = holm([one.p for one in found])
-    differences = [_judged(one, p, options) for one, p in zip(found, adjusted, strict=True)]
+    adjusted = holm([one.p for one in tested])
+    differences = [_with_p(one, p, options) for one, p in zip(tested, adjusted, strict=True)]
     warnings = [*map(str, problems), *_warnings(key, sides, differences, values)]
     return Suite(key, sides[0].metric(key), values, differences, noise, warnings)
 
 
 def _value(side: Side, key: str, answers: Answers, options: CompareOptions) -> Value:
-    groups = [[one.score for one in several if one.score is not None] for several in answers.values()]
-    missing = sum(one.score is None for several in answers.values() for one in several)
-    runs = [[one.score for one in run.answers if one.score is not None] for run in side.runs(key)]
+    groups = [[answer.score for answer in item if answer.score is not None] for item in answers.values()]
+    missing = sum(answer.score is None for item in answers.values() for answer in item)
+    runs = [[answer.score for answer in run.answers if answer.score is not None] for run in side.runs(key)]
     by_run = [float(np.mean(scores)) for scores in runs if scores]
     return Value(mean_by_prompt(groups, options.confidence) if any(groups) else None, missing, by_run)
 
@@ -144,14 +258,14 @@ def _tested(
     return Difference(a.name, b.name, pairs, paired, test, p, mid_p, p, floor, flipped, shown=False)
 
 
-def _judged(one: Difference, p_adjusted: float, options: CompareOptions) -> Difference:
+def _with_p(difference: Difference, p_adjusted: float, options: CompareOptions) -> Difference:
     significant = p_adjusted <= 1 - options.confidence
-    above = one.floor is None or abs(one.paired.value) > one.floor
-    return replace(one, p_adjusted=p_adjusted, shown=significant and above)
+    above = difference.floor is None or abs(difference.paired.value) > difference.floor
+    return replace(difference, p_adjusted=p_adjusted, shown=significant and above)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number, so that an error is made in any of them as rarely as in one (Holm 1979)."""
+    """p-values adjusted so that an error in any of them is as rare as in a single one (Holm 1979)."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
@@ -181,21 +295,22 @@ def _warnings(
             )
 
 
-def verdict(one: Difference) -> str:
-    """What a difference amounts to, in a sentence."""
-    value, low, high = one.paired.value, one.paired.low, one.paired.high
-    if one.shown and value < 0:  # said of the better side
+def verdict(difference: Difference) -> str:
+    """The result of a comparison, in a sentence."""
+    value, low, high = difference.paired.value, difference.paired.low, difference.paired.high
+    a, b, is_shown = difference.a, difference.b, difference.shown
+    if is_shown and value < 0:  # from the better side
         value, low, high = -value, None if high is None else -high, None if low is None else -low
-    sign = "" if one.shown else "+"
+    sign = "" if is_shown else "+"
     between = "" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}; "
-    found = f"{value:{sign}.3f} ({between}{p_text(one.p_adjusted)})"
-    if one.shown:
-        return f"{one.better} is better than {one.a if one.better == one.b else one.b} by {found}."
-    said = f"No difference shown between {one.b} and {one.a}: {found}."
-    if one.floor is not None and abs(value) <= one.floor:
-        return f"{said} Seeds alone may make up to {one.floor:.3f}."
-    smallest = one.paired.smallest
-    return said if smallest is None else f"{said} One of {smallest:.3f} would have been detected in 80 % of cases."
+    amount = f"{value:{sign}.3f} ({between}{p_text(difference.p_adjusted)})"
+    if is_shown:
+        return f"{difference.better} is better than {a if difference.better == b else b} by {amount}."
+    none = f"No difference shown between {b} and {a}: {amount}."
+    if difference.floor is not None and abs(value) <= difference.floor:
+        return f"{none} Seeds alone may make up to {difference.floor:.3f}."
+    smallest = difference.paired.smallest
+    return none if smallest is None else f"{none} One of {smallest:.3f} would have been detected in 80 % of cases."
 
 
 def p_text(p: float) -> str:

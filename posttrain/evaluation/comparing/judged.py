@@ -12,12 +12,11 @@ from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.evaluation.comparing.differences import holm, p_text
-from posttrain.evaluation.comparing.items import Answers, matched
-from posttrain.evaluation.comparing.sides import Side
+from posttrain.evaluation.comparing.differences import Answers, holm, matched, p_text
+from posttrain.evaluation.comparing.sources import Side
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import mean_by_prompt
-from posttrain.judges.pairs import Pair, PairJudge, Preference, Summary, summarise
+from posttrain.judges.judge import Pair, PairJudge, Preference, Summary, summarise
 from posttrain.reports.page import Section
 from posttrain.reports.page import Table as PageTable
 
@@ -26,7 +25,7 @@ RESULT = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JudgedItem:
     """An item with a completion of each side, and the judge's preference, from the side of B."""
 
     item: str
@@ -37,8 +36,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How often a judge prefers B's completions to A's. `p` is the exact test of as many wins as losses, `p_adjusted`
-    is Holm's for all differences of the suite."""
+    """How often a judge prefers B's completions to A's.
+
+    `p` is from the exact test of equally many wins and losses, `p_adjusted` is Holm's for all differences of the suite.
+    """
 
     suite: str
     a: str
@@ -50,16 +51,16 @@ class Judged:
     p_adjusted: float
     shown: bool
     left_out: Mapping[str, int]
-    asked: Sequence[Asked]
+    items: Sequence[JudgedItem]
 
 
 def judge(
     sides: Sequence[Side], settings: JudgeSettings, options: CompareOptions, suites: Sequence[str] = ()
 ) -> list[Judged]:
-    """Ask the judge about the first completion of every item that two sides have, each side against the first, on
-    every suite that two of them have, or on those of `suites`.
+    """Compare the completions of the other sides with those of the first side, on the suites that both have.
 
-    Raises RunError if no two sides have completions of the same items, RewardError if the judge cannot be asked.
+    The judge compares the first completion of every item that both sides have; `suites` limits the suites. Raises
+    RunError if no two sides have completions of the same items, RewardError if the judge cannot be asked.
     """
     tasks = []
     for side in sides[1:]:
@@ -73,20 +74,12 @@ def judge(
     if not tasks:
         raise RunError("there is nothing to judge: no two sides have completions of the same items")
     with PairJudge(settings) as asking:
-        found = [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
-    return _adjusted(found, options)
-
-
-def _adjusted(found: Sequence[Judged], options: CompareOptions) -> list[Judged]:
-    """The preferences with their p-values adjusted for the number of those on the same suite."""
-    adjusted = dict[int, float]()
-    for key in {one.suite for one in found}:
-        places = [at for at, one in enumerate(found) if one.suite == key]
-        adjusted |= zip(places, holm([found[at].p for at in places]), strict=True)
-    return [
-        replace(one, p_adjusted=adjusted[at], shown=adjusted[at] <= 1 - options.confidence)
-        for at, one in enumerate(found)
-    ]
+        judged = [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
+    for key in {one.suite for one in judged}:
+        indices = [index for index, one in enumerate(judged) if one.suite == key]
+        for index, p in zip(indices, holm([judged[index].p for index in indices]), strict=True):
+            judged[index] = replace(judged[index], p_adjusted=p, shown=p <= 1 - options.confidence)
+    return judged
 
 
 def _written(answers: Answers) -> Answers:
@@ -104,9 +97,9 @@ def _judged(
     options: CompareOptions,
 ) -> Judged:
     questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for _, a, b in pairs]
-    found = asking.compare(questions, f"{key}: judging {second} against {first}")
-    summary = summarise(found)
-    scores = [[RESULT[one.result]] for one in found if one.result is not None]
+    preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
+    summary = summarise(preferences)
+    scores = [[RESULT[one.result]] for one in preferences if one.result is not None]
     estimate = mean_by_prompt(scores, options.confidence) if scores else None
     p, _ = sign_test(summary.wins, summary.losses)
     return Judged(
@@ -120,7 +113,7 @@ def _judged(
         p_adjusted=p,
         shown=False,
         left_out=left_out,
-        asked=[Asked(*pair, one) for pair, one in zip(pairs, found, strict=True)],
+        items=[JudgedItem(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)],
     )
 
 
@@ -137,7 +130,7 @@ def judged_table(judged: Sequence[Judged], percent: str) -> Table:
 
 
 def sentences(judged: Sequence[Judged]) -> Iterator[str]:
-    """Who is preferred, the position bias, and what was not judged."""
+    """Who is preferred, the position bias, and the items that were not judged."""
     for one in judged:
         facts, p = one.summary, p_text(one.p_adjusted)
         if one.shown:
@@ -158,45 +151,44 @@ def judged_facts(one: Judged) -> dict[str, Any]:
     """For JSON, with both completions of every item."""
     summary = {**asdict(one.summary), "win_rate": one.summary.win_rate if one.low is not None else None}
     facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "p_adjusted", "shown")}
-    items = [_item_facts(asked) for asked in one.asked]
-    return {**facts, **summary, "not_judged": dict(one.left_out), "items": items}
+    return {**facts, **summary, "not_judged": dict(one.left_out), "items": list(map(_item_facts, one.items))}
 
 
-def _item_facts(one: Asked) -> dict[str, Any]:
-    """`result` is B's; `a_first` and `b_first`: which of the two is better by the question in which A, or B, is first,
-    and `replies` are the judge's in this order. To the judge's own records B was the first of the pair."""
+def _item_facts(one: JudgedItem) -> dict[str, Any]:
+    """`result` is B's. `a_first` and `b_first`: which of the two is better by the question in which A, or B, is first;
+    `replies` are the judge's in this order. In the pair that the judge compared, B was the first."""
     names = {"a": "b", "b": "a", "tie": "tie", None: None}
-    said = one.preference
+    preference = one.preference
     return {
         "item": one.item,
         "prompt": one.a.prompt,
         "a": one.a.completion,
         "b": one.b.completion,
-        "result": said.result,
-        "a_first": names[said.b_first],
-        "b_first": names[said.a_first],
-        "replies": [*reversed(said.replies)],
-        "reason": said.reason,
+        "result": preference.result,
+        "a_first": names[preference.b_first],
+        "b_first": names[preference.a_first],
+        "replies": [*reversed(preference.replies)],
+        "reason": preference.reason,
     }
 
 
 def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[Section]:
-    """The table and the sentences, and what the judge said of every pair."""
+    """The table and the sentences, and the judge's replies on every pair."""
     if judged:
         yield PageTable("Judged", *cells_of(judged_table(judged, percent)), "\n".join(sentences(judged)))
     for one in judged:
         rows = [
             [each.item, each.a.prompt, each.a.completion, each.b.completion, _words(each.preference, one)]
-            for each in one.asked[:SHOWN]
+            for each in one.items[:SHOWN]
         ]
-        more = f" The first {SHOWN}; compare.json has all." if len(one.asked) > SHOWN else ""
+        more = f" The first {SHOWN}; compare.json has all." if len(one.items) > SHOWN else ""
         header = ["item", "prompt", one.a, one.b, f"verdict on {one.b}, replies"]
         yield PageTable(
-            f"{one.suite}: {one.b} judged against {one.a}", header, rows, f"{counted(len(one.asked), 'item')}.{more}"
+            f"{one.suite}: {one.b} judged against {one.a}", header, rows, f"{counted(len(one.items), 'item')}.{more}"
         )
 
 
 def _words(one: Preference, about: Judged) -> str:
-    """The verdict, and the reply to each question, with the side that is assistant A in it."""
+    """The verdict, and the reply to each question, with the side that it calls assistant A."""
     replies = [f"[A is {name}] {reply}" for name, reply in zip((about.b, about.a), one.replies, strict=True)]
     return "\n\n".join([one.result or f"no verdict: {one.reason}", *replies])

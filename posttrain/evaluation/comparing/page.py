@@ -11,10 +11,9 @@ from rich.table import Table
 from posttrain import __version__
 from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.words import counted
-from posttrain.evaluation.comparing.differences import Comparison, Difference, Suite, p_text, verdict
-from posttrain.evaluation.comparing.items import Flip
+from posttrain.evaluation.comparing.differences import Comparison, Difference, Flip, Suite, p_text, verdict
 from posttrain.evaluation.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
-from posttrain.evaluation.comparing.sides import Side
+from posttrain.evaluation.comparing.sources import Side
 from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, intervals
@@ -30,7 +29,6 @@ HOW = """\
 A difference is that of the mean scores of the items that both sides answered, item by item. It is shown if its test, \
 adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
 explanation. Detectable: the difference that would have been detected in 80 % of cases."""
-
 INTERVALS = "Coloured: a difference is shown. Ticks: single runs. Grey band: what seeds alone make."
 
 
@@ -63,24 +61,24 @@ def values_table(suite: Suite, percent: str) -> Table:
     shown = numbers_table("", "mean", f"{percent} interval", "items", "answers", *seeds)
     for name, value in suite.values.items():
         estimate = value.estimate
-        cells = [name, "-", "-", "0", "0"]
+        cells = ["-", "-", "0", "0"]
         if estimate:
-            counts = f"{estimate.prompts:,}", f"{estimate.answers:,}"
-            cells = [name, f"{estimate.value:.3f}", interval(estimate.low, estimate.high), *counts]
+            cells = [f"{estimate.value:.3f}", interval(estimate.low, estimate.high)]
+            cells += [f"{estimate.prompts:,}", f"{estimate.answers:,}"]
         spread = f"{min(value.by_run):.3f} to {max(value.by_run):.3f}" if len(value.by_run) > 1 else ""
-        shown.add_row(*cells, *([str(len(value.by_run)), spread] if seeds else []))
+        shown.add_row(name, *cells, *([str(len(value.by_run)), spread] if seeds else []))
     return shown
 
 
 def differences_table(suite: Suite, percent: str) -> Table:
     """The differences; each against the first side, or between any two."""
-    firsts, adjusted = {one.a for one in suite.differences}, len(suite.differences) > 1
+    firsts, adjusted = {difference.a for difference in suite.differences}, len(suite.differences) > 1
     about = f"against {next(iter(firsts))}" if len(firsts) == 1 else "difference"
     shown = numbers_table(about, "mean", f"{percent} interval", "won/lost/tied", "p", "detectable")
-    for one in suite.differences:
-        paired, p = one.paired, one.p_adjusted if adjusted else one.p
+    for difference in suite.differences:
+        paired, p = difference.paired, difference.p_adjusted if adjusted else difference.p
         shown.add_row(
-            one.b if len(firsts) == 1 else f"{one.b}\n- {one.a}",
+            difference.b if len(firsts) == 1 else f"{difference.b}\n- {difference.a}",
             f"{paired.value:+.3f}",
             interval(paired.low, paired.high, "+"),
             f"{paired.wins:,}/{paired.losses:,}/{paired.ties:,}",
@@ -133,39 +131,42 @@ def _suite(suite: Suite) -> dict[str, Any]:
         name: {**(asdict(one.estimate) if one.estimate else {}), "ungraded": one.ungraded, "runs": list(one.by_run)}
         for name, one in suite.values.items()
     }
-    noise = None if suite.noise is None else asdict(suite.noise)
-    differences = [as_facts(one) for one in suite.differences]
-    warnings = list(suite.warnings)
-    return {"metric": suite.metric, "values": values, "differences": differences, "seeds": noise, "warnings": warnings}
-
-
-def as_facts(one: Difference, flips: bool = True) -> dict[str, Any]:
-    """A difference for JSON, with or without the items that flipped."""
     return {
-        "a": one.a,
-        "b": one.b,
-        "items": len(one.items.items),
-        "not_compared": dict(one.items.left_out),
-        "other_prompts": len(one.items.other_prompts),
-        **asdict(one.paired),
-        "test": one.test,
-        "p": one.p,
-        "mid_p": one.mid_p,
-        "p_adjusted": one.p_adjusted,
-        "seed_floor": one.floor,
-        "better": one.better,
-        "verdict": verdict(one),
-        **({"flips": [_flip(flip) for flip in one.flips]} if flips else {}),
+        "metric": suite.metric,
+        "values": values,
+        "differences": list(map(as_facts, suite.differences)),
+        "seeds": suite.noise and asdict(suite.noise),
+        "warnings": list(suite.warnings),
     }
 
 
-def _flip(one: Flip) -> dict[str, Any]:
-    facts: dict[str, Any] = {"item": one.item, "prompt": one.prompt, "gold": one.gold}
-    for name, score, answer in (("a", one.a_score, one.a), ("b", one.b_score, one.b)):
+def as_facts(difference: Difference, flips: bool = True) -> dict[str, Any]:
+    """A difference for JSON, with or without the items that flipped."""
+    return {
+        "a": difference.a,
+        "b": difference.b,
+        "items": len(difference.items.items),
+        "not_compared": dict(difference.items.left_out),
+        "other_prompts": len(difference.items.other_prompts),
+        **asdict(difference.paired),
+        "test": difference.test,
+        "p": difference.p,
+        "mid_p": difference.mid_p,
+        "p_adjusted": difference.p_adjusted,
+        "seed_floor": difference.floor,
+        "better": difference.better,
+        "verdict": verdict(difference),
+        **({"flips": [_flip(flip) for flip in difference.flips]} if flips else {}),
+    }
+
+
+def _flip(flip: Flip) -> dict[str, Any]:
+    facts: dict[str, Any] = {"item": flip.item, "prompt": flip.prompt, "gold": flip.gold}
+    for name, score, answer in (("a", flip.a_score, flip.a), ("b", flip.b_score, flip.b)):
         texts = {"extracted": answer.extracted, "verdict": answer.verdict, "completion": answer.completion}
         facts[name] = {"score": score, **texts}
-    if one.b.prompt != one.prompt:
-        facts["b"]["prompt"] = one.b.prompt
+    if flip.b.prompt != flip.prompt:
+        facts["b"]["prompt"] = flip.b.prompt
     return facts
 
 
@@ -188,18 +189,14 @@ def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -
 
 def sections(comparison: Comparison) -> Iterator[pages.Section]:
     percent = _percent(comparison)
-    said = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
-    if said:
-        yield pages.Text("In short", "\n".join(said))
+    verdicts = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
+    if verdicts:
+        yield pages.Text("In short", "\n".join(verdicts))
         figures = (figure for suite in comparison.suites for figure in intervals_of(suite))
         yield pages.charts("Means and differences", figures, INTERVALS)
     for suite in comparison.suites:
-        for title, table in (
-            ("means", values_table(suite, percent)),
-            ("differences", differences_table(suite, percent)),
-        ):
-            note = HOW if title == "differences" else suite.metric
-            yield pages.Table(f"{suite.key}: {title}", *cells_of(table), note)
+        yield pages.Table(f"{suite.key}: means", *cells_of(values_table(suite, percent)), suite.metric)
+        yield pages.Table(f"{suite.key}: differences", *cells_of(differences_table(suite, percent)), HOW)
         yield pages.Text(f"{suite.key}: notes", "\n".join(notes(suite)))
         for one in suite.differences:
             yield from _flipped(suite, one)
@@ -224,25 +221,25 @@ def intervals_of(suite: Suite) -> Iterator[Drawing]:
     yield intervals(f"{suite.key}: difference", differences, zero=True)
 
 
-def _flipped(suite: Suite, one: Difference) -> Iterator[pages.Table]:
+def _flipped(suite: Suite, difference: Difference) -> Iterator[pages.Table]:
     """The items that one of the two answered better, each way, with both answers."""
-    for better, worse, wins in ((one.b, one.a, True), (one.a, one.b, False)):
-        found = [flip for flip in one.flips if (flip.b_score > flip.a_score) == wins]
-        more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(found) > FLIPS_SHOWN else ""
-        some = found[:FLIPS_SHOWN]
+    for better, worse, wins in ((difference.b, difference.a, True), (difference.a, difference.b, False)):
+        flips = [flip for flip in difference.flips if (flip.b_score > flip.a_score) == wins]
+        more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(flips) > FLIPS_SHOWN else ""
+        some = flips[:FLIPS_SHOWN]
         known = any(flip.gold is not None for flip in some)
-        header = ["item", "prompt", *(["right answer"] if known else []), one.a, one.b]
+        header = ["item", "prompt", *(["right answer"] if known else []), difference.a, difference.b]
         rows = [
             [
                 *(flip.item, flip.prompt),
                 *([flip.gold] if known else []),
-                *(_said(flip.a, flip.a_score), _said(flip.b, flip.b_score)),
+                *(_scored(flip.a, flip.a_score), _scored(flip.b, flip.b_score)),
             ]
             for flip in some
         ]
-        yield pages.Table(f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(found), 'item')}{more}.")
+        yield pages.Table(f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(flips), 'item')}{more}.")
 
 
-def _said(answer: Answer, score: float) -> str:
-    read = "" if answer.extracted is None else f", {answer.extracted}"
-    return f"[{score:.3g}{read}]\n{answer.completion}"
+def _scored(answer: Answer, score: float) -> str:
+    extracted = "" if answer.extracted is None else f", {answer.extracted}"
+    return f"[{score:.3g}{extracted}]\n{answer.completion}"

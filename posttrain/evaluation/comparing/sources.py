@@ -1,11 +1,13 @@
-"""What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers."""
+"""What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers; and
+the sides of a comparison: a source each, or several runs that differ by their seed alone."""
 
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ REWARD = "reward on "  # before the name of a run's validation set
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A suite's answers, what their score is, and how they came about (sampling …)."""
+    """A suite's answers, the name of their score, and settings that they were made with (sampling …)."""
 
     metric: str
     answers: Sequence[Answer]
@@ -43,9 +45,7 @@ class Source:
 
 def read_source(path: str) -> Source:
     """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
-
-    Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared.
-    """
+    Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared."""
     folder, step = _at_step(path)
     if folder.is_file():
         return Source(folder.name.partition(".")[0], path, read_rows(folder))
@@ -85,9 +85,7 @@ def _at_step(path: str) -> tuple[Path, int | None]:
 
 def _evaluated(folder: Path) -> Path | None:
     """The evaluation folder of a run's final model, or of the only one of its models that was evaluated.
-
-    Raises RunError if there are several, and none of the final model.
-    """
+    Raises RunError if there are several, and none of the final model."""
     found = sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
     final = next((path for path in found if path.name == "final"), None)
     if final is None and len(found) > 1:
@@ -97,7 +95,7 @@ def _evaluated(folder: Path) -> Path | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run whose model an evaluation folder is about: that which contains it, or its model."""
+    """The run whose model was evaluated: the run that contains the evaluation folder or the model."""
     model = str(read_summary(folder)["model"].get("path") or "")
     runs = [_above(folder), *([Path(model).absolute().parent] if model else [])]
     return next((run for run in runs if (run / "run.json").is_file()), None)
@@ -126,35 +124,35 @@ def _settings(run: Path) -> tuple[str | None, int | None]:
 
 def _rewards(run: Path) -> str:
     """The rewards of a run, each with its settings."""
-    said = []
+    rewards = []
     for term in RunSummary(run).config.get("rewards") or []:
         if isinstance(term, dict):
-            given = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
-            said.append(f"{term.get('type')} ({', '.join(given)})")
-    return ", ".join(said) or "none"
+            facts = [f"{key} {one}" for key, one in term.items() if one is not None and key not in ("type", "name")]
+            rewards.append(f"{term.get('type')} ({', '.join(facts)})")
+    return ", ".join(rewards) or "none"
 
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
-    """The suites of an evaluation folder, whose answers are all there."""
+    """The suites of an evaluation folder. Raises RunError unless all of their answers are there, each once."""
     summary, by_key = read_summary(folder), {}
     for answer in read_answers(folder):
         by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
-    found = {}
+    suites = {}
     for key, facts in summary["suites"].items():
         answers = by_key.get(key, [])
         if len(answers) != facts.get("answers", len(answers)) or not answers:
             raise RunError(
-                f"{folder} is not whole: answers.jsonl has {counted(len(answers), 'answer')} of {key}, summary.json "
+                f"{folder} is incomplete: answers.jsonl has {counted(len(answers), 'answer')} of {key}, summary.json "
                 f"counts {facts.get('answers', 0):,}: run the same `posttrain eval` again"
             )
         twice, times = Counter((one.item, one.sample) for one in answers).most_common(1)[0]
         if times > 1:
             raise RunError(f"{folder / 'answers.jsonl'} has item {twice[0]}, sample {twice[1]} of {key} twice")
         about = {name: facts[name] for name in ("source", "sampling", "rule") if name in facts}
-        found[key] = Scores(str(facts.get("metric", "score")), answers, about)
-    if not found:
+        suites[key] = Scores(str(facts.get("metric", "score")), answers, about)
+    if not suites:
         raise RunError(f"{folder} has no suite: run `posttrain eval` again")
-    return found
+    return suites
 
 
 def _validation(run: Path, step: int | None) -> dict[str, Scores]:
@@ -167,31 +165,35 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
         raise RunError(f"{run} has no evaluation at step {step}: {has}")
     if not by_step:
         return {}
-    at, found = max(by_step) if step is None else step, {}
-    for one in by_step[at]:
-        found.setdefault(one.suite, []).append(one)
-    kept = {name: answers for name, answers in found.items() if any(one.score is not None for one in answers)}
+    at = max(by_step) if step is None else step
+    by_set: dict[str, list[Answer]] = {}
+    for answer in by_step[at]:
+        by_set.setdefault(answer.suite, []).append(answer)
     about = {"step": at, "rewards": _rewards(run)}
-    return {REWARD + name: Scores("reward", answers, about) for name, answers in kept.items()}
+    return {
+        REWARD + name: Scores("reward", answers, about)
+        for name, answers in by_set.items()
+        if any(answer.score is not None for answer in answers)
+    }
 
 
 def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[Answer]]:
     """The validation completions of a run as answers, by step; an item is a row of a data set."""
-    found: dict[int, list[Answer]] = {}
+    by_step: dict[int, list[Answer]] = {}
     samples: Counter[tuple[int, str]] = Counter()
-    for one in evaluations:
-        item = f"{one['dataset']}/{one['row']}"
+    for row in evaluations:
+        item = f"{row['dataset']}/{row['row']}"
         answer = Answer(
-            suite=one["dataset"],
+            suite=row["dataset"],
             item=item,
-            sample=samples[one["step"], item],
-            verdict="ungraded" if one["reward"] is None else "scored",
-            score=one["reward"],
-            **{name: one[name] for name in ("prompt", "completion", "finish_reason")},
+            sample=samples[row["step"], item],
+            verdict="ungraded" if row["reward"] is None else "scored",
+            score=row["reward"],
+            **{name: row[name] for name in ("prompt", "completion", "finish_reason")},
         )
-        found.setdefault(one["step"], []).append(answer)
-        samples[one["step"], item] += 1
-    return found
+        by_step.setdefault(row["step"], []).append(answer)
+        samples[row["step"], item] += 1
+    return by_step
 
 
 def read_rows(file: Path) -> dict[str, Scores]:
@@ -239,12 +241,12 @@ def _graded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _generated(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = row.get("completions") or []
-    ends = [str(one.get("finish_reason") or "stop") if isinstance(one, dict) else "stop" for one in found]
-    texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found]
     facts = {"prompt": _prompt(row), "gold": _gold(row), "verdict": "ungraded"}
-    ended = zip(texts or [""], ends or [""], strict=True)
-    return [facts | {"completion": text, "finish_reason": end} for text, end in ended]
+    done = [one if isinstance(one, dict) else {"text": one} for one in row.get("completions") or []]
+    return [
+        facts | {"completion": _text(one.get("text", "")), "finish_reason": str(one.get("finish_reason") or "stop")}
+        for one in done
+    ] or [facts | {"completion": "", "finish_reason": ""}]
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
@@ -262,3 +264,102 @@ def _number(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+# --- sides ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side: its runs, and the suites that all of them have."""
+
+    name: str
+    sources: Sequence[Source]
+
+    def suites(self) -> list[str]:
+        return [key for key in self.sources[0].suites if all(key in source.suites for source in self.sources)]
+
+    def metric(self, key: str) -> str:
+        return self.sources[0].suites[key].metric
+
+    def is_scored(self, key: str) -> bool:
+        return any(one.score is not None for source in self.sources for one in source.suites[key].answers)
+
+    def by_item(self, key: str) -> dict[str, list[Answer]]:
+        """The answers of all runs by item."""
+        by_item: dict[str, list[Answer]] = {}
+        for source in self.sources:
+            for answer in source.suites[key].answers:
+                by_item.setdefault(answer.item, []).append(answer)
+        return by_item
+
+    def runs(self, key: str) -> list[Scores]:
+        return [source.suites[key] for source in self.sources]
+
+
+def split_name(argument: str) -> tuple[str | None, str]:
+    """NAME=PATH as (NAME, PATH); a path alone, even one with an equals sign, as (None, path)."""
+    name, equals, path = argument.partition("=")
+    if not equals or not name or not path or "/" in name or Path(argument).expanduser().exists():
+        return None, argument
+    return name, path
+
+
+def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
+    """The sides, in order: sources of one name are one side; without names, runs whose settings differ by the seed.
+
+    If that would leave one side, every source is its own: two seeds of one method can be compared, too.
+    Raises RunError if fewer than two sides are left.
+    """
+    grouped: dict[tuple[str, object], list[Source]] = {}
+    for number, (name, source) in enumerate(named):
+        seeded = source.settings is not None and source.seed is not None
+        alike = ("settings", source.settings) if seeded else ("source", number)
+        grouped.setdefault(("name", name) if name is not None else alike, []).append(source)
+    for key, sources in list(grouped.items()):
+        seeds = [source.seed for source in sources]
+        if key[0] == "settings" and len(set(seeds)) < len(seeds):  # one run's checkpoints or steps
+            del grouped[key]
+            grouped |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
+    if len(grouped) == 1 and named[0][0] is None:
+        grouped = {("source", number): [source] for number, (_, source) in enumerate(named)}
+    if len(grouped) < 2:
+        raise RunError(f"there is one side only, {named[0][0]}: name at least two, such as a=RUN b=RUN")
+    order = {id(source): number for number, (_, source) in enumerate(named)}
+    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in grouped.items()]
+    return _distinct(sorted(sides, key=lambda side: order[id(side.sources[0])]))
+
+
+def _side_name(key: tuple[str, object], sources: Sequence[Source]) -> str:
+    if key[0] == "name":
+        return str(key[1])
+    if len(sources) == 1:
+        return sources[0].name
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(source.name for source in sources), strict=False))
+    common = "".join(letters[0] for letters in alike).rstrip("-_./ ")
+    return f"{common or sources[0].name} ({counted(len(sources), 'seed')})"
+
+
+def _distinct(sides: Sequence[Side]) -> list[Side]:
+    """The sides with distinct names: where several have one name, each gets its path, or a number."""
+    distinct = []
+    for number, side in enumerate(sides):
+        same = [other for other in sides if other.name == side.name]
+        paths = {str(other.sources[0].path) for other in same}
+        rank = 1 + sum(other.name == side.name for other in sides[:number])
+        name = str(side.sources[0].path) if len(paths) == len(same) else f"{side.name} #{rank}"
+        distinct.append(side if len(same) == 1 else replace(side, name=name))
+    return distinct
+
+
+def settings_that_differ(sides: Sequence[Side], key: str) -> Mapping[str, Sequence[object]]:
+    """Settings of a suite's answers that are not the same for all sides, with their values, by name; seeds aside."""
+    settings: list[dict[str, object]] = []
+    for side in sides:
+        facts: dict[str, object] = {}
+        for name, value in side.runs(key)[0].about.items():
+            facts |= {str(inner): one for inner, one in value.items()} if isinstance(value, Mapping) else {name: value}
+        settings.append(facts)
+    names = dict.fromkeys(name for facts in settings for name in facts if name != "seed")
+    values = {name: [facts.get(name) for facts in settings] for name in names}
+    return {name: several for name, several in values.items() if any(value != several[0] for value in several)}

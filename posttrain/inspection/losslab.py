@@ -1,4 +1,5 @@
-"""A step's batch under every loss: value, gradient norm, share clipped, and the cosines between the gradients."""
+"""A step's batch under every loss: value, gradient norm, share clipped, and the cosines between the gradients; as a
+table, a picture of the cosines, and a JSON file."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from posttrain.base.errors import RunError
@@ -17,24 +21,28 @@ from posttrain.base.progress import progress
 from posttrain.batch import Pack
 from posttrain.config import DevicesConfig, RunConfig, dump
 from posttrain.config.schema.methods import AnyMethod
-from posttrain.inspection.losslab.inputs import (
+from posttrain.inspection.loss_inputs import (
     Rows,
     StoredStep,
+    Variant,
     Weights,
     logged,
     rows_of,
     settings_of,
     stored_step,
+    variants,
     weights_for,
 )
-from posttrain.inspection.losslab.variants import Variant, variants
 from posttrain.models.devices import determinism, take_device
 from posttrain.models.experts import RouterLoss
 from posttrain.optim.update import AdamW, Objective, backward, balanced
 from posttrain.recipes import OFFLINE, ONLINE, REWARDED
 from posttrain.recipes.models import Models, scorer_of
 from posttrain.recipes.online import Step, sampled_prompts
-from posttrain.runs.files import restore_rng, rng_state
+from posttrain.reports.design import LIGHT, diverging, text_on
+from posttrain.reports.drawing import Drawing, write_drawings
+from posttrain.reports.markup import el, short
+from posttrain.runs.files import restore_rng, rng_state, save_json
 from posttrain.runs.run import Run
 from posttrain.scoring import Scorer
 from posttrain.training.job import Job
@@ -42,6 +50,8 @@ from posttrain.training.reference import is_reference_free, make_reference, no_r
 
 GIB = 2**30
 CHUNK = 1 << 20  # parameters at a time, in double precision
+CELL = 5  # characters of a cosine in the terminal, with the gap
+SIDE = 44  # pixels of a cosine in the picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +68,7 @@ class LossRow:
 @dataclass(frozen=True, slots=True)
 class Lab:
     """The losses of one step, the run's own first, and the cosine between the gradients of each two of them.
-
-    A cosine is None if one of the gradients is 0 or not finite.
-    """
+    A cosine is None if one of the gradients is 0 or not finite."""
 
     folder: Path
     step: int
@@ -84,12 +92,10 @@ class Loss:
 
 class Bench:
     """A model with a batch: makes the loss of any method that fits them. Every model is loaded once.
+    `data_rows` are the step's rows, for a run that also trains on the data's completions."""
 
-    `given` has the rows of the step, for a run that also trains on the data's completions.
-    """
-
-    def __init__(self, job: Job, weights: Weights, batch: Rows | StoredStep, given: Rows | None = None):
-        self.job, self.weights, self.batch, self.given = job, weights, batch, given
+    def __init__(self, job: Job, weights: Weights, batch: Rows | StoredStep, data_rows: Rows | None = None):
+        self.job, self.weights, self.batch, self.data_rows = job, weights, batch, data_rows
         method = job.config.method
         self.policy = job.policy(method.head)
         self.scorer = scorer_of(job, method, self.policy)
@@ -119,8 +125,8 @@ class Bench:
         more: dict[str, Any] = {}
         if method.has_ratio and not self.weights.exact:
             more["old_R"] = batch.old_R.to(job.device)
-        if self.given is not None:
-            prompts, share = self.given.examples, method.completed_share
+        if self.data_rows is not None:
+            prompts, share = self.data_rows.examples, method.completed_share
             more["others"] = sampled_prompts(job.config.seed, number, prompts, share)[1]
         models = self._models(method, reference)
         step = recipe.step_of(models, batch.rollout, **more)
@@ -206,8 +212,7 @@ def losses(
         rows, gradients = _measure(bench, chosen, batch)
     line = logged(folder, step) if weights.exact and config.method.updates == 1 else None
     norm = None if line is None else line.get("grad_norm")
-    described = str(batch)
-    return Lab(folder, step, weights, described, rows, cosines(gradients), left_out, config.method.updates, norm)
+    return Lab(folder, step, weights, str(batch), rows, cosines(gradients), left_out, config.method.updates, norm)
 
 
 @contextmanager
@@ -262,8 +267,8 @@ def cosines(gradients: Tensor) -> list[list[float | None]]:
     norms = products.diagonal().sqrt()
     matrix = products / (norms[:, None] * norms[None, :])
     matrix.fill_diagonal_(1.0)
-    matrix[~(torch.isfinite(norms) & (norms > 0))] = math.nan
-    matrix.T[~(torch.isfinite(norms) & (norms > 0))] = math.nan
+    undefined = ~(torch.isfinite(norms) & (norms > 0))
+    matrix[undefined] = matrix.T[undefined] = math.nan
     return [[_finite(value) for value in row] for row in matrix.clamp(-1, 1).tolist()]
 
 
@@ -280,3 +285,140 @@ def _refuse_too_large(optimizer: AdamW, count: int) -> None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def show(lab: Lab, console: Console) -> None:
+    """Print the table of the losses, then that of the cosines if the console is wide enough."""
+    console.print(f"step {lab.step} of {lab.folder}: {lab.batch}", soft_wrap=True)
+    console.print(f"weights: {lab.weights}", soft_wrap=True)
+    for line in lab.weights.skipped:
+        console.print(f"skipped: {line}", soft_wrap=True)
+    if lab.updates > 1:
+        console.print(
+            f"A step of this run has {lab.updates} updates. This is the first, over the whole batch; `at last` is the "
+            "share clipped at the last one, by the stored log-probabilities."
+        )
+    console.print("row 1: this run's own loss; cosine: with its gradient")
+    console.print(_losses(lab))
+    if len(lab.rows) > 1:
+        _print_cosines(lab, console)
+    own = lab.rows[0]
+    if lab.logged is not None and own.norm is not None:
+        difference = abs(own.norm - lab.logged) / lab.logged if lab.logged else abs(own.norm)
+        logged = f"logged: {lab.logged:.6g} (relative difference {difference:.0e})"
+        console.print(f"grad norm of row 1: {own.norm:.6g}, {logged}")
+    if any(row[0] is None for row in lab.cosines):
+        console.print("-: no cosine, the gradient is 0 or not finite")
+    for reason, names in _by_reason(lab).items():
+        console.print(f"not computed: {', '.join(names)}: {reason}", soft_wrap=True)
+
+
+def _by_reason(lab: Lab) -> dict[str, list[str]]:
+    """The names of the losses that do not fit, by the reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in lab.left_out.items():
+        reason = why.replace(f"loss_type: {name}", "the loss").replace(f" {name} ", " the loss ")
+        names.setdefault(reason, []).append(name)
+    return names
+
+
+def _losses(lab: Lab) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("", justify="right")
+    table.add_column("loss", overflow="fold")
+    clips = any(row.clipped is not None for row in lab.rows)
+    columns = ["value", "grad norm", "cosine", *(["clipped"] if clips else [])]
+    columns += ["at last"] if lab.updates > 1 and clips else []
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (row, cosine) in enumerate(zip(lab.rows, lab.cosines[0], strict=True), start=1):
+        cells = [_number(row.loss), _number(row.norm), "-" if cosine is None else f"{cosine:+.3f}"]
+        cells += [_share(row.clipped), _share(row.clipped_last)]
+        table.add_row(str(number), row.variant.label, *cells[: len(columns)])
+    return table
+
+
+def _print_cosines(lab: Lab, console: Console) -> None:
+    if CELL * len(lab.rows) + 4 > console.width:
+        console.print("The cosines of all pairs are in the picture and the JSON file.")
+        return
+    console.print("cosines between the gradients")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", *map(str, range(1, len(lab.rows) + 1))):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, row in enumerate(lab.cosines, start=1):
+        table.add_row(str(number), *(_short(value) for value in row))
+    console.print(table)
+
+
+def save(lab: Lab, folder: Path) -> list[Path]:
+    """Write `losses-step-N.json` and, for two losses or more, `losses-step-N.svg`; returns their paths."""
+    paths = [folder / f"losses-step-{lab.step}.json"]
+    save_json(paths[0], as_json(lab))
+    if len(lab.rows) > 1:
+        paths.append(paths[0].with_suffix(".svg"))
+        write_drawings(paths[1], [cosines_drawing(lab)])
+    return paths
+
+
+def as_json(lab: Lab) -> dict[str, Any]:
+    """The content of the JSON file."""
+    return {
+        "run": str(lab.folder),
+        "step": lab.step,
+        "batch": lab.batch,
+        "weights": {"name": lab.weights.name, "step": lab.weights.state.step, "exact": lab.weights.exact},
+        "updates": lab.updates,
+        "logged_grad_norm": lab.logged,
+        "losses": [
+            {
+                "name": row.variant.name,
+                "label": row.variant.label,
+                "method": row.variant.method.model_dump(mode="json"),
+                "loss": row.loss,
+                "grad_norm": row.norm,
+                "clipped": row.clipped,
+                "clipped_last": row.clipped_last,
+            }
+            for row in lab.rows
+        ],
+        "cosines": lab.cosines,
+        "left_out": [{"name": name, "reason": reason} for name, reason in lab.left_out.items()],
+    }
+
+
+def cosines_drawing(lab: Lab) -> Drawing:
+    """A heat map of the cosines, with their values; grey where there is none."""
+    labels = [short(row.variant.label, 40) for row in lab.rows]
+    left, count = 12 + 7 * max(map(len, labels)), len(labels)
+    bottom, parts = SIDE * count, []
+    for at, label in enumerate(labels):
+        middle = SIDE * at + SIDE // 2
+        turned = f"translate({left + middle + 4} {bottom + 6}) rotate(-90)"
+        parts.append(el("text", label, class_="name end", x=left - 6, y=middle + 4))
+        parts.append(el("text", label, class_="name end", transform=turned))
+    for row, cosines in enumerate(lab.cosines):
+        for column, cosine in enumerate(cosines):
+            ground = LIGHT.line if cosine is None else diverging(cosine)
+            label = "–" if cosine is None else f"{cosine:.2f}".replace("-0.00", "0.00")
+            x, y, style = left + SIDE * column, SIDE * row, f"fill: {text_on(ground)}"
+            parts.append(el("rect", x=x, y=y, width=SIDE, height=SIDE, fill=ground))
+            parts.append(el("text", label, class_="middle", style=style, x=x + SIDE // 2, y=y + SIDE // 2 + 4))
+    title = f"Cosines between gradients, step {lab.step}"
+    return Drawing(title, (left + SIDE * count, bottom + left), parts, f"{count} losses: {', '.join(labels)}")
+
+
+def _short(cosine: float | None) -> str:
+    """A cosine in at most five characters: 1.00, .92, -.31."""
+    return "-" if cosine is None else f"{cosine:.2f}".replace("0.", ".").replace("-.00", ".00")
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,366 @@
+"""What the loss lab computes: a step's weights, its batch of stored completions or rows of the data, and the losses
+that fit it: the run's own first, then each with the run's settings, or with those of `--set`."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from posttrain.base.errors import ConfigError, RunError
+from posttrain.base.words import counted
+from posttrain.batch import Example, Node
+from posttrain.config import RunConfig
+from posttrain.config.reading.explain import did_you_mean, wrong_value
+from posttrain.config.reading.fields import full
+from posttrain.config.reading.files import parse_value
+from posttrain.config.schema.base import SettingsConflict
+from posttrain.config.schema.methods import METHODS, AnyMethod
+from posttrain.data import Prepared
+from posttrain.rewards.compose import CompletionReward
+from posttrain.rollout import Rollout, SampledCompletion
+from posttrain.runs.checkpoint import list_checkpoints, verify
+from posttrain.runs.files import load_tensors, restore_rng
+from posttrain.runs.folder import check_run_folder, is_locked, read_facts
+from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
+from posttrain.training.job import Job, data_of
+from posttrain.training.loop import epoch_order, place_of
+from posttrain.training.state import Saved, State, problems_of
+
+# The lab computes one update over the complete batch, with a reference that scores it then.
+ONE_UPDATE = {
+    "num_iterations": 1,
+    "num_minibatches": 1,
+    "num_ppo_epochs": 1,
+    "resampling_rounds": 0,
+    "precompute_ref_log_probs": False,
+}
+# Settings that the lab cannot change: they choose the loss, or other models, or act before or after the step.
+FIXED = {
+    *ONE_UPDATE,
+    *("type", "loss_type", "loss_weights", "divergence"),
+    *("ref_model", "teacher", "teacher_system_prompt", "on_policy_fraction"),
+    *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
+}
+EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # rows of one loss that are not computed with `--set`
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that gradients are computed with. `checkpoint` None is the model before training."""
+
+    step: int  # the step that the lab is about
+    checkpoint: Path | None
+    state: State  # of the loop, with these weights
+    skipped: tuple[str, ...] = ()  # damaged checkpoints that are nearer
+
+    @property
+    def exact(self) -> bool:
+        """Whether the step began with these weights."""
+        return self.state.step == self.step - 1
+
+    @property
+    def name(self) -> str:
+        return "the initial model" if self.checkpoint is None else self.checkpoint.name
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"{self.name}, which step {self.step} began with"
+        return f"{self.name}: nearest before step {self.step}, as there is no checkpoint-{self.step - 1}"
+
+    def restore_generators(self, device: torch.device) -> None:
+        """Set the random generators, which dropout reads, to the checkpoint's; without one they are as at the start."""
+        if self.checkpoint is not None:
+            restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng, device)
+
+
+def weights_for(folder: Path, step: int) -> Weights:
+    """The weights that a step began with, or else the nearest earlier ones. Damaged checkpoints are skipped."""
+    skipped = []
+    for path in reversed(list_checkpoints(folder)):
+        if step_of(path) >= step:
+            continue
+        if problems := verify(path) or problems_of(path):
+            skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
+            continue
+        return Weights(step, path, Saved.read(path).loop, tuple(skipped))
+    return Weights(step, None, State(), tuple(skipped))
+
+
+def settings_of(folder: Path) -> RunConfig:
+    """The settings of a run that is not active, with the current paths of its models.
+    Raises RunError for a folder without a run, an active run, or models that have changed since."""
+    nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if nested and not (folder / "run.json").is_file():
+        raise RunError(f"{folder} has several runs: name one of them ({', '.join(str(folder / n) for n in nested)})")
+    check_run_folder(folder)
+    if is_locked(folder):
+        raise RunError(
+            f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait for its "
+            "end, or stop it (Ctrl-C) and resume it later"
+        )
+    config = run_settings(folder)
+    before, now = recorded(folder), models_of(config)
+    for setting in (START, *REFERENCES):
+        if setting in before and setting in now and before[setting]["content"] != (content := content_of(now[setting])):
+            raise RunError(
+                f"{now[setting].path} ({setting}) is not the model that {folder} was trained with: it was "
+                f"{before[setting]['content']}, and now it is {content}. Restore the former model"
+            )
+    return config
+
+
+def finished_steps(folder: Path) -> int:
+    """The number of steps that the run has made, by its metrics and its checkpoints."""
+    lines = [line["step"] for line in read_metrics(folder) if "loss" in line]
+    return max([0, *lines, *map(step_of, list_checkpoints(folder))])
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def logged(folder: Path, step: int) -> dict[str, Any] | None:
+    """The step's own line of metrics; None if it is a mean over several steps."""
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    before = max((line["step"] for line in lines if line["step"] < step), default=0)
+    return next((line for line in lines if line["step"] == step and before == step - 1), None)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A stored step: its rollout, and log-probabilities of its tokens (R) before the step and at its last update.
+    Both are the engine's outside of the run's loss."""
+
+    rollout: Rollout
+    old_R: Tensor
+    new_R: Tensor
+
+    def __str__(self) -> str:
+        completions = counted(len(self.rollout.completions), "completion")
+        return f"{completions} of {counted(len(self.rollout.prompts), 'prompt')}"
+
+
+def stored_step(folder: Path, step: int) -> StoredStep:
+    """Read a step from `rollouts.sqlite`. Raises RunError if it is not there, or damaged."""
+    with StoredRun(folder) as stored:
+        stored.require(step)
+        prompts, rows = stored.prompts(step), stored.rollouts(step)
+    _check(folder, step, prompts, rows)
+    examples = [Example((Node(one["tokens"]),), row=one["row"], facts=one["facts"]) for one in prompts]
+    completions = [
+        SampledCompletion(
+            row["prompt_index"],
+            row["tokens"].tolist(),
+            of_trained(row)["sampler_logprobs"].tolist(),
+            row["completion"],
+            row["finish_reason"],
+            row["version"],
+            CompletionReward(row["reward"]),
+            trained_tokens(row).tolist(),
+        )
+        for row in rows
+    ]
+    return StoredStep(Rollout(examples, completions), _flat(rows, "old_logprobs"), _flat(rows, "new_logprobs"))
+
+
+def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RunError unless every completion has a prompt, tokens, and a number of each kind per token."""
+    for row in rows:
+        size = None if row["tokens"] is None else len(row["tokens"])
+        arrays = [row[name] for name in ("sampler_logprobs", "old_logprobs", "new_logprobs")]
+        whole = size and arrays[0] is not None and all(one is None or len(one) == size for one in arrays)
+        if not whole or row["prompt_index"] >= len(prompts):
+            raise RunError(
+                f"{folder / 'rollouts.sqlite'}: completion {row['rollout_index']} of prompt {row['prompt_index']} of "
+                f"step {step} is damaged; choose another step"
+            )
+
+
+def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+    each = [row["sampler_logprobs"] if row[name] is None else row[name] for row in map(of_trained, rows)]
+    return torch.from_numpy(np.concatenate(each).astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, the data that they come from, and the example before them in their epoch."""
+
+    examples: list[Example]
+    data: Prepared
+    previous: Example
+
+    def __str__(self) -> str:
+        return f"{counted(len(self.examples), 'row')} of the training data"
+
+
+def rows_of(job: Job, folder: Path, step: int) -> Rows:
+    """The rows of a step: their order is a function of seed and epoch. Raises RunError if the data has changed."""
+    done = finished_steps(folder)
+    if step > done:
+        raise RunError(f"{folder} has made {counted(done, 'step')}: there is no step {step}")
+    data = data_of(job.config, job.model, job.tokenizer)
+    before = read_facts(folder)["provenance"].get("dataset_fingerprint")
+    if before is not None and data.fingerprint != before:
+        raise RunError(
+            f"the training data differs from the data that {folder} was trained on (another file, split, template or "
+            f"tokenizer: restore it), so the rows of step {step} are not known"
+        )
+    epoch, positions = place_of(job.config, len(data.train), step)
+    order = epoch_order(job.config, len(data.train), epoch)
+    return Rows([data.train[int(row)] for row in order[positions]], data, data.train[int(order[positions.start - 1])])
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A loss with its settings: a row of the lab. `label` is `name` and the settings that were chosen for it."""
+
+    name: str
+    label: str
+    method: AnyMethod
+
+
+def variants(
+    own: AnyMethod, losses: Sequence[str], settings: Mapping[str, Sequence[Any]]
+) -> tuple[list[Variant], dict[str, str]]:
+    """The rows of the lab for a run of `own`, its own loss first; and the losses that do not fit, with the reason.
+
+    `losses` are names, empty for all. Every combination of `settings` makes a row of each loss that reads them. Raises
+    ConfigError for an unknown loss or setting, or a value that is out of range.
+    """
+    entries = [(name, changes) for name, changes in catalogue(own) if not settings or not (changes.keys() & EXTRAS)]
+    names = list(dict.fromkeys(name for name, _ in entries))
+    for name in losses:
+        if name not in names:
+            raise ConfigError(f"--loss {name}: {did_you_mean(name, names)} for a run of {own.type}")
+    _refuse_unknown(settings, {changes["type"] for name, changes in entries if not losses or name in losses})
+    first = own.model_copy(update={key: value for key, value in ONE_UPDATE.items() if hasattr(own, key)})
+    shown = {key: getattr(own, key) for key in settings if own.reads(key)}
+    rows = [Variant(own.loss_name, _label(own.loss_name, shown), first)]
+    left_out: dict[str, str] = {}
+    unread = set(settings)
+    for name, changes in entries:
+        if losses and name not in losses:
+            continue
+        for values in itertools.product(*settings.values()):
+            chosen = dict(zip(settings, values, strict=True))
+            adapted = _adapted(own, changes, chosen)
+            if isinstance(adapted, str):
+                left_out[_label(name, chosen)] = adapted
+                continue
+            method, read = adapted
+            unread -= read.keys()
+            if all(method != row.method for row in rows):
+                extra = {key: value for key, value in changes.items() if key not in ("type", "loss_type", "divergence")}
+                rows.append(Variant(name, _label(name, extra | read), method))
+    for name in settings:
+        if name in unread and not left_out:
+            raise ConfigError(f"--set {name}: none of these losses reads it: {', '.join(losses or names)}")
+    return rows, left_out
+
+
+def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of `--set name=value,value`, repeated. Raises ConfigError for text of another form."""
+    settings: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not (equals and name.strip() and all(map(str.strip, values.split(",")))):
+            raise ConfigError(f"--set {text}: write a setting of the method and its values, such as epsilon=0.1,0.2")
+        each = [parse_value(value.strip(), f"--set {text}").values["value"] for value in values.split(",")]
+        settings.setdefault(name.strip().removeprefix("method."), []).extend(each)
+    return {name: list(dict.fromkeys(values)) for name, values in settings.items()}
+
+
+def catalogue(own: AnyMethod) -> list[tuple[str, dict[str, Any]]]:
+    """The losses for the data of a run of `own`, by name, with the settings that they change."""
+    losses = [
+        (name, {"type": method.name(), **chosen})
+        for method in sorted(METHODS.values(), key=lambda method: method.trains_values)
+        if all(getattr(method, name) == getattr(own, name) for name in ("kind", "head", "needs_rewards"))
+        and method.trains_values <= own.trains_values
+        for name, chosen in method.losses(own)
+    ]
+    if own.loss_name not in dict(losses):  # a sum of losses
+        losses.append((own.loss_name, own.model_dump(include={"type", "loss_type", "loss_weights"})))
+    return losses
+
+
+def _adapted(
+    own: AnyMethod, changes: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> tuple[AnyMethod, dict[str, Any]] | str:
+    """The settings of another loss, and those of `chosen` that it reads; or the reason why there are none.
+
+    They are the run's. A setting that the run leaves at its method's default, or that the other loss does not read, has
+    the other method's default.
+    """
+    group = METHODS[changes["type"]]
+    values = _carried(own, group) | dict(changes)
+    read = {key: value for key, value in chosen.items() if key in group.model_fields}
+    forced = {key: value for key, value in ONE_UPDATE.items() if key in group.model_fields}
+    while True:
+        try:
+            method = group.model_validate(values | read | forced)
+        except ValidationError as error:
+            conflict = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+            if not isinstance(conflict, SettingsConflict):
+                raise _wrong(error, group) from error
+            unread = {path for path, _ in conflict.problems} - changes.keys() - {"num_generations"}
+            if not unread & (read.keys() | values.keys()):
+                return "; ".join(f"{path} {message}" for path, message in conflict.problems)
+        else:
+            unread = {key for key in read if not method.reads(key)}
+            if not unread:
+                return method, read
+        for path in unread:
+            read.pop(path, None)
+            values.pop(path, None)
+
+
+def _carried(own: AnyMethod, group: type[AnyMethod]) -> dict[str, Any]:
+    """The run's settings that the other method has too."""
+    names = own.own_names if group is not type(own) else {}
+    defaults = type(own).model_fields
+    carried = {}
+    for name in group.model_fields:
+        source = names.get(name, name)
+        if source not in defaults or name in ("type", "loss_type"):
+            continue
+        value = getattr(own, source)
+        if group is type(own) or value != defaults[source].default or name == "num_generations":
+            carried[name] = value
+    return carried
+
+
+def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> None:
+    """Raise ConfigError for a setting that none of the methods has, or that the lab cannot change."""
+    known = sorted({name for type in types for name in METHODS[type].model_fields} - FIXED)
+    for name in settings:
+        if name in FIXED:
+            raise ConfigError(
+                f"--set {name}: it chooses the loss (--loss), another model, or acts outside of a step's first update"
+            )
+        if name not in known:
+            raise ConfigError(
+                f"--set {name}: {did_you_mean(name, known) if known else 'these losses have no settings'}"
+            )
+
+
+def _wrong(error: ValidationError, group: type[AnyMethod]) -> ConfigError:
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0])
+    return ConfigError(f"--set {name} {wrong_value(problem['input'], full(group.model_fields[name]))}")
+
+
+def _label(name: str, settings: Mapping[str, Any]) -> str:
+    shown = (f"{key}={'null' if value is None else value}" for key, value in settings.items())
+    return " ".join([name, *shown])

@@ -1,1 +1,0 @@
-"""The loss lab (`posttrain losses`): one stored batch under every compatible loss and setting."""

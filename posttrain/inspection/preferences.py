@@ -1,0 +1,173 @@
+"""Preference pairs: whether length predicts which reply is preferred, and the share of wrong labels.
+
+That share is estimated from the margins of a reward model that has not seen the labels. Model: the label is the one a
+person who agrees with the reward model up to a temperature T would give, and a share ε of labels is flipped at random.
+With m = reward of chosen - reward of rejected,
+
+    P(label | m) = (1 - ε) σ(m / T) + ε σ(-m / T).
+
+Where the model is sure, σ is 0 or 1 and the share of contradicted labels is ε: that is what identifies it. ε and T are
+the maximum of the likelihood; the interval is that of the profile likelihood (2 Δ log L ≤ 3.84), on ε in [0, 0.5].
+
+Assumptions: the model was not trained on these labels (it would have learned the wrong ones), flipped labels do not
+depend on the margin, and T > 0, that is, the model is better than chance. A model that is confidently wrong about a
+kind of reply adds to ε. Where it is nowhere sure, or sure of all pairs alike, errors of the model and of labels cannot
+be distinguished, and the interval is wide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.base.errors import ConfigError
+from posttrain.base.progress import progress
+from posttrain.base.threads import sharing_cores
+from posttrain.config import ModelConfig
+from posttrain.config.schema.run import RunConfig
+from posttrain.data import Options, prepare
+from posttrain.evaluation.pairs import BATCH, own_margins
+from posttrain.evaluation.statistics import Estimate, mean_by_prompt
+from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.families import check_longest
+from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
+
+Array = np.ndarray
+
+BINS = 500
+CONFIDENT = 0.9  # probability of the other label, by the calibrated margin
+CHI_SQUARE = 3.841458820694124  # 95 % point with one degree of freedom
+SLOPES = np.geomspace(1e-3, 1e3, 121)  # of m / median |m|; the maximum is then refined
+STEP = SLOPES[1] / SLOPES[0]
+RATES = np.linspace(0.0, 0.5, 251)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBias:
+    """`longer`: the share of pairs in which the longer reply is chosen, with its interval, clustered by prompt.
+    `auc`: the probability that a random chosen reply is longer than a random rejected one, ties counted half."""
+
+    pairs: int
+    equal: int  # of the same length; not in `longer`
+    longer: Estimate | None
+    auc: float
+    chosen_mean: float
+    rejected_mean: float
+
+
+def length_bias(chosen: Array, rejected: Array, prompts: Sequence[int] | Array) -> LengthBias:
+    """From the numbers of tokens of both replies of each pair, and a key of its prompt."""
+    by_prompt: dict[int, list[float]] = {}
+    for one, other, prompt in zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True):
+        if one != other:
+            by_prompt.setdefault(prompt, []).append(float(one > other))
+    longer = mean_by_prompt(list(by_prompt.values())) if by_prompt else None
+    equal = int((chosen == rejected).sum())
+    return LengthBias(len(chosen), equal, longer, auc(chosen, rejected), float(chosen.mean()), float(rejected.mean()))
+
+
+def auc(positive: Array, negative: Array) -> float:
+    """P(positive > negative) + P(equal) / 2, the area under the ROC curve (Mann-Whitney)."""
+    ordered = np.sort(negative)
+    below = np.searchsorted(ordered, positive, side="left") + np.searchsorted(ordered, positive, side="right")
+    return float(below.sum() / (2 * len(positive) * len(negative)))
+
+
+@sharing_cores()
+def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
+    """The row numbers of the training pairs, without ties, and chosen's reward minus rejected's.
+
+    Rows held out for validation are scored, too; rows have the reward model's own tokens. Raises ConfigError if the
+    method trains on no pairs, or the model is no reward model.
+    """
+    if config.method.kind != "pair":
+        raise ConfigError(f"--reward-model judges preference pairs; method {config.method.type} has none")
+    model = ModelConfig(path=path)
+    if not is_reward_model(model):
+        raise ConfigError(f"--reward-model {path}: is not a reward model, which `posttrain train method=reward` trains")
+    tokenizer = load_tokenizer(model)
+    data = config.data.model_copy(update={"validation": None, "excluded": ()})
+    dataset = prepare(data, tokenizer, "pair", Options(seed=config.seed)).train
+    device = take_device(config.devices)
+    loaded = load_model(model, "reward", compute_dtype(model, device), device)
+    check_longest(loaded.config, dataset.longest)
+    check_embeddings(loaded, tokenizer, path)
+    _, once = np.unique(dataset.rows, return_index=True)  # a source with a weight has rows several times
+    once = once[~dataset.ties[once]]
+    once = once[np.argsort(-dataset.lengths[once], kind="stable")]
+    score, margins = own_margins(loaded, device), []
+    for start in progress(range(0, len(once), BATCH), "scoring pairs"):
+        margins += score([dataset[int(index)] for index in once[start : start + BATCH]])
+    order = np.argsort(dataset.rows[once], kind="stable")
+    return dataset.rows[once][order], np.array(margins)[order]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelNoise:
+    """The estimated share of wrong labels, `rate`, with its interval from `low` to `high`.
+
+    `contradicted`: pairs in which the model gives the other label 90 % or more; `disagree`: any negative margin.
+    `wrong_P`: for each pair the probability that its label was flipped.
+    """
+
+    pairs: int
+    rate: float
+    low: float
+    high: float
+    temperature: float
+    disagree: int
+    contradicted: Array  # indices of pairs, the surest first
+    wrong_P: Array
+
+    def __str__(self) -> str:
+        wide = "; this model's margins do not tell more" if self.high - self.low > 0.2 else ""
+        return (
+            f"{self.rate:.1%} of {self.pairs:,} labels are estimated to be wrong "
+            f"(95 % interval {self.low:.1%} to {self.high:.1%}){wide}"
+        )
+
+
+def label_noise(margin_P: Array) -> LabelNoise:
+    """Estimate from the margins (P pairs), of which not all may be 0. Raises ValueError for fewer than 2 pairs."""
+    margin_P = np.asarray(margin_P, np.float64)
+    scale = float(np.median(np.abs(margin_P[margin_P != 0]))) if (margin_P != 0).any() else 0.0
+    if len(margin_P) < 2 or not scale or not np.isfinite(margin_P).all():
+        raise ValueError("label noise needs two or more pairs with finite margins that are not all 0")
+    x_P = margin_P / scale
+    profile_R, slope_R = _profile(x_P)
+    best = int(profile_R.argmax())
+    inside = RATES[2 * (profile_R[best] - profile_R) <= CHI_SQUARE]
+    slope, rate = slope_R[best], float(RATES[best])
+    agrees_P = _sigmoid(slope * x_P)
+    wrong_P = rate * (1 - agrees_P) / (rate * (1 - agrees_P) + (1 - rate) * agrees_P + 1e-300)
+    sure = np.flatnonzero(agrees_P <= 1 - CONFIDENT)
+    sure = sure[np.argsort(margin_P[sure], kind="stable")]
+    low, high = float(inside.min()), float(inside.max())
+    disagree = int((margin_P < 0).sum())
+    return LabelNoise(len(margin_P), rate, low, high, scale / slope, disagree, sure, wrong_P)
+
+
+def _profile(x_P: Array) -> tuple[Array, Array]:
+    """For each rate the largest log-likelihood over the slope, and that slope.
+    Margins are binned by quantile, as the likelihood depends on them smoothly: at most BINS values."""
+    values, weights = _binned(x_P)
+    _, slope_R = _largest(values, weights, SLOPES)
+    return _largest(values, weights, np.geomspace(slope_R.min() / STEP, slope_R.max() * STEP, len(SLOPES)))
+
+
+def _largest(values: Array, weights: Array, slopes: Array) -> tuple[Array, Array]:
+    """For each rate the largest log-likelihood over some slopes, and its slope."""
+    p_SB = _sigmoid(np.outer(slopes, values))
+    likelihood_RS = np.stack([np.log(rate + (1 - 2 * rate) * p_SB + 1e-300) @ weights for rate in RATES])
+    return likelihood_RS.max(1), slopes[likelihood_RS.argmax(1)]
+
+
+def _binned(x_P: Array) -> tuple[Array, Array]:
+    if len(x_P) <= BINS:
+        return x_P, np.ones(len(x_P))
+    parts = np.array_split(np.sort(x_P), BINS)
+    return np.array([part.mean() for part in parts]), np.array([float(len(part)) for part in parts])
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(x, -500, 500)))

@@ -1,0 +1,217 @@
+"""Data quality before a run: duplicates, overlap, contamination, length bias, label noise (docs/data.md)."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.base.errors import DataError
+from posttrain.base.words import counted
+from posttrain.config.schema.run import RunConfig
+from posttrain.data import Prepared
+from posttrain.data.prepare import rows_of_run
+from posttrain.inspection.overlap import (
+    COVERED,
+    NEAR,
+    SHINGLE,
+    Contamination,
+    Duplicates,
+    contamination,
+    duplicates,
+    questions_of,
+)
+from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
+from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
+
+SHOWN = 3  # examples on a line
+LISTED = 10  # rows of a list
+WIDEST = 34  # `validation: prompt in train, exact`
+
+
+def check_quality(
+    config: RunConfig,
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    against: Sequence[str] = (),
+    n: int = 13,
+    reward_model: str | None = None,
+) -> "Quality":
+    """All findings about the rows that train or validate.
+
+    `against` names suites or files whose questions are searched for, by default the built-in suites in the local cache.
+    Raises a PosttrainError for one that cannot be read, and for a model that cannot score the pairs.
+    """
+    questions, missing = questions_of(against)  # an error here comes before long work
+    rows, margins, noise = (), (), None
+    if reward_model is not None:
+        rows, margins = (values.tolist() for values in margins_of(config, reward_model))
+        try:
+            noise = label_noise(margins)
+        except ValueError as error:
+            raise DataError(f"--reward-model {reward_model}: {error}") from error
+    corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
+    shared = [contamination(suite, corpus, n) for suite in questions]
+    repeated = duplicates(corpus)
+    return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, rows, margins)
+
+
+def bias_of(prepared: Prepared, corpus: Corpus) -> LengthBias | None:
+    """The length bias of the training pairs in tokens, without ties; None if there are none."""
+    train = prepared.train
+    if prepared.kind != "pair" or train.ties.all():
+        return None
+    inside = corpus.sets == 0
+    prompts = dict(zip(corpus.numbers[inside].tolist(), corpus.prompt_keys[inside].tolist(), strict=True))
+    _, once = np.unique(train.rows, return_index=True)
+    once = once[~train.ties[once]]
+    keys = [prompts.get(row, -1 - row) for row in train.rows[once].tolist()]
+    return length_bias(train.view[once, 3], train.view[once, 4], keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """All findings. `missing` are suites that were not checked, with the reason."""
+
+    corpus: Corpus
+    duplicates: Sequence[Duplicates]
+    contamination: Sequence[Contamination]
+    missing: Mapping[str, str]
+    n: int
+    bias: LengthBias | None
+    noise: LabelNoise | None
+    pairs: Sequence[int]  # row numbers of `noise`
+    margins: Sequence[float]
+
+    @property
+    def _rows(self) -> dict[str, int]:
+        """The number of rows of each set."""
+        return {name: int((self.corpus.sets == i).sum()) for i, name in enumerate(self.corpus.names)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with all rows."""
+        return {
+            "rows": self._rows,
+            "words": len(self.corpus.rows.words),
+            "only_first_rows_of": self.corpus.cut,
+            "near": {"jaccard": NEAR, "words": SHINGLE},
+            "duplicates": {line.what: {"of": line.among, "rows": line.rows} for line in self.duplicates},
+            "contamination": {
+                suite.name: {name: getattr(suite, name) for name in ("checked", "short", "unread", "copies", "hits")}
+                for suite in self.contamination
+            },
+            "ngram": self.n,
+            "suites_not_checked": dict(self.missing),
+            "notes": list(self.notes()),
+            "length_bias": None if self.bias is None else asdict(self.bias),
+            "label_noise": None if self.noise is None else self._noise_as_json(self.noise),
+        }
+
+    def _noise_as_json(self, noise: LabelNoise) -> dict[str, Any]:
+        return {
+            "pairs": noise.pairs,
+            "rate": noise.rate,
+            "interval": [noise.low, noise.high],
+            "temperature": noise.temperature,
+            "disagree": noise.disagree,
+            "contradicted": [
+                {"row": self.pairs[i], "margin": self.margins[i], "wrong": float(noise.wrong_P[i])}
+                for i in noise.contradicted.tolist()
+            ],
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the findings in tables of at most 80 columns."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in self._rows.items())
+        console.print(f"data quality: {counts} rows, {len(self.corpus.rows.words):,} words", soft_wrap=False)
+        for name in self.corpus.cut:
+            console.print(f"only the first {MOST_WORDS:,} words of {name} are checked", soft_wrap=False)
+        table = _table("duplicates", "rows", "share", "examples")
+        for line in self.duplicates:
+            share = len(line.rows) / line.among if line.among else 0.0
+            table.add_row(line.what, f"{len(line.rows):,}", f"{share:.1%}", _examples(line.rows))
+        console.print(table)
+        if self.contamination:
+            table = _table("questions in train", "checked", "shared", "copies", "examples")
+            for suite in self.contamination:
+                copies = [f"{question} in {row}" for question, share, row in suite.hits if share >= COVERED]
+                cells = f"{suite.checked:,}", f"{len(suite.hits):,}", f"{suite.copies:,}", "; ".join(copies[:SHOWN])
+                table.add_row(suite.name, *cells)
+            console.print(table)
+        for note in self.notes():
+            console.print(note, soft_wrap=False)
+        if self.noise is not None and len(self.noise.contradicted):
+            self._show_contradicted(self.noise, console)
+
+    def notes(self) -> Iterator[str]:
+        """The findings that are sentences."""
+        if self.contamination:
+            yield f"shared: a {self.n}-gram of words with a training row; copies: {COVERED:.0%} of a question's words"
+        if short := ", ".join(f"{suite.short:,} of {suite.name}" for suite in self.contamination if suite.short):
+            yield f"questions of fewer than 8 words, not checked: {short}"
+        for suite in self.contamination:
+            if suite.unread:
+                yield f"{suite.name}: {counted(suite.unread, 'question')} cannot be read, not checked"
+        if self.missing:
+            yield f"suites not checked, since their data is not in the local cache: {', '.join(self.missing)}"
+        if self.bias is not None:
+            yield _bias_line(self.bias)
+        if self.noise is not None:
+            yield f"label noise: {self.noise}"
+            sure, many = len(self.noise.contradicted), self.noise.disagree
+            yield (
+                f"the reward model prefers the rejected reply in {many / self.noise.pairs:.1%} of the pairs, and with "
+                f"a calibrated probability of {CONFIDENT:.0%} or more in {sure:,} ({sure / self.noise.pairs:.1%})"
+            )
+
+    def _show_contradicted(self, noise: LabelNoise, console: Console) -> None:
+        table = _table("label contradicted", "margin", "turned")
+        for index in noise.contradicted[:LISTED].tolist():
+            table.add_row(f"row {self.pairs[index]}", f"{self.margins[index]:.3g}", f"{noise.wrong_P[index]:.0%}")
+        console.print(table)
+        if (more := len(noise.contradicted) - LISTED) > 0:
+            console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
+
+
+def _bias_line(bias: LengthBias) -> str:
+    longer = bias.longer
+    if longer is None:
+        return f"length bias: none can be seen, all {bias.pairs:,} pairs have replies of equal length"
+    bounds, says = "", "which length alone does not predict"
+    if longer.low is not None and longer.high is not None:
+        bounds = f" (95 % interval {longer.low:.1%} to {longer.high:.1%})"
+        if not longer.low <= 0.5 <= longer.high:
+            says = f"so {'longer' if longer.value > 0.5 else 'shorter'} replies tend to be preferred"
+    equal = f", {bias.equal:,} of equal length not counted" if bias.equal else ""
+    return (
+        f"length bias: the longer reply is chosen in {longer.value:.1%} of {longer.answers:,} pairs{bounds}{equal}, "
+        f"{says}; AUC {bias.auc:.3f}, mean tokens of chosen {bias.chosen_mean:.0f}, "
+        f"of rejected {bias.rejected_mean:.0f}"
+    )
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(first, overflow="fold", min_width=WIDEST if first == "duplicates" else None)
+    for name in others:
+        if name == "examples":
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _examples(rows: Iterable[tuple[str, str]]) -> str:
+    """The first rows, each with the row that it repeats; several that repeat one are joined."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for row, earlier in rows:
+        groups[earlier].append(row)
+    return "; ".join(
+        f"{earlier} = {', '.join(again[:SHOWN])}{' …' if len(again) > SHOWN else ''}"
+        for earlier, again in list(groups.items())[:SHOWN]
+    )

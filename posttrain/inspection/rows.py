@@ -1,0 +1,217 @@
+"""`posttrain generate` and `posttrain score`: the rows of a file, in its order and with all their fields, get
+completions of their prompts, or log-probabilities or rewards of their completions."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.base.errors import DataError
+from posttrain.base.progress import counter, progress
+from posttrain.base.threads import sharing_cores
+from posttrain.batch import Pack, pack
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.base import KindName
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.data import prepare
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.readers import Record, read_files
+from posttrain.data.report import Malformed
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.evaluation.answering import too_long
+from posttrain.models.attention import width_step
+from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.families import check_longest
+from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
+from posttrain.rollout import sampling_of
+from posttrain.runs.files import ready_to_write, save_rows
+from posttrain.scoring import RewardScorer, Scorer
+
+log = logging.getLogger("posttrain")
+
+BATCH = 32  # rows scored per batch
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Counts of a generated file."""
+
+    prompts: int
+    completions: int
+    tokens: int
+    truncated: int  # completions that reached the length limit
+    seconds: float
+
+
+@sharing_cores()
+def generate(
+    model: ModelConfig,
+    file: Path,
+    output: Path,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    devices: DevicesConfig,
+    num_generations: int,
+    seed: int,
+    overwrite: bool = False,
+    behavior_version: int = 2,
+) -> Generated:
+    """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
+
+    A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
+    without a usable prompt keeps its position, with `error`. A row's completions depend only on the seed and its
+    number. Prompts are written by the rules of `behavior_version`. Input files are never overwritten, an existing
+    `output` only with `overwrite`.
+    """
+    ready_to_write(output, (file, Path(model.path)), overwrite)
+    device = take_device(devices)
+    tokenizer = load_tokenizer(model)
+    records = list(read_files((file,)))
+    prompts = prompts_of(records, data, tokenizer, str(file), behavior_version)
+    policy = load_model(model, "lm", compute_dtype(model, device), device)
+    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer, data.template != "none"), seed)
+    prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
+    good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+    with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
+        began = time.perf_counter()
+        sampled = generate_all(engine, good, sampling, f"generating for {file.name}")
+        seconds = time.perf_counter() - began
+
+    rows = []
+    for record, prompt in zip(records, prompts, strict=True):
+        row: dict[str, Any] = dict(record.value or {})
+        if isinstance(prompt, Malformed):
+            row["error"] = prompt.reason
+        else:
+            row["completions"] = [as_json(one, sampling, tokenizer, prompt) for one in sampled[prompt.row]]
+        rows.append(row)
+    save_rows(output, rows)
+    _warn(len(records) - len(good), len(records), "have no usable prompt")
+    completions = [completion for group in sampled.values() for completion in group]
+    return Generated(
+        prompts=len(good),
+        completions=len(completions),
+        tokens=sum(len(completion.tokens) for completion in completions),
+        truncated=sum(completion.finish_reason == "length" for completion in completions),
+        seconds=seconds,
+    )
+
+
+def _warn(bad: int, rows: int, problem: str) -> None:
+    if bad:
+        log.warning("%d of %d rows %s: see their field `error`", bad, rows, problem)
+
+
+def generate_all(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str
+) -> dict[int, list[Completion]]:
+    """The completions of each prompt, by its row; random streams are by row, so batching does not change them."""
+    seeds = [seed_of(sampling.seed, prompt.row) for prompt in prompts]
+    with counter(what, len(prompts)) as count:
+        groups = engine.generate(
+            [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
+        )
+    return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
+
+
+def as_json(
+    completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+) -> dict[str, Any]:
+    return {
+        "text": text_of(completion, sampling.stop_token_ids, tokenizer, prompt.tokens),
+        "token_ids": completion.tokens,
+        "logprobs": completion.logprobs,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+# --- score ------------------------------------------------------------------------------------------------------------
+
+
+@sharing_cores()
+def score(
+    model: ModelConfig,
+    file: Path,
+    output: Path,
+    data: DataConfig,
+    devices: DevicesConfig,
+    tokens_per_pack: int,
+    overwrite: bool = False,
+) -> dict[str, float]:
+    """Score every row of `file` and write the rows with their scores to `output` as JSONL; returns means.
+
+    A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (one per token), a reward model
+    `reward`; rows with chosen and rejected have each twice (`chosen_logprob`, `rejected_logprob` …). A row that cannot
+    be read keeps its position, with `error`. Input files are never overwritten, an existing `output` only with
+    `overwrite`.
+    """
+    ready_to_write(output, (file, Path(model.path)), overwrite)
+    reward = is_reward_model(model)
+    device = take_device(devices)
+    tokenizer = load_tokenizer(model)
+    records = list(read_files((file,)))
+    kind = _kind(records, data)
+    prepared = prepare(data, tokenizer, kind)
+    dataset = prepared.train
+    problems = {bad.row: bad.reason for bad in prepared.report.malformed}
+    loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
+    check_longest(loaded.config, prepared.longest)
+    check_embeddings(loaded, tokenizer, model.path)
+    scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
+
+    scores: dict[int, list[dict[str, Any]]] = {}
+    order = np.argsort(-dataset.lengths, kind="stable")
+    for start in progress(range(0, len(order), BATCH), f"scoring {file.name}"):
+        examples = [dataset[int(i)] for i in order[start : start + BATCH]]
+        for packed in pack(examples, tokens_per_pack, reward, width_step(device, tokens_per_pack)):
+            for group, values in zip(packed.group_S.tolist(), _values(scorer, packed.to(device)), strict=True):
+                scores.setdefault(examples[group].row, []).append(values)
+
+    names = ("chosen_", "rejected_") if kind == "pair" else ("",)
+    rows, scored = [], []
+    for record in records:
+        row = dict(record.value or {})
+        if record.row in scores:
+            for prefix, values in zip(names, scores[record.row], strict=True):
+                row |= {prefix + key: value for key, value in values.items()}
+            scored.append(row)
+        else:
+            row["error"] = problems.get(record.row, "the row could not be read")
+        rows.append(row)
+    save_rows(output, rows)
+    _warn(len(records) - len(scored), len(records), "could not be scored")
+    key = "reward" if reward else "logprob"
+    means = {prefix + key: float(np.mean([row[prefix + key] for row in scored])) for prefix in names}
+    if kind == "pair":
+        means["accuracy"] = float(np.mean([row[f"chosen_{key}"] > row[f"rejected_{key}"] for row in scored]))
+    return means
+
+
+@torch.no_grad()
+def _values(scorer: RewardScorer | Scorer, packed: Pack) -> Iterator[dict[str, Any]]:
+    """The scores of each sequence of a pack."""
+    if isinstance(scorer, RewardScorer):
+        for value in scorer(packed).tolist():
+            yield {"reward": value}
+        return
+    for logprobs in scorer(packed).logprob_N.split(packed.length_S.tolist()):
+        yield {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
+
+
+def _kind(records: Sequence[Record], data: DataConfig) -> KindName:
+    """Pairs if the rows have a chosen and a rejected completion by the settings' column names."""
+    first = next((record.value for record in records if record.value is not None), None)
+    if first is None:
+        raise DataError(f"{records[0].file} has no readable row: {records[0].problem}")
+    names = [data.columns.get(name, name) for name in ("chosen", "rejected")]
+    return "pair" if all(name in first for name in names) else "sft"

@@ -1,0 +1,285 @@
+"""Judges: `SingleJudge` scores one completion (`type: judge`), `PairJudge` says which of two is better.
+
+A pair is judged in both orders, because judges favour a position (arXiv 2306.05685, 3.3). A reply that cannot be read
+is followed by a second question in the same conversation.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, Self, TypeVar
+
+from posttrain.base.distributions import sign_test
+from posttrain.base.words import counted
+from posttrain.config.schema.judge import JudgeSettings, ScoreSettings
+from posttrain.grading.verdict import EXTRACTED_CHARACTERS, Grade
+from posttrain.judges import prompts
+from posttrain.judges.client import JudgeClient, Message, Reply
+
+log = logging.getLogger("posttrain")
+
+Value = TypeVar("Value")
+Better = Literal["a", "b", "tie"]
+Result = Literal["win", "loss", "tie"]
+COSTS = ("requests", "prompt_tokens", "completion_tokens")
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation that ends with the question, and its reply to come."""
+
+    messages: tuple[Message, ...]
+    future: Future[Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[Value]):
+    """A judge's answer: `value` as read from `reply`; None if it did not reply, or the reply cannot be read."""
+
+    value: Value | None
+    reply: Reply
+
+
+class _Judge:
+    """Asks a model. Close it, or use it as a context manager."""
+
+    def __init__(self, settings: JudgeSettings):
+        self._client = JudgeClient(settings)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, messages: Sequence[Message]) -> Question:
+        return Question(tuple(messages), self._client.submit(messages))
+
+    def _answers(
+        self, questions: Sequence[Question], read: Callable[[str], Value | None], wanted: str, title: str
+    ) -> list[Answered[Value]]:
+        """The answers, in order. `wanted` tells the judge what a readable reply has; failures are logged by kind."""
+        replies = self._client.gather([question.future for question in questions], title)
+        found = [_read(reply, read) for reply in replies]
+        again = {
+            index: self._ask(_reminded(questions[index].messages, answer.reply, wanted))
+            for index, answer in enumerate(found)
+            if answer.reply.failure == "unreadable"
+        }
+        replies = self._client.gather([question.future for question in again.values()])
+        for index, reply in zip(again, replies, strict=True):
+            found[index] = _both(found[index].reply, _read(reply, read))
+        failed = [answer.reply for answer in found if answer.reply.failure]
+        if failed:
+            log.warning(
+                "judge %s: no verdict on %d of %s (%s), e.g. %s",
+                self._client.settings.model,
+                len(failed),
+                counted(len(found), "question"),
+                ", ".join(f"{count} {kind}" for kind, count in Counter(reply.failure for reply in failed).items()),
+                failed[0].reason,
+            )
+        return found
+
+
+def _read(reply: Reply, read: Callable[[str], Value | None]) -> Answered[Value]:
+    value = None if reply.failure else read(reply.content)
+    if value is not None or reply.failure:
+        return Answered(value, reply)
+    end = "…" + reply.content[-80:] if len(reply.content) > 80 else reply.content
+    cut = " (cut off: raise max_tokens)" if reply.finish_reason == "length" else ""
+    return Answered(None, replace(reply, failure="unreadable", reason=f"no verdict in {end!r}{cut}"))
+
+
+def _reminded(messages: Sequence[Message], reply: Reply, wanted: str) -> list[Message]:
+    unreadable = {"role": "assistant", "content": reply.content or "(nothing)"}
+    reminder = {"role": "user", "content": f"Your verdict is missing. Reply with {wanted} and no more."}
+    return [*messages, unreadable, reminder]
+
+
+def _both(first: Reply, second: Answered[Value]) -> Answered[Value]:
+    """The second answer, at the cost of both."""
+    costs = {name: getattr(first, name) + getattr(second.reply, name) for name in (*COSTS, "seconds")}
+    content = f"{first.content}\n{second.reply.content}" if second.reply.content else first.content
+    return replace(second, reply=replace(second.reply, content=content, **costs))
+
+
+# --- one completion ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeInput:
+    """A completion to be judged; `answer` is the right one, if it is known."""
+
+    prompt: prompts.Prompt
+    completion: str
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged(Grade):
+    """A judge's verdict: `scored`, or without a score timeout, crashed (any other failure) or bad_gold (no answer).
+
+    `extracted` is the end of the reply. `unreadable`: the judge replied twice, without a score. `requests`: 0 if the
+    reply was stored.
+    """
+
+    unreadable: bool = False
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class SingleJudge(_Judge):
+    """Scores completions. Between `start` and `finish` the judge works, and the caller may do other things.
+    Raises RewardError if the judge cannot be asked at all."""
+
+    def __init__(self, settings: ScoreSettings):
+        super().__init__(settings)
+        self.settings = settings
+
+    def __call__(self, inputs: Sequence[JudgeInput], title: str = "") -> list[Judged]:
+        """The verdict on each completion, in order; a title shows a progress bar."""
+        return self.finish(self.start(inputs), title)
+
+    def start(self, inputs: Sequence[JudgeInput]) -> list[Question | None]:
+        """Ask about every completion; None where the prompt needs an answer that is missing."""
+        needs_answer = "{answer}" in (self.settings.prompt or "")
+        return [None if one.answer is None and needs_answer else self._ask(self._messages(one)) for one in inputs]
+
+    def finish(self, started: Sequence[Question | None], title: str = "") -> list[Judged]:
+        """The verdicts on the completions of `start`."""
+        settings = self.settings
+        wanted = '"[[rating]]"' if settings.read == "rating" else "the score in the form that was asked for"
+        questions = [question for question in started if question is not None]
+        found = iter(self._answers(questions, lambda text: prompts.read_score(text, settings), wanted, title))
+        missing = Judged("bad_gold", reason="the row has no answer, and the judge's prompt has {answer}")
+        return [missing if question is None else self._judged(next(found)) for question in started]
+
+    def _messages(self, judged: JudgeInput) -> list[Message]:
+        template, system = self.settings.prompt, self.settings.system_prompt
+        if template is None:
+            template = prompts.with_reference(prompts.SINGLE, judged.answer)
+            system = prompts.SINGLE_SYSTEM if system is None else system
+        values = {"prompt": prompts.as_text(judged.prompt), "completion": judged.completion}
+        question = {"role": "user", "content": prompts.filled(template, values | {"answer": judged.answer or ""})}
+        return [question] if system is None else [{"role": "system", "content": system}, question]
+
+    def _judged(self, answer: Answered[float]) -> Judged:
+        reply, settings = answer.reply, self.settings
+        costs = (reply.failure == "unreadable", *(getattr(reply, name) for name in COSTS))
+        end = reply.content[-EXTRACTED_CHARACTERS:]
+        if answer.value is None:
+            verdict = "timeout" if reply.failure == "timeout" else "crashed"
+            return Judged(verdict, None, end or None, reply.seconds, {}, f"{reply.failure}: {reply.reason}", *costs)
+        width = settings.max_score - settings.min_score
+        score = (answer.value - settings.min_score) / width if settings.scale else answer.value
+        return Judged("scored", score, end, reply.seconds, {}, None, *costs)
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two completions of a prompt; `answer` is the right one, if it is known."""
+
+    prompt: prompts.Prompt
+    a: str
+    b: str
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """The verdict on a pair, from the side of `a`; None if the judge gave none in one of the orders.
+
+    A win or a loss needs both orders to agree, anything else is a tie. `a_first` and `b_first` are the better
+    completion according to each order, `replies` the judge's words; the costs are those of both questions.
+    """
+
+    result: Result | None
+    a_first: Better | None
+    b_first: Better | None
+    replies: tuple[str, str]
+    reason: str | None
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts of preferences. `win_rate` = (wins + ties / 2) / verdicts, NaN without a verdict.
+
+    Position bias: `agree` pairs have the same verdict in both orders; of the others, `first` prefer whatever comes
+    first and `second` whatever comes second (the rest call one order a tie). `bias_p` is the exact two-sided binomial
+    test of first = second.
+    """
+
+    wins: int
+    losses: int
+    ties: int
+    without_verdict: int
+    win_rate: float
+    agree: int
+    first: int
+    second: int
+    bias_p: float
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class PairJudge(_Judge):
+    """Compares completions in pairs. Raises RewardError if the judge cannot be asked at all."""
+
+    def compare(self, pairs: Sequence[Pair], title: str = "") -> list[Preference]:
+        """The preference for each pair, in order; a title shows a progress bar."""
+        questions = [self._ask(_messages(pair, swapped)) for pair in pairs for swapped in (False, True)]
+        found = self._answers(questions, prompts.read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
+        return [_preference(found[at], found[at + 1]) for at in range(0, len(found), 2)]
+
+
+def _messages(pair: Pair, swapped: bool) -> list[Message]:
+    a, b = (pair.b, pair.a) if swapped else (pair.a, pair.b)
+    values = {"prompt": prompts.as_text(pair.prompt), "a": a, "b": b, "answer": pair.answer or ""}
+    return [
+        {"role": "system", "content": prompts.with_reference(prompts.PAIR_SYSTEM, pair.answer)},
+        {"role": "user", "content": prompts.filled(prompts.with_reference(prompts.PAIR, pair.answer), values)},
+    ]
+
+
+def _preference(first: Answered[str], second: Answered[str]) -> Preference:
+    names: dict[str | None, Better | None] = {"A": "a", "B": "b", "C": "tie", None: None}
+    swapped: dict[str | None, Better | None] = {"A": "b", "B": "a", "C": "tie", None: None}
+    a_first, b_first = names[first.value], swapped[second.value]
+    result: Result | None = None
+    if a_first is not None and b_first is not None:
+        result = ("win" if a_first == "a" else "loss") if a_first == b_first != "tie" else "tie"
+    replies = (first.reply, second.reply)
+    failed = next((f"{reply.failure}: {reply.reason}" for reply in replies if reply.failure), None)
+    costs = (sum(getattr(reply, name) for reply in replies) for name in COSTS)
+    return Preference(result, a_first, b_first, (first.reply.content, second.reply.content), failed, *costs)
+
+
+def summarise(preferences: Sequence[Preference]) -> Summary:
+    """Wins, losses and ties, the position bias, and the costs."""
+    results = Counter(preference.result for preference in preferences)
+    wins, losses, ties = results["win"], results["loss"], results["tie"]
+    verdicts = wins + losses + ties
+    orders = Counter((one.a_first, one.b_first) for one in preferences if one.result is not None)
+    agree = sum(count for (a_first, b_first), count in orders.items() if a_first == b_first)
+    first, second = orders["a", "b"], orders["b", "a"]
+    costs = (sum(getattr(preference, name) for preference in preferences) for name in COSTS)
+    rate, bias_p = (wins + ties / 2) / verdicts if verdicts else math.nan, sign_test(first, second)[0]
+    return Summary(wins, losses, ties, results[None], rate, agree, first, second, bias_p, *costs)

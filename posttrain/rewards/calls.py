@@ -1,0 +1,290 @@
+"""Calls of the user's functions: deadlines and coroutines, output, and settings that they must not change.
+
+A call with a deadline, and a call of an async function, runs in another thread. The main thread waits, so that it
+handles signals at once. Threads cannot be killed: an abandoned call continues in a daemon thread, which does not
+prevent the process from ending.
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from queue import SimpleQueue
+from typing import Any, TextIO, cast
+
+from posttrain.base.errors import RewardError
+
+log = logging.getLogger("posttrain")
+
+MOST_LATE = 4  # maximum number of a function's calls that run beyond their deadline
+GRACE_S = 0.25  # time for a cancelled async function to end
+# The function whose output is written, in any thread or task; PASSING while one of its lines goes through the log.
+_writer: ContextVar[str | None] = ContextVar("writer", default=None)
+PASSING = ""
+
+
+class OverdueError(RewardError):
+    """A reward function has exceeded its deadline."""
+
+
+class ChangedError(RewardError):
+    """A function of the user's has changed a setting of the process that training relies on."""
+
+
+class Caller:
+    """Calls one function in another thread, one call at a time.
+
+    As long as deadlines are met, it is the same thread and event loop, so that resources of the function, such as a
+    client's connections, stay usable.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._worker: _Worker | None = None
+        self._late: set[Future[Any]] = set()
+
+    def call(self, function: Callable[[], Any], timeout: float | None) -> Any:
+        """The function's result, awaited if necessary; its exceptions are raised here.
+
+        Raises OverdueError after `timeout` seconds. A coroutine is cancelled then; a plain call continues. While
+        MOST_LATE such calls are running, a further call waits for one of them to end, within its own deadline.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        self._wait_for_room(until)
+        if len(self._late) >= MOST_LATE:
+            raise OverdueError(f"{self._name} was not called: {MOST_LATE} earlier calls have not ended yet")
+        worker, self._worker = self._worker or _Worker(), None
+        call = worker.begin(function)
+        ended = False
+        try:
+            wait([call], timeout=_left(until))
+            late = not call.done()
+            ended = not late or worker.cancel(call)
+        finally:
+            if ended:
+                self._worker = worker
+            else:
+                worker.leave()
+                self._late.add(call)
+        if late:
+            raise OverdueError(f"{self._name} gave no answer within {timeout:g} s")
+        return call.result()
+
+    def _wait_for_room(self, until: float | None) -> None:
+        if len(self._late) >= MOST_LATE:
+            wait(self._late, timeout=_left(until), return_when=FIRST_COMPLETED)
+        self._late = {call for call in self._late if not call.done()}
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.leave()
+            self._worker = None
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+class _Worker(threading.Thread):
+    """Makes calls in order until it is abandoned. Started by the first call."""
+
+    def __init__(self) -> None:
+        super().__init__(name="posttrain-reward", daemon=True)
+        self._calls: SimpleQueue[tuple[Context, Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._runner = asyncio.Runner()
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self, function: Callable[[], Any]) -> Future[Any]:
+        call: Future[Any] = Future()
+        self._calls.put((copy_context(), function, call))
+        if self.ident is None:
+            self.start()
+        return call
+
+    def cancel(self, call: Future[Any]) -> bool:
+        """Whether the call has ended or never started; cancels a coroutine and waits a moment."""
+        if call.cancel():
+            return True
+        if self._cancel_task():
+            wait([call], timeout=GRACE_S)
+        return call.done()
+
+    def leave(self) -> None:
+        """Cancel the coroutine, and end after the current call."""
+        self._cancel_task()
+        self._calls.put(None)
+
+    def _cancel_task(self) -> bool:
+        task = self._task
+        if task is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        return task is not None
+
+    def run(self) -> None:
+        for context, function, call in iter(self._calls.get, None):
+            if call.set_running_or_notify_cancel():
+                try:
+                    call.set_result(context.run(self._made, function))
+                except BaseException as error:  # raised in the waiting thread
+                    call.set_exception(error)
+        self._runner.close()
+
+    def _made(self, function: Callable[[], Any]) -> Any:
+        made = function()
+        return self._runner.run(self._awaited(made), context=copy_context()) if inspect.isawaitable(made) else made
+
+    async def _awaited(self, made: Awaitable[Any]) -> Any:
+        self._task = asyncio.current_task()
+        try:
+            return await made
+        finally:
+            self._task = None
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def output_logged(name: str) -> Iterator[None]:
+    """Log each line that this context writes to `sys.stdout` or `sys.stderr` as "name: line": progress bars stay whole.
+
+    Other threads write as before. Without our log handlers (posttrain/runs/logs.py), as in a notebook, nothing changes.
+    """
+    if not any(handler.level <= logging.INFO for handler in log.handlers):
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    lines = [_Lines(stream) for stream in before]
+    token = _writer.set(name)
+    sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in lines)
+    try:
+        yield
+    finally:
+        if sys.stdout is lines[0]:  # else the function has replaced the stream
+            sys.stdout = before[0]
+        if sys.stderr is lines[1]:
+            sys.stderr = before[1]
+        for stream in lines:
+            stream.end()
+        _writer.reset(token)
+
+
+class _Lines:
+    """Replaces a stream: captures the output of a reward function, and passes on other output."""
+
+    def __init__(self, stream: TextIO | None):
+        self._stream, self._begun = stream, ""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        writer = _writer.get()
+        if writer:
+            with self._lock:
+                *lines, self._begun = (self._begun + text).split("\n")
+            for line in lines:
+                _log(writer, line)
+        elif self._stream is not None and not (writer == PASSING and self._is_kept):
+            self._stream.write(text)
+        return len(text)
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether only a logger of the user's still has it, which would log the line twice."""
+        return self is not sys.stdout and self is not sys.stderr
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if not _writer.get() and self._stream is not None:
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Log the unfinished last line."""
+        self.write("\n")
+
+    @property
+    def rich_proxied_file(self) -> object:
+        """The stream on which rich shows a live bar."""
+        return self if _writer.get() else getattr(self._stream, "rich_proxied_file", self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _log(writer: str, line: str) -> None:
+    if not line.strip():
+        return
+    token = _writer.set(PASSING)
+    try:
+        log.info("%s: %s", writer, line)
+    finally:
+        _writer.reset(token)
+
+
+# --- settings of the process ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Around code of the user's: restore the working directory (to `home`), and end a forked child that returns.
+
+    A call that ends when all is `over`, long after its deadline, leaves the directory, which may be right by then.
+
+    Raises ChangedError, after restoring them, for settings of Python and torch with which the run would compute other
+    numbers or fail far from the cause.
+    """
+    process, folder, before = os.getpid(), home or os.getcwd(), _state()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if os.getpid() != process:  # it would continue as a second trainer in the same folder
+            os.write(
+                2, f"{name} has forked a process that returned; the process ends (it should call os._exit)\n".encode()
+            )
+            os._exit(1)
+        if (now := folder_of_process()) != folder and not over():
+            os.chdir(folder)
+            log.warning("%s changed the working directory to %s: it is set back", name, now or "a deleted folder")
+        after = _state()
+        changed = [what for what in before if after[what][0] != before[what][0]]
+        for what in changed:
+            before[what][1](before[what][0])
+    if changed and not failed:
+        raise ChangedError(
+            f"{name} changed "
+            + ", ".join(f"{what} from {before[what][0]} to {after[what][0]}" for what in changed)
+            + ", which the run relies on: let the function set it back, or run that code in a process of its own"
+        )
+
+
+def folder_of_process() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _state() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+    """Settings of the process and thread, each with its setter."""
+    state: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)
+    }
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_default_device"):
+        state["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype
+        device = torch.get_default_device()
+        state["torch's default device"] = device, lambda to: torch.set_default_device(None if to.type == "cpu" else to)
+        state["torch's gradient mode"] = torch.is_grad_enabled(), torch._C._set_grad_enabled
+    return state
