@@ -4,7 +4,6 @@ from posttrain.config.reading.load import Loaded, dump, find, load
 from posttrain.config.reading.presets import preset_names, preset_path
 from posttrain.config.reading.stages import Stage, check_skip, held_out_together
 from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
-from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import LoraConfig, ModelConfig
@@ -18,6 +17,7 @@ from posttrain.config.schema.offline import (
     SimPOMethod,
 )
 from posttrain.config.schema.online import (
+    DistillMethod,
     GRPOMethod,
     PolicyGradientMethod,
     PPOMethod,

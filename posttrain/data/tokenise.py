@@ -249,11 +249,7 @@ class Tokeniser:
     def _call(self, texts: list[str], special: bool) -> BatchEncoding:
         # a template writes the beginning of the text itself, so special tokens are added to plain texts only
         return self.tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+            texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
 
     def _heads(self, item: _Encoded, prompt: int) -> Ids:

@@ -134,10 +134,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {counted(len(dataset), 'example')}")
     batch = counted(training.batch_size, KINDS[method.kind].unit)
-    table.add_row(
-        "per step",
-        f"{batch}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",
-    )
+    table.add_row("per step", f"{batch}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs")
     if method.samples_completions:
         most, n = config.rollout.max_completion_length, training.batch_size * method.completions_per_prompt
         table.add_row(

@@ -10,7 +10,7 @@ from posttrain.base.distributions import t_quantile
 from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.config import RunConfig
-from posttrain.config.schema.metrics import SHARES, is_one_of
+from posttrain.config.schema.evaluation import SHARES, is_one_of
 from posttrain.evaluation.statistics import wilson
 from posttrain.runs.run import Run
 from posttrain.training.state import State

@@ -3,17 +3,52 @@
 import re
 from collections.abc import Mapping
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from posttrain.base.terminal import CONTROLS
+
+
+class SettingsConflict(ValueError):
+    """Settings that conflict, though each is valid: every problem has the path of the field to change."""
+
+    def __init__(self, problems: list[tuple[str, str]]):
+        self.problems = problems
+        super().__init__("; ".join(f"{path}: {message}" for path, message in problems))
+
+
+class Problems:
+    """Collects the conflicts within a group of settings, to report all of them at once."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def check(self, holds: bool, path: str, message: str) -> None:
+        """Add `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
+        if not holds:
+            self.found.append((path, message))
 
 
 class Settings(BaseModel):
     """A group of settings. Frozen; an unknown key is an error; infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    def check(self, problems: Problems) -> None:
+        """Add the conflicts among the settings to `problems`."""
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        problems = Problems()
+        self.check(problems)
+        if problems.found:
+            raise SettingsConflict(problems.found)
+        return self
+
+    def is_default(self, name: str) -> bool:
+        """Whether a setting has its default value."""
+        return getattr(self, name) == type(self).model_fields[name].default
 
 
 def _not_bool(value: Any) -> Any:
@@ -165,33 +200,13 @@ class MethodSettings(Settings):
         return self.kind == "pair"
 
 
-class SettingsConflict(ValueError):
-    """Settings that conflict, though each is valid: every problem has the path of the field to change."""
-
-    def __init__(self, problems: list[tuple[str, str]]):
-        self.problems = problems
-        super().__init__("; ".join(f"{path}: {message}" for path, message in problems))
-
-
-class Problems:
-    """Collects the conflicts within a group of settings, to report all of them at once."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, str]] = []
-
-    def check(self, holds: bool, path: str, message: str) -> None:
-        """Add `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
-        if not holds:
-            self.found.append((path, message))
-
-    def report(self) -> None:
-        """Raise SettingsConflict if anything was found."""
-        if self.found:
-            raise SettingsConflict(self.found)
-
-
 def _one_as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def from_text(key: str, **schema: Any) -> BeforeValidator:
+    """Reads text as a mapping with this key alone, so that `math` is {type: math}."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
 
 
 Positive = Annotated[Int, Field(ge=1)]

@@ -5,9 +5,9 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import PERCENTILE, Float, Int, Positive, Problems, Settings, Share, Text
+from posttrain.config.schema.base import PERCENTILE, Float, Int, Positive, Problems, Settings, Share, Text, from_text
 
 TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
 Format = Literal[
@@ -38,11 +38,7 @@ class SourceConfig(Settings):
     )
 
 
-def _entry(value: Any) -> Any:
-    return {"source": value} if isinstance(value, str) else value
-
-
-SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry, json_schema_input_type=Text | SourceConfig)]
+SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type=Text | SourceConfig)]
 
 
 class ValidationConfig(Settings):
@@ -54,9 +50,7 @@ class ValidationConfig(Settings):
     split: Text = Field(default="test", description="Split of `source`.")
     max_rows: Positive | None = Field(default=None, description="Number of rows of `source` to use, from the start.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "ValidationConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         given = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
         problems.check(
             len(given) == 1,
@@ -68,8 +62,6 @@ class ValidationConfig(Settings):
             "split" if self.split != "test" else "max_rows",
             "is read with source only",
         )
-        problems.report()
-        return self
 
 
 class HeldOutRows(Settings):
@@ -89,12 +81,8 @@ class HeldOutRows(Settings):
         default=None, description="Random seed of the other stage; null: the same."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "HeldOutRows":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check((self.ratio is None) != (self.rows is None), "rows", "or ratio is needed, one of the two")
-        problems.report()
-        return self
 
 
 class TagsConfig(Settings):
@@ -184,8 +172,7 @@ class DataConfig(Settings):
     )
     tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
     chat_template_kwargs: Variables = Field(
-        default={},
-        description="Variables of the chat template, e.g. {enable_thinking: false}; saved with the model.",
+        default={}, description="Variables of the chat template, e.g. {enable_thinking: false}; saved with the model."
     )
     date: Date | None = Field(
         default=None,
@@ -208,12 +195,10 @@ class DataConfig(Settings):
         """Whether some of the training rows validate."""
         return self.validation is not None and self.validation.source is None
 
-    @model_validator(mode="after")
-    def _check(self) -> "DataConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         check_template(problems, self.template)
         problems.check(
-            self.tags == TagsConfig() or self.template == "tags",
+            self.is_default("tags") or self.template == "tags",
             "tags",
             f"are read by template: tags only, not by {self.template}",
         )
@@ -238,5 +223,3 @@ class DataConfig(Settings):
         problems.check(
             isinstance(self.source, str) or self.skip_rows == 0, "skip_rows", "is for a single source, not for a list"
         )
-        problems.report()
-        return self

@@ -112,7 +112,7 @@ KNOWN: dict[str, KnownSet] = {
 
 def name_of(known: KnownSet | None) -> str | None:
     """The short name of a known set; None for None."""
-    return next((name for name, one in KNOWN.items() if one == known), None)
+    return next((name for name, entry in KNOWN.items() if entry == known), None)
 
 
 def known_set(source: str) -> KnownSet | None:

@@ -1,15 +1,56 @@
-"""The settings of evaluation during training: intervals, data sets, sampling."""
+"""The settings of evaluation during training, and the metrics of an evaluation: which way each of them gets better."""
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
+from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word, from_text
 from posttrain.config.schema.data import Format, check_template
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
+# Regular expressions of names without `eval_` and the name of a validation set. Lengths: shorter is better.
+LOWER = (
+    r"(\w+_)?loss",
+    r"entropy",
+    r"(\w+_)?kl",
+    r"jsd",
+    r"clip_ratio(/\w+)?",
+    r"completions/(clipped_ratio|\w+_length)",
+    r"reasoning_(length|tokens)",
+    r"(logps|rewards)/rejected",
+    r"reward_std",
+    r"frac_reward_zero_std",
+    r"resampled_groups",
+    r"rewards/(left_out|left_out_ratio|no_verdict_ratio|not_applicable)",
+    r"rewards/[^/]+/(std|wrong|ungraded|bad_gold|timeout|crashed|not_applicable|00|01|10|unreadable|requests|\w*tokens)",
+    r"router/\w+",
+)
+HIGHER = (
+    r"(\w+_)?accuracy",
+    r"margin",
+    r"(\w+_)?reward",
+    r"rewards/(accuracies|margins|chosen)",
+    r"logps/chosen",
+    r"log_odds_(ratio|chosen)",
+    r"rewards/[^/]+/(mean|correct|11)",
+    r"(pass|maj)@\d+",
+    r"reasoning_share",
+)
+# Of sampled completions: regular expressions.
+OF_COMPLETIONS = (
+    *(r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+"),
+    "(format|answer)_accuracy",
+)
+SHARES = (
+    r"(\w+_)?accuracy",
+    r"rewards/accuracies",
+    r"(pass|maj)@\d+",
+    r"reasoning_share",
+    r"completions/clipped_ratio",
+)
 
 
 class EvaluationDataset(Settings):
@@ -32,14 +73,10 @@ class EvaluationDataset(Settings):
         default=None, description="Whether every evaluation samples new rows; null: evaluation.with_replacement."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "EvaluationDataset":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         if self.template is not None:
             check_template(problems, self.template)
         check_rewards(problems, self.rewards or ())
-        problems.report()
-        return self
 
 
 class SuiteEntry(Settings):
@@ -50,15 +87,11 @@ class SuiteEntry(Settings):
     max_rows: Positive | None = Field(default=None, description="Number of items, evenly spread; null: all.")
 
 
-def _entry(value: Any) -> Any:
-    return {"suite": value} if isinstance(value, str) else value
-
-
 def _one_suite(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
 
 
-Suite = Annotated[SuiteEntry, BeforeValidator(_entry, json_schema_input_type=Text | SuiteEntry)]
+Suite = Annotated[SuiteEntry, from_text("suite", json_schema_input_type=Text | SuiteEntry)]
 
 
 class EvaluationConfig(Settings):
@@ -76,8 +109,7 @@ class EvaluationConfig(Settings):
         default=1, description="Number of completions of each validation prompt; above 1: with pass@k."
     )
     temperature: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Temperature of these completions, 0: greedy; null: rollout.temperature.",
+        default=None, description="Temperature of these completions, 0: greedy; null: rollout.temperature."
     )
     top_p: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         default=None, description="top_p of these completions; null: rollout.top_p."
@@ -102,30 +134,34 @@ class EvaluationConfig(Settings):
         default=(), description="Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "EvaluationConfig":
-        problems = Problems()
-        problems.check(
-            self.eval_steps == -1 or self.eval_steps >= 1,
-            "eval_steps",
-            f"is {self.eval_steps}; give 1 or more, or -1 for never",
-        )
-        named = [dataset.name for dataset in self.datasets]
-        problems.check(
-            len(set(named)) == len(named), "datasets", "have a name twice; metrics would overwrite each other"
-        )
-        anew = {"with_replacement": (self.with_replacement, self.num_batches)}
-        for index, dataset in enumerate(self.datasets):
-            own = dataset.with_replacement, dataset.num_batches or self.num_batches
-            anew[f"datasets.{index}.with_replacement"] = bool(own[0]), own[1]
-        for path, (wanted, batches) in anew.items():
+    def check(self, problems: Problems) -> None:
+        steps = self.eval_steps
+        problems.check(steps == -1 or steps >= 1, "eval_steps", f"is {steps}; give 1 or more, or -1 for never")
+        names = {dataset.name for dataset in self.datasets}
+        message = "have a name twice; metrics would overwrite each other"
+        problems.check(len(names) == len(self.datasets), "datasets", message)
+        for path, settings in {"": self} | {
+            f"datasets.{i}.": dataset for i, dataset in enumerate(self.datasets)
+        }.items():
             problems.check(
-                not wanted or batches is not None, path, "is true, but num_batches is null: how many rows to sample?"
+                not settings.with_replacement or (settings.num_batches or self.num_batches) is not None,
+                f"{path}with_replacement",
+                "is true, but num_batches is null: how many rows to sample?",
             )
-        problems.report()
-        return self
 
     def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
         """The sampling settings of an evaluation: those of training, overridden here."""
         own = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         return rollout.model_copy(update=own)
+
+
+def is_one_of(names: tuple[str, ...], metric: str) -> bool:
+    """Whether `eval_…` is one of these metrics, of any validation set."""
+    return re.fullmatch(rf"eval_(.*_)?({'|'.join(names)})", metric) is not None
+
+
+def lower_is_better(metric: str) -> bool | None:
+    """Whether a metric gets better as it falls; None for one that is not in the tables."""
+    if is_one_of(LOWER, metric):
+        return True
+    return False if is_one_of(HIGHER, metric) else None

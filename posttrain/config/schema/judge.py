@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.schema.base import Float, Folder, Int, Positive, Problems, Settings, Text
 
@@ -13,7 +13,7 @@ OWN_FIELDS = frozenset({"model", "messages", "stream", "n"})  # of a request: se
 
 
 class JudgeSettings(Settings):
-    """Where a judge answers, and how it is asked."""
+    """The address of a judge, and the settings of its requests."""
 
     base_url: Text = Field(description="Address of the server, such as https://api.openai.com/v1.")
     model: Text = Field(description="Name of the model on that server.")
@@ -44,9 +44,7 @@ class JudgeSettings(Settings):
         default=None, description="Folder of stored replies; null: judge/ in the cache folder."
     )
 
-    @model_validator(mode="after")
-    def _check_address(self) -> "JudgeSettings":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             _is_address(self.base_url),
             "base_url",
@@ -60,8 +58,6 @@ class JudgeSettings(Settings):
         )
         taken = sorted(OWN_FIELDS & self.parameters.keys())
         problems.check(not taken, "parameters", f"must not have {', '.join(taken)}: the client sets it")
-        problems.report()
-        return self
 
 
 class ScoreSettings(JudgeSettings):
@@ -83,9 +79,8 @@ class ScoreSettings(JudgeSettings):
     max_score: Float = Field(default=10.0, description="Highest score; a reply with a higher one gives no verdict.")
     scale: bool = Field(default=True, description="Whether to map min_score to 0 and max_score to 1.")
 
-    @model_validator(mode="after")
-    def _check_score(self) -> "ScoreSettings":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
+        super().check(problems)
         problems.check(
             self.prompt is None or "{completion}" in self.prompt, "prompt", "must have {completion} somewhere"
         )
@@ -100,8 +95,6 @@ class ScoreSettings(JudgeSettings):
             problems.check(self.read == "regex", "pattern", f"is read with read: regex, not {self.read}")
             problems.check(_groups(self.pattern) == 1, "pattern", "must be a regular expression with one group")
         problems.check(self.pattern is not None or self.read != "regex", "pattern", "is missing, with read: regex")
-        problems.report()
-        return self
 
 
 def _groups(pattern: str) -> int:

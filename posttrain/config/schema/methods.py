@@ -4,7 +4,6 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.offline import (
     CPOMethod,
     DPOMethod,
@@ -14,7 +13,14 @@ from posttrain.config.schema.offline import (
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.schema.online import PPO_NAMES, GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.config.schema.online import (
+    PPO_NAMES,
+    DistillMethod,
+    GRPOMethod,
+    PPOMethod,
+    ReinforcePlusPlusMethod,
+    RLOOMethod,
+)
 
 
 def spell_out(method: Any) -> Any:

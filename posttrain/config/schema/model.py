@@ -27,8 +27,7 @@ class LoraConfig(Settings):
         description="Modules with adapters: auto (the family's attention), all-linear, or a list of names.",
     )
     modules_to_save: tuple[Text, ...] = Field(
-        default=(),
-        description="Names of modules that are trained and saved whole, e.g. embed_tokens and lm_head.",
+        default=(), description="Names of modules that are trained and saved whole, e.g. embed_tokens and lm_head."
     )
     use_rslora: bool = Field(default=False, description="Whether to scale by alpha / sqrt(r) instead, for large ranks.")
     use_dora: bool = Field(default=False, description="Whether to train each weight's magnitude separately (DoRA).")
@@ -39,8 +38,7 @@ class ModelConfig(Settings):
 
     path: Place = Field(description="Hub id or folder of the model.")
     name: FolderName | None = Field(
-        default=None,
-        description="Name in folders; null: the last part of the path, or the run that saved the model.",
+        default=None, description="Name in folders; null: the last part of the path, or the run that saved the model."
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: ModelDtype = Field(

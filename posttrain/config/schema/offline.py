@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.schema.base import Float, MethodSettings, OneOrMore, Precompute, Problems, RefModel
 
@@ -47,23 +47,18 @@ class SFTMethod(MethodSettings):
 
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
-        default=None,
-        description="Whether to train only on the completion; null: if the data has a prompt.",
+        default=None, description="Whether to train only on the completion; null: if the data has a prompt."
     )
     assistant_only_loss: bool = Field(
         default=False, description="Whether to train on all assistant turns of a conversation, and on nothing else."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "SFTMethod":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             not (self.completion_only_loss and self.assistant_only_loss),
             "assistant_only_loss",
             "conflicts with completion_only_loss: true; the first trains all assistant turns, the second the last",
         )
-        problems.report()
-        return self
 
 
 class RewardMethod(MethodSettings):
@@ -149,22 +144,15 @@ class DPOMethod(PreferenceMethod):
                 return "discopop" in losses
         return super().reads(setting)
 
-    @model_validator(mode="after")
-    def _check(self) -> "DPOMethod":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         losses: set[str] = set(self.loss_type)
         self._check_losses(problems, losses)
         self._check_reference(problems, losses)
-        problems.report()
-        return self
 
     def _check_losses(self, problems: Problems, losses: set[str]) -> None:
         weights = self.loss_weights
-        problems.check(
-            len(losses) == len(self.loss_type),
-            "loss_type",
-            "names a loss twice; give it a weight in loss_weights instead",
-        )
+        message = "names a loss twice; give it a weight in loss_weights instead"
+        problems.check(len(losses) == len(self.loss_type), "loss_type", message)
         problems.check(
             weights is None or len(weights) == len(self.loss_type),
             "loss_weights",
@@ -187,7 +175,7 @@ class DPOMethod(PreferenceMethod):
             "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)",
         )
         problems.check(
-            self.discopop_tau == 0.05 or "discopop" in losses,
+            self.is_default("discopop_tau") or "discopop" in losses,
             "discopop_tau",
             f"is read by discopop only, not by {names(losses)}; leave it out",
         )
@@ -203,7 +191,7 @@ class DPOMethod(PreferenceMethod):
             "is not read by sft, which has no reference; leave it out",
         )
         problems.check(
-            self.f_alpha_divergence_coef == 0.5 or self.f_divergence_type == "alpha_divergence",
+            self.is_default("f_alpha_divergence_coef") or self.f_divergence_type == "alpha_divergence",
             "f_alpha_divergence_coef",
             f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
         )
@@ -275,21 +263,17 @@ class CPOMethod(PreferenceMethod):
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
         return [(cls(**chosen).loss_name, chosen) for _, chosen in super().losses(run)]
 
-    @model_validator(mode="after")
-    def _check(self) -> "CPOMethod":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             self.label_smoothing == 0 or self.loss_type in ("sigmoid", "simpo"),
             "label_smoothing",
             f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out",
         )
         problems.check(
-            self.simpo_gamma == 0.5 or self.loss_type == "simpo",
+            self.is_default("simpo_gamma") or self.loss_type == "simpo",
             "simpo_gamma",
             f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out",
         )
-        problems.report()
-        return self
 
 
 class SimPOMethod(PreferenceMethod):
@@ -342,16 +326,12 @@ class KTOMethod(MethodSettings):
     def joins_completions(self) -> bool:
         return self.loss_type == "kto"  # its KL is estimated from the completions of other examples
 
-    @model_validator(mode="after")
-    def _check(self) -> "KTOMethod":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             self.desirable_weight + self.undesirable_weight > 0,
             "desirable_weight",
             "and undesirable_weight are both 0; nothing would be trained",
         )
-        problems.report()
-        return self
 
 
 def names(values: set[str] | frozenset[str]) -> str:

@@ -1,28 +1,13 @@
-"""The settings of the online methods that learn from rewards: GRPO and its variants, PPO."""
+"""The settings of the methods that learn from their own completions: GRPO and its variants, PPO, distillation."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import (
-    Float,
-    Int,
-    MethodSettings,
-    Positive,
-    Problems,
-    RefModel,
-)
+from posttrain.config.schema.base import Float, Int, MethodSettings, Place, Positive, Problems, RefModel, Share
 
 PolicyLossType = Literal[
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "no_baseline",
-    "reinforce_with_baseline",
-    "grpo_clip",
+    "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
 ]
 PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # without the ratio to the old policy
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -63,17 +48,13 @@ class RewardedMethod(OnlineMethod):
         default=0.0, description="Weight of the entropy bonus in the objective."
     )
     importance_sampling_cap: Annotated[Float, Field(gt=0)] | None = Field(
-        default=3.0,
-        description="Cap of the importance weight pi_trainer / pi_engine of each token; null: no weights.",
+        default=3.0, description="Cap of the importance weight pi_trainer / pi_engine of each token; null: no weights."
     )
     ref_model: RefModel = None
 
-    def _check_estimator(self, problems: Problems) -> None:
-        problems.check(
-            self.has_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
-            "kl_estimator",
-            "is for the KL to a reference, whose weight is 0; leave it out",
-        )
+    def check(self, problems: Problems) -> None:
+        is_read = self.has_reference or self.is_default("kl_estimator")
+        problems.check(is_read, "kl_estimator", "is for the KL to a reference, whose weight is 0; leave it out")
 
 
 class PolicyGradientMethod(RewardedMethod):
@@ -110,11 +91,12 @@ class PolicyGradientMethod(RewardedMethod):
     def compares_groups(self) -> bool:
         return True
 
-    def _check_groups(self, problems: Problems, compares: bool, what: str) -> None:
+    def check(self, problems: Problems) -> None:
+        name = self.name() if self.loss_setting is None else f"{self.loss_setting}: {self.loss_name}"
         problems.check(
-            not compares or self.num_generations > 1,
+            not self.compares_groups or self.num_generations > 1,
             "num_generations",
-            f"is 1, but {what} compares a prompt's completions with one another; give 2 or more",
+            f"is 1, but {name} compares a prompt's completions with one another; give 2 or more",
         )
         problems.check(
             self.resampling_rounds == 0 or self.num_generations > 1,
@@ -125,11 +107,11 @@ class PolicyGradientMethod(RewardedMethod):
             self.ref_model is None or self.beta > 0, "ref_model", "names a reference, but beta is 0: nothing reads it"
         )
         problems.check(
-            self.beta > 0 or self.kl_in == type(self).model_fields["kl_in"].default,
+            self.beta > 0 or self.is_default("kl_in"),
             "kl_in",
             "is read with beta above 0 only, not with 0; leave it out",
         )
-        self._check_estimator(problems)
+        super().check(problems)
 
 
 class GRPOMethod(PolicyGradientMethod):
@@ -163,13 +145,13 @@ class GRPOMethod(PolicyGradientMethod):
         scales = [scale for scale in ("group", "batch", "none") if scale != getattr(run, "scale_rewards", "group")]
         return [*made, *((own, {"loss_type": own, "scale_rewards": scale}) for scale in scales)]
 
-    @model_validator(mode="after")
-    def _check(self) -> "GRPOMethod":
-        problems = Problems()
-        raw, plain = self.loss_type == "no_baseline", not self.clips
-        self._check_groups(problems, not raw, f"loss_type: {self.loss_type}")
+    def check(self, problems: Problems) -> None:
+        super().check(problems)
+        plain = not self.clips
         problems.check(
-            not raw or self.scale_rewards == "group", "scale_rewards", "is not read by no_baseline; leave it out"
+            self.compares_groups or self.scale_rewards == "group",
+            "scale_rewards",
+            "is not read by no_baseline; leave it out",
         )
         problems.check(
             self.importance_sampling_level is None or not plain,
@@ -177,13 +159,10 @@ class GRPOMethod(PolicyGradientMethod):
             f"is not read by {self.loss_type}, which has no ratios; leave it out",
         )
         for name in ("epsilon", "epsilon_high"):
-            problems.check(
-                not plain or getattr(self, name) == type(self).model_fields[name].default,
-                name,
-                f"is not read by {self.loss_type}, which clips nothing; leave it out",
-            )
+            message = f"is not read by {self.loss_type}, which clips nothing; leave it out"
+            problems.check(not plain or self.is_default(name), name, message)
         problems.check(
-            self.loss_type != "cispo" or self.epsilon_high is None or self.epsilon == 0.2,
+            self.loss_type != "cispo" or self.epsilon_high is None or self.is_default("epsilon"),
             "epsilon",
             "is not read by cispo with epsilon_high, which caps the ratio; leave it out",
         )
@@ -203,8 +182,6 @@ class GRPOMethod(PolicyGradientMethod):
             f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
             "changes of the policy between them; give 1, or another loss_type",
         )
-        problems.report()
-        return self
 
 
 class RLOOMethod(PolicyGradientMethod):
@@ -215,13 +192,6 @@ class RLOOMethod(PolicyGradientMethod):
     kl_in: Literal["loss", "reward"] = Field(
         default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> "RLOOMethod":
-        problems = Problems()
-        self._check_groups(problems, True, "rloo")
-        problems.report()
-        return self
 
 
 class ReinforcePlusPlusMethod(PolicyGradientMethod):
@@ -239,13 +209,6 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
     @property
     def compares_groups(self) -> bool:
         return False
-
-    @model_validator(mode="after")
-    def _check(self) -> "ReinforcePlusPlusMethod":
-        problems = Problems()
-        self._check_groups(problems, False, "")
-        problems.report()
-        return self
 
 
 class PPOMethod(RewardedMethod):
@@ -269,8 +232,7 @@ class PPOMethod(RewardedMethod):
     )
     vf_coef: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Weight of the value loss.")
     normalize_returns: bool = Field(
-        default=True,
-        description="Whether the value head predicts returns normalised by their running mean and spread.",
+        default=True, description="Whether the value head predicts returns normalised by their running mean and spread."
     )
     whiten_rewards: bool = Field(
         default=False,
@@ -303,16 +265,14 @@ class PPOMethod(RewardedMethod):
     def regrades_exactly(self) -> bool:
         return not self.whiten_rewards
 
-    @model_validator(mode="after")
-    def _check(self) -> "PPOMethod":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             self.target_kl is None or self.kl_coef > 0,
             "target_kl",
             "needs a kl_coef above 0: it adapts by factors, and 0 stays 0",
         )
         problems.check(
-            self.kl_horizon == 10_000 or self.target_kl is not None,
+            self.is_default("kl_horizon") or self.target_kl is not None,
             "kl_horizon",
             "is read with target_kl only; leave it out",
         )
@@ -321,6 +281,54 @@ class PPOMethod(RewardedMethod):
             "ref_model",
             "names a reference, but kl_coef is 0: nothing reads it",
         )
-        self._check_estimator(problems)
-        problems.report()
-        return self
+        super().check(problems)
+
+
+class DistillMethod(OnlineMethod):
+    """On-policy distillation: a teacher scores every token of the student's completions."""
+
+    learning_rates = (1e-5, 1e-4)
+    loss_setting = "divergence"
+    example = ("Qwen/Qwen3-0.6B-Base", "gsm8k")
+
+    type: Literal["distill"] = Field(default="distill", description="On-policy distillation from a teacher.")
+    teacher: Place | None = Field(
+        default=None,
+        description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
+    )
+    teacher_system_prompt: str | None = Field(
+        default=None, description="System prompt of the teacher instead of data.system_prompt; null: the same prompt."
+    )
+    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        default="reverse_kl", description="Divergence between student and teacher to minimise at every token."
+    )
+    jsd_beta: Share = Field(
+        default=0.5, description="Weight of the teacher in jsd; 0 is the forward KL, 1 the reverse KL."
+    )
+    on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="Share of the prompts that the student completes; the rest have the data's completion."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_name(cls, values: Any) -> Any:
+        """Runs of earlier versions saved `jensen_shannon`."""
+        former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
+        return values | {"divergence": "jsd"} if former else values
+
+    def reads(self, setting: str) -> bool:
+        return super().reads(setting) and (setting != "jsd_beta" or self.divergence == "jsd")
+
+    def check(self, problems: Problems) -> None:
+        problems.check(
+            self.teacher is not None or self.teacher_system_prompt is not None,
+            "teacher",
+            "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself with "
+            "another prompt",
+        )
+        problems.check(
+            self.is_default("jsd_beta") or self.divergence == "jsd",
+            "jsd_beta",
+            f"is read by divergence: jsd only, not by {self.divergence}; leave it out",
+        )

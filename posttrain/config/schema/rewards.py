@@ -1,11 +1,22 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from posttrain.config.schema.base import FUNCTION, Float, Int, Label, Place, Positive, Problems, Settings, Text
+from posttrain.config.schema.base import (
+    FUNCTION,
+    Float,
+    Int,
+    Label,
+    Place,
+    Positive,
+    Problems,
+    Settings,
+    Text,
+    from_text,
+)
 from posttrain.config.schema.judge import ScoreSettings
 
 RuleName = Literal[
@@ -52,16 +63,12 @@ class OverlongReward(RewardTerm):
         default=None, description="Length from which the penalty is -1; null: the rollout's."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "OverlongReward":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             self.max_completion_length is None or self.cache <= self.max_completion_length,
             "cache",
             f"is {self.cache}, above max_completion_length, {self.max_completion_length}",
         )
-        problems.report()
-        return self
 
 
 class RepetitionReward(RewardTerm):
@@ -82,16 +89,12 @@ class ModelReward(RewardTerm):
     from_stage: Text | None = Field(default=None, alias="from", description="Stage that trains the reward model.")
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "ModelReward":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             (self.path is None) != (self.from_stage is None),
             "path",
             "or `from`, the stage that trains the reward model: give one of the two",
         )
-        problems.report()
-        return self
 
 
 class PythonReward(RewardTerm):
@@ -114,14 +117,10 @@ class JudgeReward(RewardTerm, ScoreSettings):
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
 
-def _term(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
 Reward = Annotated[
     RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
-    BeforeValidator(_term),  # `math` is {type: math}
+    from_text("type"),
 ]
 
 

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text
 
@@ -39,15 +39,10 @@ class VllmConfig(Settings):
         default=3, description="Number of times that a server may die and be restarted before the run fails."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "VllmConfig":
-        problems, defaults = Problems(), type(self).model_fields
+    def check(self, problems: Problems) -> None:
         for field in SERVER_ONLY:
-            problems.check(
-                self.mode == "server" or getattr(self, field) == defaults[field].default,
-                field,
-                f"is read with mode: server only, not with {self.mode}",
-            )
+            is_read = self.mode == "server" or self.is_default(field)
+            problems.check(is_read, field, f"is read with mode: server only, not with {self.mode}")
         if self.base_url is not None:
             wrong = next((url for url in self.base_url if not _is_address(url)), None)
             problems.check(wrong is None, "base_url", f"has {wrong!r}; give http://HOST:PORT and no more")
@@ -55,18 +50,10 @@ class VllmConfig(Settings):
                 len({*self.base_url}) == len(self.base_url) > 0, "base_url", "needs addresses, each of them once"
             )
             for field in ("gpu_memory_utilization", "servers", "gpus"):
-                problems.check(
-                    getattr(self, field) == defaults[field].default,
-                    field,
-                    "is for servers that are started here; one at base_url has its own",
-                )
-        problems.check(
-            len(self.gpus) in (0, self.servers),
-            "gpus",
-            f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each",
-        )
-        problems.report()
-        return self
+                message = "is for servers that are started here; one at base_url has its own"
+                problems.check(self.is_default(field), field, message)
+        message = f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each"
+        problems.check(len(self.gpus) in (0, self.servers), "gpus", message)
 
 
 def _is_address(url: str) -> bool:
@@ -105,13 +92,7 @@ class RolloutConfig(Settings):
         default=(), description="Stop strings that end a completion, besides the stop token."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "RolloutConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
-            self.engine == "vllm" or self.vllm == VllmConfig(),
-            "vllm",
-            f"is read by engine: vllm only, not {self.engine}",
+            self.engine == "vllm" or self.is_default("vllm"), "vllm", f"is read by engine: vllm only, not {self.engine}"
         )
-        problems.report()
-        return self

@@ -4,20 +4,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from posttrain.config.schema.base import (
-    Folder,
-    FolderName,
-    Int,
-    Problems,
-    Settings,
-    is_name,
-)
+from posttrain.config.schema.base import Folder, FolderName, Int, Problems, Settings, is_name
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
+from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
-from posttrain.config.schema.metrics import OF_COMPLETIONS, lower_is_better
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
@@ -29,7 +21,7 @@ from posttrain.config.schema.training import (
     TrainingConfig,
 )
 
-# 1: runs from before the record. Code that computes something else since then asks for the version of the run.
+# 1: runs from before the version was recorded. Code that has changed its results since then reads the run's version.
 BEHAVIOR_VERSION: Literal[2] = 2
 
 
@@ -48,8 +40,7 @@ class RunConfig(Settings):
         description="Version of the rules for reading data and settings; a run keeps the one that it started with.",
     )
     rewards: tuple[Reward, ...] = Field(
-        default=(),
-        description="Rewards of completions, summed by weight; only online methods train on them.",
+        default=(), description="Rewards of completions, summed by weight; only online methods train on them."
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."
@@ -63,9 +54,7 @@ class RunConfig(Settings):
     devices: DevicesConfig = Field(default=DevicesConfig(), description="Devices to train on.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling of completions.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "RunConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         folders = [model.folder_name for model in self.models]
         for index, folder in enumerate(folders):
             problems.check(
@@ -88,8 +77,6 @@ class RunConfig(Settings):
         self._check_lengths(problems)
         self._check_online(problems)
         self._check_evaluation(problems)
-        problems.report()
-        return self
 
     def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
         """Check `new_tokens` and `lora.modules_to_save`, and refuse what takes the published embeddings or layers."""
@@ -150,20 +137,20 @@ class RunConfig(Settings):
 
         Runs of version 1 went by the name's last letters.
         """
-        found, given = lower_is_better(metric), self.checkpoint.best_direction
-        if given != "auto" and (found is None or metric == self.best_metric):
-            return given == "lower"
+        known, direction = lower_is_better(metric), self.checkpoint.best_direction
+        if direction != "auto" and (known is None or metric == self.best_metric):
+            return direction == "lower"
         if self.behavior_version < 2:
             return metric.endswith("loss")
         suites = "|".join(re.escape(Path(entry.suite).stem) for entry in self.evaluation.suites)
-        if suites and (found is None or re.fullmatch(rf"eval_({suites})(_low|_high)?", metric)):
+        if suites and (known is None or re.fullmatch(rf"eval_({suites})(_low|_high)?", metric)):
             return False  # scores
-        return found
+        return known
 
     def _check_measured(self, problems: Problems, metric: str) -> None:
-        """Refuse a metric that other methods or settings measure. Any other name may be a suite's."""
+        """Refuse a metric that only other methods or settings measure. Any other name may be a suite's."""
         sets = ["eval_"] if self.data.validation is not None else []
-        sets += ["eval_" if one.name == "validation" else f"eval_{one.name}_" for one in self.evaluation.datasets]
+        sets += ["eval_" if d.name == "validation" else f"eval_{d.name}_" for d in self.evaluation.datasets]
         method, completions = self.method, OF_COMPLETIONS if self.samples else ()
         loss = [] if method.samples_completions else ["loss", *method.measured]
         loss += ["kl"] if method.joins_completions and method.kind != "pair" else []
@@ -193,12 +180,11 @@ class RunConfig(Settings):
         kind = self.method.kind
         pairs = kind == "pair"
         with_another = self.method.joins_completions and not pairs
-        needed = self.longest_example
-        what = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
+        example = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
         problems.check(
-            self.training.tokens_per_pack >= needed,
+            self.training.tokens_per_pack >= self.longest_example,
             "training.tokens_per_pack",
-            f"is {self.training.tokens_per_pack}, but {what} may have {needed} tokens "
+            f"is {self.training.tokens_per_pack}, but {example} may have {self.longest_example} tokens "
             f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
         )
         problems.check(
@@ -241,7 +227,7 @@ class RunConfig(Settings):
         online = method.samples_completions
         if not self.samples:
             problems.check(
-                rollout == RolloutConfig(),
+                self.is_default("rollout"),
                 "rollout",
                 f"is read where completions are sampled: by online methods, by {method.type} only if rewards are set, "
                 "for evaluation by completions",
@@ -283,11 +269,11 @@ class RunConfig(Settings):
                 f"{section}.max_completion_length",
                 f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
             )
+        minibatches, prompts = getattr(method, "num_minibatches", 1), self.training.batch_size
         problems.check(
-            getattr(method, "num_minibatches", 1) <= self.training.batch_size,
+            minibatches <= prompts,
             "method.num_minibatches",
-            f"is {getattr(method, 'num_minibatches', 1)}, more than the {self.training.batch_size} prompts of a step "
-            "(training.batch_size); give no more than these",
+            f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than these",
         )
 
     def _check_evaluation(self, problems: Problems) -> None:
@@ -296,8 +282,7 @@ class RunConfig(Settings):
             checkpoint.best_metric in ("auto", None) or self.evaluates,
             "checkpoint.best_metric",
             "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
-            "evaluation.eval_steps above 0; "
-            "or set it to null",
+            "evaluation.eval_steps above 0; or set it to null",
         )
         best = self.best_metric
         problems.check(
@@ -309,7 +294,7 @@ class RunConfig(Settings):
         if best is not None and self.evaluates:
             self._check_measured(problems, best)
         problems.check(
-            checkpoint.early_stopping_patience is None or self.best_metric is not None,
+            checkpoint.early_stopping_patience is None or best is not None,
             "checkpoint.early_stopping_patience",
             "needs checkpoint.best_metric: which metric should get better?",
         )
@@ -318,7 +303,7 @@ class RunConfig(Settings):
             "evaluation.num_batches",
             "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
         )
-        evaluation, fields = self.evaluation, type(self.evaluation).model_fields
+        evaluation = self.evaluation
         problems.check(
             not evaluation.suites or self.method.head == "lm",
             "evaluation.suites",
@@ -326,7 +311,7 @@ class RunConfig(Settings):
         )
         for name in ("num_generations", *SAMPLING):
             problems.check(
-                (self.samples and self._validates) or getattr(evaluation, name) == fields[name].default,
+                (self.samples and self._validates) or evaluation.is_default(name),
                 f"evaluation.{name}",
                 "is read where completions are sampled for validation prompts: set rewards and data.validation",
             )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.schema.data import Variables, check_template
@@ -12,11 +12,7 @@ CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared w
 LM_EVAL = "lm-eval:"  # prefix of lm-eval's tasks among names of suites
 
 
-def _one_as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Alternatives = Annotated[tuple[Text, ...], BeforeValidator(_one_as_tuple), Field(min_length=1)]
+Alternatives = Annotated[tuple[Text, ...], OneOrMore, Field(min_length=1)]
 
 
 class SuiteConfig(Settings):
@@ -80,9 +76,7 @@ class SuiteConfig(Settings):
         default=None, description="File for the completions in AlpacaEval's format; null: none is written."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "SuiteConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         if self.template != "auto":
             check_template(problems, self.template)
         problems.check(
@@ -105,5 +99,3 @@ class SuiteConfig(Settings):
         problems.check(
             "{shots}" in str(self.prompt) or not self.shots, "shots", "is set, but the prompt has no {shots}"
         )
-        problems.report()
-        return self

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.schema.base import (
     EVAL_METRIC,
@@ -56,16 +56,10 @@ class TrainingConfig(Settings):
         default="auto", description="Whether to recompute activations in backward: slower, less memory."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "TrainingConfig":
-        problems = Problems()
-        problems.check(
-            self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
-            "warmup_steps",
-            f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
-        )
-        problems.report()
-        return self
+    def check(self, problems: Problems) -> None:
+        steps = self.warmup_steps
+        message = f"is {steps}; give a share below 1, or a whole number of steps"
+        problems.check(steps < 1 or steps == int(steps), "warmup_steps", message)
 
 
 class CheckpointConfig(Settings):
@@ -94,32 +88,24 @@ class TrackingConfig(Settings):
         default=(), description="Trackers that get the metrics: any of tensorboard, wandb, trackio."
     )
     logging_dir: Folder | None = Field(
-        default=None,
-        description="Folder for the files of tensorboard and wandb, by run; null: the run folder.",
+        default=None, description="Folder for the files of tensorboard and wandb, by run; null: the run folder."
     )
     project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
         default="auto", description="Mode of wandb; auto: WANDB_MODE, else online with a key, offline without."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "TrackingConfig":
-        problems, named = Problems(), set(self.report_to)
+    def check(self, problems: Problems) -> None:
+        named = set(self.report_to)
         problems.check(len(named) == len(self.report_to), "report_to", "names a tracker twice")
-        for field, readers in (
-            ("logging_dir", ("tensorboard", "wandb")),
-            ("project", ("wandb", "trackio")),
-            ("wandb_mode", ("wandb",)),
-        ):
-            problems.check(
-                field not in self.model_fields_set
-                or getattr(self, field) == type(self).model_fields[field].default
-                or not named.isdisjoint(readers),
-                field,
-                f"is read by {' and '.join(readers)}, which report_to does not name",
-            )
-        problems.report()
-        return self
+        readers_of = {
+            "logging_dir": ("tensorboard", "wandb"),
+            "project": ("wandb", "trackio"),
+            "wandb_mode": ("wandb",),
+        }
+        for field, readers in readers_of.items():
+            is_read = self.is_default(field) or not named.isdisjoint(readers)
+            problems.check(is_read, field, f"is read by {' and '.join(readers)}, which report_to does not name")
 
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps"]
@@ -140,12 +126,8 @@ class DevicesConfig(Settings):
     )
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "DevicesConfig":
-        problems = Problems()
+    def check(self, problems: Problems) -> None:
         problems.check(
             self.ids is None or self.type in ("auto", "cuda"), "ids", f"number GPUs, but type is {self.type}"
         )
         problems.check(self.ids is None or len(set(self.ids)) == len(self.ids), "ids", "name a GPU twice")
-        problems.report()
-        return self
