@@ -14,10 +14,9 @@ from posttrain.base.terminal import say
 from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
-from posttrain.config.editor import json_schema
 from posttrain.config.reading.explain import did_you_mean
-from posttrain.config.reading.presets import preset_summary
-from posttrain.config.render import EXAMPLES, starter
+from posttrain.config.reading.load import preset_summary
+from posttrain.config.render import EXAMPLES, json_schema, starter
 
 app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)
 

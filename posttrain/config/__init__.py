@@ -1,7 +1,6 @@
 """The settings of a run: the schema with every default, and reading them from files, presets, overrides and flags."""
 
-from posttrain.config.reading.load import Loaded, dump, find, load
-from posttrain.config.reading.presets import preset_names, preset_path
+from posttrain.config.reading.load import Loaded, dump, find, load, preset_names, preset_path
 from posttrain.config.reading.stages import Stage, check_skip, held_out_together
 from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset

@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag, values_of
-from posttrain.config.reading.explain import wrong_value
-from posttrain.config.reading.fields import full
+from posttrain.config.reading.explain import problems_of_group
 from posttrain.config.reading.files import parse_value
-from posttrain.config.schema.base import Settings, SettingsConflict
+from posttrain.config.schema.base import Settings
 from posttrain.config.schema.data import variables
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.rollout import EngineName, RolloutConfig
@@ -33,18 +32,12 @@ def from_flags(group: type[Group], options: Any = None, **given: Any) -> Group:
     try:
         return group(**values)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        conflict = problem.get("ctx", {}).get("error")
-        if isinstance(conflict, SettingsConflict):
-            name, message = conflict.problems[0]
-        else:
-            name = str(problem["loc"][0])
-            message = wrong_value(values[name], full(group.model_fields[name]))
+        name, message = next(iter(problems_of_group(error, values, group).items()))
         raise UsageError(f"--{name.replace('_', '-')} {message}") from error
 
 
 def _variables(text: str) -> dict[str, Any]:
-    """What `--chat-template-kwargs` gives. Raises UsageError for what is no mapping of variables."""
+    """The value of `--chat-template-kwargs`. Raises UsageError if it is not a mapping of variables."""
     try:
         return variables(parse_value(text, VARIABLES).values["value"])
     except ValueError as error:
@@ -52,7 +45,7 @@ def _variables(text: str) -> dict[str, Any]:
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers of a flag with commas. Raises UsageError for others than the setting `name` takes."""
+    """The numbers of a flag, separated by commas. Raises UsageError for a value that the setting `name` refuses."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:

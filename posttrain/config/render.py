@@ -1,8 +1,9 @@
-"""Settings for readers: starter files, and the tables of docs/config.md and docs/migrating.md."""
+"""Settings for readers: starter files, JSON Schema for editors, the tables of docs/config.md and docs/migrating.md."""
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -21,12 +22,16 @@ from posttrain.config.reading.fields import (
 )
 from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.hints import SYSTEMS, hint
+from posttrain.config.reading.layers import ALIASES, ON_OFF
 from posttrain.config.schema.data import SourceConfig
 from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
-from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod
 from posttrain.config.schema.rewards import Reward, RewardTerm
+from posttrain.config.schema.run import RunConfig
 
 WIDTH = 110
+# pydantic's name of a bound after a validator, not JSON Schema's.
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 REWARDS = models_in(Reward)
 REWARD_TERM = {"type", *RewardTerm.model_fields}
 HEADINGS = {
@@ -56,39 +61,18 @@ def _example(method: type[AnyMethod]) -> dict[str, Any]:
 
 
 EXAMPLES = {name: _example(_class_of(name)) for name in METHOD_NAMES}
-STARTER = (
-    "rewards",
-    "model.path",
-    "model.lora",
-    "method.type",
-    "method.loss_type",
-    "method.beta",
-    "method.simpo_gamma",
-    "method.cpo_alpha",
-    "method.teacher",
-    "method.divergence",
-    "method.on_policy_fraction",
-    "method.num_generations",
-    "method.scale_rewards",
-    "method.epsilon",
-    "method.cliprange",
-    "method.kl_coef",
-    "method.desirable_weight",
-    "method.undesirable_weight",
-    "data.source",
-    "data.validation",
-    "data.max_length",
-    "training.batch_size",
-    "training.tokens_per_pack",
-    "training.learning_rate",
-    "training.num_train_epochs",
-    "training.max_steps",
-    "evaluation.eval_steps",
-    "checkpoint.best_metric",
-    "rollout.engine",
-    "rollout.temperature",
-    "rollout.max_completion_length",
-)
+_STARTER = {
+    "": "rewards",
+    "model.": "path lora",
+    "method.": "type loss_type beta simpo_gamma cpo_alpha teacher divergence on_policy_fraction num_generations "
+    "scale_rewards epsilon cliprange kl_coef desirable_weight undesirable_weight",
+    "data.": "source validation max_length",
+    "training.": "batch_size tokens_per_pack learning_rate num_train_epochs max_steps",
+    "evaluation.": "eval_steps",
+    "checkpoint.": "best_metric",
+    "rollout.": "engine temperature max_completion_length",
+}
+STARTER = {f"{section}{name}" for section, names in _STARTER.items() for name in names.split()}  # the usual settings
 
 
 def starter(method: str, everything: bool = False) -> str:
@@ -98,11 +82,12 @@ def starter(method: str, everything: bool = False) -> str:
     """
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
-        best = "eval_reward" if _online(method) else "eval_loss"
+        best = "eval_reward" if _class_of(method).samples_completions else "eval_loss"
         values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
     wanted = [s for s in all_settings() if (reads(method, s) if everything else _usual(method, s))]
+    article = "an" if method in ("sft", "orpo", "ipo") else "a"
     lines = [
-        f"# Settings of {_article(method)} run. Start it:  posttrain train FILE",
+        f"# Settings of {article} {method} run. Start it:  posttrain train FILE",
         "# See what it would do:  posttrain plan FILE      All settings explained:  docs/config.md",
     ]
     if everything:
@@ -110,7 +95,7 @@ def starter(method: str, everything: bool = False) -> str:
             "# A # right before a name turns a group of settings off: remove it from the group's lines to turn it on."
         )
     section = "run"
-    off: Setting | None = None  # the group of the settings, if it is off
+    off: Setting | None = None  # the group that the setting is in, if it is off
     for setting in wanted:
         if setting.section != section:
             section = setting.section
@@ -140,11 +125,7 @@ def reads(method: str, setting: Setting) -> bool:
 
 def _usual(method: str, setting: Setting) -> bool:
     online = setting.path.startswith(("rewards", "rollout."))
-    return setting.path in STARTER and reads(method, setting) and (_online(method) or not online)
-
-
-def _online(method: str) -> bool:
-    return _class_of(method).samples_completions
+    return setting.path in STARTER and reads(method, setting) and (_class_of(method).samples_completions or not online)
 
 
 def _entry_models(setting: Setting) -> list[type[BaseModel]]:
@@ -188,16 +169,7 @@ def described(setting: Setting) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
-
-
-def _article(method: str) -> str:
-    return f"an {method}" if method in ("sft", "orpo", "ipo") else f"a {method}"
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def flow(value: Any) -> str:
@@ -215,18 +187,18 @@ def flow(value: Any) -> str:
 
 def settings_reference() -> str:
     """The settings of the schema as Markdown tables, one for each section."""
-    parts = []
-    settings = all_settings()
+    entries = {
+        "run": [("`rewards`", _reward_entries())],
+        "data": [("`data.source`, when it is a list", _entries(SourceConfig))],
+        "evaluation": [
+            ("`evaluation.datasets`", _entries(EvaluationDataset)),
+            ("`evaluation.suites`", _entries(SuiteEntry)),
+        ],
+    }
+    parts, settings = [], all_settings()
     for section, heading in HEADINGS.items():
-        rows = [setting for setting in settings if setting.section == section]
-        parts.append(f"### {heading}\n\n{_table(rows)}")
-        if section == "run":
-            parts.append(f"Each entry of `rewards`:\n\n{_reward_entries()}")
-        if section == "data":
-            parts.append(f"Each entry of `data.source`, when it is a list:\n\n{_entries(SourceConfig)}")
-        if section == "evaluation":
-            parts.append(f"Each entry of `evaluation.datasets`:\n\n{_entries(EvaluationDataset)}")
-            parts.append(f"Each entry of `evaluation.suites`:\n\n{_entries(SuiteEntry)}")
+        parts.append(f"### {heading}\n\n{_table(s for s in settings if s.section == section)}")
+        parts += [f"Each entry of {setting}:\n\n{table}" for setting, table in entries.get(section, [])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -241,20 +213,18 @@ def _table(settings: Iterable[Setting]) -> str:
 
 
 def _entries(model: type[BaseModel]) -> str:
-    rows = [
+    return _table(
         Setting(info.alias or name, full(info), info.default, info.is_required(), info.description or "")
         for name, info in model.model_fields.items()
-    ]
-    return _table(rows)
+    )
 
 
 def _reward_entries() -> str:
     """The settings of entries of `rewards`: the common ones, then those of each type."""
-    kinds = " · ".join(kind for cls in REWARDS for kind in get_args(cls.model_fields["type"].annotation))
     lines = _entries(RewardTerm).splitlines()
-    lines.insert(2, f"| `type` | required | {kinds} | Type of the reward. |")
+    lines.insert(2, f"| `type` | required | {' · '.join(kinds_of(Reward))} | Type of the reward. |")
     for cls in REWARDS:
-        kind = ", ".join(get_args(cls.model_fields["type"].annotation))
+        kind = ", ".join(kinds_of(cls))
         rows = [row for row in _entries(cls).splitlines()[2:] if row.split("`")[1] not in REWARD_TERM]
         lines += [row.removesuffix(" |") + f" ({kind} only) |" for row in rows]
     return "\n".join(lines)
@@ -270,18 +240,14 @@ def names_reference() -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    rows, same, paths = dict[str, list[str]](), [], known_paths()
+    theirs, same, paths = dict[str, list[str]](), [], known_paths()
     for name in names:
-        message = hint(name)
-        if message is not None:
-            rows.setdefault(message, []).append(f"`{name}`")
+        if message := hint(name):
+            theirs.setdefault(message, []).append(f"`{name}`")
         else:
             same.append(" or ".join(f"`{path}`" for path in paths[name]))
-    lines = [
-        "| there | here |",
-        "|---|---|",
-        *(f"| {', '.join(at)} | {_cell(message)} |" for message, at in rows.items()),
-    ]
+    lines = [f"| {', '.join(others)} | {_cell(message)} |" for message, others in theirs.items()]
+    lines = ["| there | here |", "|---|---|", *lines]
     return "\n".join(lines) + ("\n\nWith the same name: " + ", ".join(same) + "." if same else "")
 
 
@@ -293,6 +259,55 @@ def with_reference(document: str) -> str:
         if begin and end:
             document = f"{head}{begin}\n{reference()}\n{end}{tail}"
     return document
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases.
+
+    Nothing is required, since `extends`, overrides and flags may add what a file lacks.
+    """
+    schema = _readable(RunConfig.model_json_schema())
+    groups, properties = schema["$defs"], schema["properties"]
+    description = "The model to train: a hub id, a folder, or its settings."
+    properties["model"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/ModelConfig"}], "description": description}
+    properties["models"]["items"] = properties["model"]
+    properties["extends"] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "File or preset, or a list of them, under this file.",
+    }
+    methods = [{"$ref": f"#/$defs/{method.__name__}"} for method in METHODS.values()]
+    description = properties["method"]["description"]
+    properties["method"] = {"anyOf": [{"enum": list(METHOD_NAMES)}, *methods], "description": description}
+    dpo = groups["DPOMethod"]["properties"]
+    dpo["type"] = {"enum": ["dpo", "ipo"], "description": dpo["type"]["description"]}
+    loss, description = dpo["loss_type"]["items"], dpo["loss_type"]["description"]
+    several = {"type": "array", "items": loss, "minItems": 1}
+    dpo["loss_type"] = {"anyOf": [loss, several], "description": description}
+    for name in ON_OFF:
+        groups["ModelConfig"]["properties"][name]["anyOf"].append({"type": "boolean"})
+    named = [("models", "ModelConfig"), *(("method", method.__name__) for method in METHODS.values())]
+    for section, group in named:
+        for alias, target in ALIASES[section].items():
+            known, names = groups[group]["properties"], target
+            if group == "PPOMethod":
+                names = tuple(PPO_NAMES.get(name, name) for name in target)
+            if names[0] in known and alias not in known:
+                known[alias] = {"description": f"Alias of {'.'.join(names)}."}
+    return schema
+
+
+def _readable(node: Any) -> Any:
+    """The schema with JSON Schema's names of bounds, without titles (they repeat the names) and requirements."""
+    if isinstance(node, list):
+        return [_readable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    dropped = {"title": str, "required": list}  # only of these types: settings may have these names
+    return {
+        _BOUNDS.get(key, key): _readable(value)
+        for key, value in node.items()
+        if not (key in dropped and isinstance(value, dropped[key]))
+    }
 
 
 if __name__ == "__main__":  # python -m posttrain.config.render docs/config.md docs/migrating.md

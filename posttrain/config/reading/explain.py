@@ -29,6 +29,13 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
 
 def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
     """One line for each problem of a group of settings on its own, such as those of `a suite` (the noun)."""
+    return [f"{name} {message}" for name, message in problems_of_group(error, values, group, noun).items()]
+
+
+def problems_of_group(
+    error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str = "this group"
+) -> dict[str, str]:
+    """The problem of each setting of a group, by name."""
     found: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         conflict = problem.get("ctx", {}).get("error")
@@ -42,7 +49,7 @@ def explain_group(error: ValidationError, values: Mapping[str, Any], group: type
             found[name] = "is missing"
         else:
             found[name] = wrong_value(values.get(name), full(group.model_fields[name]))
-    return [f"{name} {message}" for name, message in found.items()]
+    return found
 
 
 def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ Precedence: flag, override, file, extended files, default; within a file, a stag
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
 from posttrain.config.reading.files import Tree, read_settings, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
-from posttrain.config.reading.presets import preset_names, preset_path
 from posttrain.config.reading.stages import (
     WHOLE_RUN,
     Stage,
@@ -30,6 +30,7 @@ from posttrain.config.reading.stages import (
 )
 from posttrain.config.schema.run import RunConfig
 
+PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
 MOST_FILES = 100  # extended files: files that extend two others each double at every step
 Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin
 
@@ -292,3 +293,19 @@ def _assignment(text: str) -> Assignment:
         hint = " (one configuration file is taken)" if text.endswith((".yaml", ".yml", ".json")) else ""
         raise ConfigError(f"{text!r} is not an override such as training.max_steps=200{hint}")
     return path.strip().removeprefix("--"), value.strip(), f"override {text}"
+
+
+def preset_names() -> list[str]:
+    """The names of all presets, in alphabetical order."""
+    return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def preset_path(name: str) -> Path | None:
+    """The file of a preset, or None."""
+    return PRESETS / f"{name}.yaml" if name in preset_names() else None
+
+
+def preset_summary(name: str) -> str:
+    """The summary of a preset: the comment on its first line."""
+    first, *_ = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return first.lstrip("# ").strip()

@@ -273,7 +273,8 @@ class RunConfig(Settings):
         problems.check(
             minibatches <= prompts,
             "method.num_minibatches",
-            f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than these",
+            f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than "
+            "these",
         )
 
     def _check_evaluation(self, problems: Problems) -> None:
