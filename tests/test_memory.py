@@ -26,8 +26,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import _simulate, activations, empty_model
 from posttrain.planning.estimate import _reference, estimate
-from posttrain.planning.largest import largest_step
-from posttrain.planning.probe import Step, largest, probe
+from posttrain.planning.largest import Step, largest_step, largest_that_fits, probe
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -258,15 +257,15 @@ def test_the_largest_size_is_found_to_a_sixteenth(limit):
         tried.append(size)
         return size <= limit
 
-    good, bad = largest(fits, 64, 5000)
+    good, bad = largest_that_fits(fits, 64, 5000)
     print(limit, good, bad, tried)
     assert good is not None and good <= limit and len(tried) < 14
     if bad is None:
         assert good == 5000
     else:
         assert limit < bad and bad - good <= max(good // 16, 64) + 64
-    assert largest(lambda size: False, 64, 5000) == (None, 64)
-    assert largest(lambda size: True, 64, 64) == (64, None)
+    assert largest_that_fits(lambda size: False, 64, 5000) == (None, 64)
+    assert largest_that_fits(lambda size: True, 64, 64) == (64, None)
 
 
 @pytest.mark.slow

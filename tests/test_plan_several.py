@@ -9,8 +9,8 @@ from benchmarks.gpu.shapes import CONFIGS
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import load
+from posttrain.planning import CARDS
 from posttrain.planning.activations import empty_model
-from posttrain.planning.cards import CARDS
 from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged, gathered
 
 

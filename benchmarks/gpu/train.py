@@ -36,7 +36,7 @@ from posttrain.batch import Example, Node, Pack
 from posttrain.config import dump, load
 from posttrain.optim.update import Objective, update
 from posttrain.planning.estimate import start_job
-from posttrain.planning.probe import Step
+from posttrain.planning.largest import Step
 from posttrain.runs.run import Run
 from posttrain.training.job import Job
 

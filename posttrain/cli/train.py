@@ -20,7 +20,7 @@ from posttrain.config.schema.methods import METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
 from posttrain.parallel.launch import is_rank
 from posttrain.parallel.launch import launch as start_ranks
-from posttrain.planning.cards import CARDS
+from posttrain.planning import CARDS
 from posttrain.runs.files import flat
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import HIDDEN

@@ -28,8 +28,8 @@ from posttrain.models.optional import takes_triton
 from posttrain.models.sharding import layers_of
 from posttrain.optim.variants import BLOCK, eight_bit_names
 from posttrain.parallel.ranks import ALONE, Ranks
+from posttrain.planning import CARDS
 from posttrain.planning.activations import activations, empty_model
-from posttrain.planning.cards import CARDS
 from posttrain.runs.inputs import reference_settings
 from posttrain.runs.run import Run
 from posttrain.scoring import CHUNK_ELEMENTS, gradient_elements
@@ -47,10 +47,7 @@ SAFE = 0.75  # share of a GPU's memory; the estimate is within a quarter of the 
 # steps with glibc 2.36, with oneDNN as the matmul library (its buffers are allocated and freed, too) and with MKL
 # (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.base.memory).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
-
-
-# On a CPU: tokenizer, data, code and workspaces of kernels, log and curves.
-PROCESS = 50 << 20
+PROCESS = 50 << 20  # on a CPU: tokenizer, data, code and workspaces of kernels, log and curves
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +264,6 @@ def _logits(
     if not head.is_leaf:  # PEFT puts trained rows into a copy of the head, whose gradient is a second one
         gradient += 2 * width * head.numel()
     return chunk + wide + 2 * scored * hidden * width + gradient
-
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,48 @@
-"""The step of a run that needs most memory, found from the lengths of its examples."""
+"""The step of a run that needs the most memory, and the largest `tokens_per_pack` that fits.
+
+The step is found from the lengths of the examples. `probe` finds the size by real steps with the run's own model,
+optimizer and data. On a GPU, a size that is too large runs out of memory without harm. In CPU memory it would slow the
+entire machine or end the process. There, each size's peak is measured and compared with a limit, and a size whose
+estimate is above the limit is not tried.
+"""
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
+from rich.console import Console
 
+from posttrain.base.console import PlainConsole
+from posttrain.base.errors import ConfigError, ModelError, is_out_of_memory
+from posttrain.base.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.batch import Example, Node, Pack, pack
-from posttrain.config import RunConfig
+from posttrain.config import ModelConfig, RunConfig, dump
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
+from posttrain.models.devices import take_device
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import estimate
+from posttrain.planning.estimate import Estimate, estimate, holds_reference, start_job
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
-from posttrain.training.job import Job
+from posttrain.runs.run import Run
+from posttrain.scoring import RewardScorer, Scorer
+from posttrain.training.job import Job, router_weight
 from posttrain.training.loop import epoch_order
+from posttrain.training.reference import frozen_model
 
 log = logging.getLogger("posttrain")
 
 CANDIDATES = 8  # the steps with most tokens are packed to find the fullest pack
+PRECISION = 16  # the result is accurate to a sixteenth
+MULTIPLE = 64  # sizes tried by bisection are multiples of this
+MARGIN = 1.25  # the estimate is at most this many times the true peak
+GIB = 2**30
 
 
 def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
@@ -44,11 +67,9 @@ def pack_rows(
     examples = [data.train[int(row)] for row in rows]
     if config.method.samples_completions:
         length = config.rollout.max_completion_length
-        examples = [
-            e
-            for one in examples
-            for e in with_completions(one, config.method.completions_per_prompt, length, tokens_per_pack, feeds_last)
-        ]
+        n = config.method.completions_per_prompt
+        completed = (with_completions(prompt, n, length, tokens_per_pack, feeds_last) for prompt in examples)
+        examples = [example for parts in completed for example in parts]
     keep_last = feeds_last or config.method.head == "reward"
     pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=ranks)
     return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
@@ -77,8 +98,7 @@ def largest_step(
     """The packs of that step of the first epoch which has the fullest pack; the fullest comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
-    largest = max(packed, key=lambda packs: max(map(_weight, packs)))
-    return sorted(largest, key=_weight, reverse=True)
+    return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
 
 
 def keeps_engine(job: Job, data: Prepared) -> bool:
@@ -88,14 +108,216 @@ def keeps_engine(job: Job, data: Prepared) -> bool:
     size = job.config.training.tokens_per_pack
     ranks = job.ranks.size
     packs = largest_step(job.config, data, size, width_step(job.device, size), ranks, job.feeds_last)
-    found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
-    if not found.keeps_engine:
+    memory = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
+    if not memory.keeps_engine:
         log.warning(
             "the GPU has no room for completions' keys and values during an update: they are reallocated every step, "
             "which takes time; a smaller training.tokens_per_pack leaves room"
         )
-    return found.keeps_engine
+    return memory.keeps_engine
 
 
 def _weight(pack: Pack) -> tuple[int, int]:
     return len(pack.tokens_T), len(pack.target_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The largest size that fits in `limit` bytes, its peak, and the smallest size that did not fit (None: all fit)."""
+
+    tokens_per_pack: int
+    peak: int
+    limit: int
+    too_large: int | None
+
+    def __str__(self) -> str:
+        rest = "no step has more" if self.too_large is None else f"{self.too_large:,} does not fit"
+        held = f"{self.peak / GIB:.2f} of {self.limit / GIB:.2f} GiB at the peak"
+        return f"tokens_per_pack {self.tokens_per_pack:,}: {held}; {rest}"
+
+
+def probe(
+    config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
+) -> Probed:
+    """Try sizes between the smallest that the settings allow and the tokens of the largest step.
+
+    `limit` is the maximum memory of the process on the device, in bytes; None: all that is free. Raises ModelError if
+    not even the smallest size fits.
+    """
+    device = take_device(config.devices)
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will
+        training = config.training.model_copy(update={"gradient_checkpointing": True})
+        config = config.model_copy(update={"training": training})
+    release_memory()
+    trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
+    low = config.longest_example
+    high = max(low, trials.most_tokens())
+    if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
+        good, bad = None, low
+    else:
+        with trials.loaded():
+            good, bad = largest_that_fits(trials.fits, low, high)
+    if good is None:
+        raise ModelError(
+            f"{model.path}: not even tokens_per_pack {low:,} fits in {trials.limit / GIB:.2f} GiB, and it is the "
+            f"smallest for data.max_length {config.data.max_length:,}: lower that, set "
+            "training.gradient_checkpointing=true or another training.optimizer, or train adapters only "
+            "with model.lora=true"
+        )
+    return Probed(good, trials.peaks[good], trials.limit, bad)
+
+
+def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
+    """The largest size from `low` to `high` that fits, and the smallest that did not fit; each None if there is none.
+
+    Doubles the size, then bisects until the gap is a sixteenth of the size.
+    """
+    if not fits(low):
+        return None, low
+    good, bad = low, None
+    while good < high and (bad is None or bad - good > max(good // PRECISION, MULTIPLE)):
+        size = min(2 * good, high) if bad is None else (good + bad) // 2 // MULTIPLE * MULTIPLE
+        if size <= good:  # between two multiples
+            break
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    return good, bad
+
+
+class Trials:
+    """Trial steps with packs of several sizes. `peaks` has the peak in bytes of each size that fitted."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelConfig,
+        data: Prepared,
+        device: torch.device,
+        limit: int | None,
+        console: Console,
+    ):
+        self.config, self.model, self.data, self.device, self.console = config, model, data, device, console
+        self.before = 0 if device.type == "cuda" else memory_in_use()
+        self.limit = limit or self._free()
+        self.peaks: dict[int, int] = {}
+        self._empty, self._feeds_last = empty_model(config, model), router_weight(config, model) > 0
+        self._estimates: dict[int, Estimate] = {}
+        self._step: Step | None = None
+
+    def _free(self) -> int:
+        free = available_memory(self.device)
+        if free is None:
+            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
+        return self.before + free
+
+    def packs(self, size: int) -> list[Pack]:
+        """The two fullest packs of the largest step: the second is computed while the first one's gradients exist."""
+        pad_to = width_step(self.device, size)
+        return largest_step(self.config, self.data, size, pad_to, feeds_last=self._feeds_last)[:2]
+
+    def most_tokens(self) -> int:
+        """The number of tokens in the largest step."""
+        packs = largest_step(self.config, self.data, 1 << 62, feeds_last=self._feeds_last)
+        return max(each.num_tokens for each in packs)
+
+    def estimated(self, size: int) -> Estimate:
+        """The estimated memory of a run with packs of this size."""
+        if size not in self._estimates:
+            self._estimates[size] = estimate(self.config, self.model, self._empty, self.packs(size), self.device)
+        return self._estimates[size]
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """A context with the model and the rest of a run in memory. On a GPU, limits torch's allocator."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
+        try:
+            with (
+                TemporaryDirectory(prefix="posttrain-") as folder,
+                Run.create(Path(folder) / "run", dump(self.config), {}) as run,
+            ):
+                self._step = Step(start_job(self.config, self.model, run))
+                yield
+        finally:
+            self._step = None
+            release_memory()
+            if self.device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def fits(self, size: int) -> bool:
+        """Whether a step of packs of this size stays within the limit."""
+        assert self._step is not None
+        if self.device.type != "cuda" and self.peaks and self.predicted(size) > self.limit:
+            self.console.print(f"tokens_per_pack {size:,}: not tried, would take {self.predicted(size) / GIB:.2f} GiB")
+            return False
+        packs = self.packs(size)
+        release_memory()
+        reset_peak_memory(self.device)
+        peak = None
+        try:
+            for _ in range(1 if self.peaks else 2):  # the first step allocates the optimizer's moments
+                self._step.take(packs)
+            peak = self._peak()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside the except block, since the error's frames and the tensors in them are released only now.
+        self._step.forget()
+        if peak is not None:
+            peak = self._with_engine(peak, size)
+        if peak is None or peak > self.limit:
+            self.console.print(f"tokens_per_pack {size:,}: does not fit")
+            return False
+        self.console.print(f"tokens_per_pack {size:,}: {peak / GIB:.2f} GiB at the peak")
+        self.peaks[size] = peak
+        return True
+
+    def _peak(self) -> int:
+        """The measured peak; on a GPU including all memory reserved by torch, which must fit too."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
+
+    def _with_engine(self, peak: int, size: int) -> int:
+        """The peak including the estimated memory of generation, during or before the update."""
+        memory = self.estimated(size)
+        if memory.keeps_engine:
+            return peak + memory.engine
+        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else memory_in_use()
+        return max(peak, held + memory.engine)
+
+    def predicted(self, size: int) -> int:
+        """The predicted peak: that of the largest size that fitted plus the difference of the estimates."""
+        known = max(self.peaks)
+        return self.peaks[known] + self.estimated(size).peak - self.estimated(known).peak
+
+
+class Step:
+    """A run in memory, and steps of it that change no weights: their learning rate is 0."""
+
+    def __init__(self, job: Job):
+        self.device, self.reward = job.device, job.config.method.head == "reward"
+        policy = job.policy("reward" if self.reward else "lm")
+        policy.train(job.config.method.dropout)
+        self.optimizer = job.optimizer(policy)
+        self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
+        self.reference: Scorer | None = None
+        method = job.config.method
+        if holds_reference(job.config, job.model):
+            self.reference = Scorer(frozen_model(job, method.reference_path))
+
+    def take(self, packs: list[Pack]) -> None:
+        """Forward and backward of each pack, then the optimizer's step, which allocates its moments."""
+        for moved in (each.to(self.device) for each in packs):
+            if self.reference is not None:
+                with torch.no_grad():
+                    self.reference(moved)
+            scores = self.scorer(moved)
+            (scores if isinstance(scores, torch.Tensor) else scores.logprob_N).sum().backward()
+        self.optimizer.step(0.0)
+
+    def forget(self) -> None:
+        """Drop the gradients of an unfinished step."""
+        self.optimizer.forget()

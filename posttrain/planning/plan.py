@@ -22,13 +22,12 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
-from posttrain.planning.largest import first_epoch, largest_step, pack_rows
-from posttrain.planning.probe import probe
+from posttrain.planning.largest import first_epoch, largest_step, pack_rows, probe
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import total_steps, warmup_count
 
-STEPS_LOOKED_AT = 50
+SAMPLED_STEPS = 50  # of which the plan shows means
 
 
 class StageTokenizers:
@@ -45,10 +44,10 @@ class StageTokenizers:
         """The tokenizer to prepare the stage's data with; call this in the order of the stages."""
         source = self._of.get(stage.init_from or "") if stage.init_from else None
         model = stage.config.models[self._model]
-        found = deepcopy(source) if source else load_tokenizer(model)
-        found.add_tokens([*model.new_tokens])
-        self._of[stage.name] = found
-        return found
+        tokenizer = deepcopy(source) if source else load_tokenizer(model)
+        tokenizer.add_tokens([*model.new_tokens])
+        self._of[stage.name] = tokenizer
+        return tokenizer
 
     def skip(self, stage: Stage) -> None:
         """For a finished stage, use the tokenizer that it saved, or the model's if it saved none."""
@@ -154,7 +153,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
         each = exchanged(total, trained, dtype.itemsize, ranks, max(1.0, packs / ranks), sharded) * method.updates
         table.add_row("exchanged", f"about {each / 2**30:.3g} GiB sent and received by each process in a step")
     if ranks > 1 or target.card is not None:
-        table.add_row("", "memory and exchange are reckoned from shapes, not measured")
+        table.add_row("", "memory and exchange are estimated from shapes, not measured")
     return table
 
 
@@ -175,7 +174,7 @@ def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
 def _sampled_steps(config: RunConfig, data: Prepared, ranks: int, feeds_last: bool) -> tuple[float, float, float]:
     """Mean packs, tokens and scored tokens of a step, over some batches sampled as in training."""
     counts = []
-    for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
+    for rows in first_epoch(config, len(data.train))[:SAMPLED_STEPS]:
         packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks, feeds_last=feeds_last)
         tokens = sum(p.num_tokens for p in packs)
         counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))

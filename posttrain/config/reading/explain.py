@@ -7,11 +7,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.config.reading.fields import choices, expected, full, kinds_of, known_paths, models_in, step
-from posttrain.config.reading.files import KeyPath
+from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.base import Settings, SettingsConflict
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.run import RunConfig
+
+MISSING: dict[KeyPath, str] = {
+    ("models",): "; name one, e.g. `model: openai-community/gpt2`",
+    ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
+    ("data",): "; set the data to train on, e.g. `data: {source: rows.jsonl}`",
+    ("data", "source"): "; give a hub id, a file or a folder",
+}
 
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
@@ -23,8 +30,9 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
     # A union reports an error for each branch: one about an entry inside says more than one about the whole.
     paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
     paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
-    paths.sort(key=lambda p: _line(_where(p, origins)))
-    return [f"{_where(path, origins)}{dotted(path, values)} {found[path]}" for path in paths]
+    places = {path: origin_of(path, origins) for path in paths}
+    paths.sort(key=lambda p: _line(places[p]))
+    return [f"{places[p]}{': ' if places[p] else ''}{dotted(p, values)} {found[p]}" for p in paths]
 
 
 def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
@@ -57,9 +65,9 @@ def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mappin
     return any(f"did you mean {dotted(path, values)}?" in message for message in found.values())
 
 
-def _line(where: str) -> tuple[str, int]:
-    name, _, line = where.removesuffix(": ").rpartition(":")
-    return (name, int(line)) if line.isdecimal() else (where, 0)
+def _line(origin: str) -> tuple[str, int]:
+    name, _, line = origin.rpartition(":")
+    return (name, int(line)) if line.isdecimal() else (origin, 0)
 
 
 def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -69,7 +77,7 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
     if problem["type"] == "extra_forbidden":
         yield path, unknown(path, values)
     elif problem["type"] == "missing":
-        yield path, "is missing" + _missing_hint(path)
+        yield path, "is missing" + MISSING.get(path, "")
     elif isinstance(conflict, SettingsConflict):
         for inner, message in conflict.problems:
             keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
@@ -112,32 +120,12 @@ def value_at(values: Any, path: KeyPath) -> Any:
     return values
 
 
-def _where(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """The place of the setting, or else of the nearest heading above it."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in origins:
-            return f"{origins[path[:length]]}: "
-    return ""
-
-
 def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
     """A path as users write it: `model` for the only model of `values`."""
     models = values.get("models")
     if path[:2] == ("models", 0) and isinstance(models, list) and len(models) == 1:
         path = ("model", *path[2:])
     return ".".join(map(str, path)) or "the configuration"
-
-
-def _missing_hint(path: KeyPath) -> str:
-    return {
-        ("models",): "; name one, e.g. `model: openai-community/gpt2`",
-        ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
-        ("data",): "; set the data to train on, e.g. `data: {source: rows.jsonl}`",
-        ("data", "source"): "; give a hub id, a file or a folder",
-    }.get(path, "")
-
-
-# --- unknown names --------------------------------------------------------------------------------------------------
 
 
 def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
@@ -151,27 +139,17 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     prefix = dotted(parent, values) + "." if parent else ""
     start = "is not a setting"
     if parent == ("method",):
-        owners = [name for name, cls in METHODS.items() if key in cls.model_fields]
-        kind = node.get("type") if isinstance(node, dict) else None
-        start = f"is not a setting of {kind}"
-        if owners:
+        start = f"is not a setting of {node.get('type') if isinstance(node, dict) else None}"
+        if owners := [name for name, cls in METHODS.items() if key in cls.model_fields]:
             return f"{start}, but of {', '.join(owners)}"
-    message = hint(key)
-    if message is not None:
+    if message := hint(key):
         return f"{start}; {message}"
-    everywhere = known_paths()
-    if key in everywhere:
-        return f"{start}; did you mean {' or '.join(everywhere[key])}?"
-    near = get_close_matches(key, here, n=1, cutoff=0.6)
-    if near:
-        return f"{start}; did you mean {prefix}{near[0]}?"
-    elsewhere = get_close_matches(key, everywhere, n=1, cutoff=0.75)
-    if elsewhere:
-        return f"{start}; did you mean {' or '.join(everywhere[elsewhere[0]])}?"
+    known = known_paths()
+    meant = known.get(key) or [f"{prefix}{name}" for name in get_close_matches(key, here, n=1, cutoff=0.6)]
+    meant = meant or [path for name in get_close_matches(key, known, n=1, cutoff=0.75) for path in known[name]]
+    if meant:
+        return f"{start}; did you mean {' or '.join(meant)}?"
     return f"{start}; {prefix.rstrip('.') or 'a configuration'} has {', '.join(here)}"
-
-
-# --- values of the wrong type ---------------------------------------------------------------------------------------
 
 
 def did_you_mean(given: Any, words: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -14,6 +13,7 @@ from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.run import RunConfig
 
+_BOUNDS = {"ge": "of {} or more", "gt": "above {}", "lt": "below {}", "le": "at most {}"}
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -179,27 +179,17 @@ def expected(annotation: Any) -> str:
 
 def _plural(annotation: Any) -> str:
     words = expected(annotation)
-    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings")):
-        words = words.replace(one, many, 1) if words.startswith(one) else words
+    for singular, plural in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings")):
+        words = words.replace(singular, plural, 1) if words.startswith(singular) else words
     return words
 
 
 def _bounds(constraints: list[Any]) -> str:
     words = []
     for constraint in [c for item in constraints for c in (item.metadata if isinstance(item, FieldInfo) else [item])]:
-        pattern = getattr(constraint, "pattern", None)
-        if isinstance(constraint, Ge):
-            words.append(f"of {_number(constraint.ge)} or more")
-        elif isinstance(constraint, Gt):
-            words.append(f"above {_number(constraint.gt)}")
-        elif isinstance(constraint, Lt):
-            words.append(f"below {_number(constraint.lt)}")
-        elif isinstance(constraint, Le):
-            words.append(f"at most {_number(constraint.le)}")
-        elif pattern is not None:
+        for name, form in _BOUNDS.items():
+            if (bound := getattr(constraint, name, None)) is not None:
+                words.append(form.format(bound if isinstance(bound, int) else f"{bound:g}"))
+        if (pattern := getattr(constraint, "pattern", None)) is not None:
             words.append(PATTERNS[pattern])
     return " and ".join(words)
-
-
-def _number(value: Any) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ class Tree:
 
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
+
+
+def origin_of(path: KeyPath, origins: Mapping[KeyPath, str], default: str = "") -> str:
+    """The place of a setting, or else of the nearest heading above it."""
+    return next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), default)
 
 
 class _Loader(yaml.SafeLoader):

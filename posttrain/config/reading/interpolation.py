@@ -1,4 +1,4 @@
-"""`${a.b}` in a setting: the value of another one, which may be its default."""
+"""`${a.b}` in a setting: the value of another setting, given or by default."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from posttrain.base.errors import ConfigError
-from posttrain.config.reading.files import KeyPath
+from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.layers import merge
 from posttrain.config.schema.run import RunConfig
 
@@ -23,7 +23,7 @@ def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[
     A string that is exactly one `${a.b}` becomes that value, of any type. Raises ConfigError for unknown settings, for
     settings that refer to one another in a cycle, and above MOST_CHARACTERS.
     """
-    if not any("${" in text for text in _texts(values)):
+    if not any("${" in leaf for leaf in _leaves(values) if isinstance(leaf, str)):
         return values
     return _Interpolation(values, origins).resolved((), values)
 
@@ -33,8 +33,8 @@ class _Interpolation:
 
     def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
         models = values.get("models")
-        one = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
-        self.tree = {**merge(_defaults(RunConfig), values), **one}
+        model = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
+        self.tree = merge(_defaults(RunConfig), values) | model
         self.origins = origins
         self.done: dict[KeyPath, Any] = {}
         self.open: list[KeyPath] = []  # the strings being resolved, each for the previous one
@@ -92,8 +92,8 @@ class _Interpolation:
             if isinstance(node, str):
                 node = self.resolved(at, node)
             try:
-                index, node = _entry(node, key)
-                at = (*at, index)
+                index = int(key) if isinstance(node, list) else key
+                node, at = node[index], (*at, index)
             except (KeyError, IndexError, TypeError, ValueError):
                 raise self.wrong(path, text, f"there is no setting {name.strip() or 'without a name'}") from None
         return self.resolved(at, node)
@@ -107,15 +107,7 @@ class _Interpolation:
         return value
 
     def wrong(self, path: KeyPath, text: str, reason: str) -> ConfigError:
-        where = next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), "settings")
-        return ConfigError(f"{where}: {text}: {reason}")
-
-
-def _entry(node: Any, key: str) -> tuple[str | int, Any]:
-    """The key as an index or a name, and its value. Raises Python's own errors if there is none."""
-    if isinstance(node, list):
-        return int(key), node[int(key)]
-    return key, node[key]
+        return ConfigError(f"{origin_of(path, self.origins, 'settings')}: {text}: {reason}")
 
 
 def escaped(node: Any) -> Any:
@@ -128,20 +120,15 @@ def escaped(node: Any) -> Any:
 
 
 def _leaves(node: Any) -> Iterator[Any]:
-    entries = node.values() if isinstance(node, dict) else node if isinstance(node, list) else None
-    if entries is None:
+    if not isinstance(node, dict | list):
         yield node
         return
-    for value in entries:
+    for value in node.values() if isinstance(node, dict) else node:
         yield from _leaves(value)
 
 
-def _texts(node: Any) -> Iterator[str]:
-    return (leaf for leaf in _leaves(node) if isinstance(leaf, str))
-
-
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections; in a section with a required setting, those of the others."""
+    """The defaults of all sections; in a section with a required setting, those of its other settings."""
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         default = info.get_default()

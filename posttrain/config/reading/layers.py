@@ -11,7 +11,7 @@ from posttrain.config.schema.base import OnOff
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
 
-# Names of other systems -> names here, within a section.
+# Names of other systems -> names here, by section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     "models": {
         "lora_r": ("lora", "r"),
@@ -174,13 +174,9 @@ def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], not
     if isinstance(model, str):
         return {"path": model}
     if isinstance(model, dict):
-        model = {key: _on_or_off(value) if key in ON_OFF else value for key, value in model.items()}
-    return _rename(model, "models", path, origins, notes) if isinstance(model, dict) else model
-
-
-def _on_or_off(value: Any) -> Any:
-    """`true` is the group with its defaults, `false` is none."""
-    return ({} if value else None) if isinstance(value, bool) else value
+        switched = {key: {} if model[key] else None for key in ON_OFF & model.keys() if isinstance(model[key], bool)}
+        return _rename({**model, **switched}, "models", path, origins, notes)
+    return model
 
 
 def _rename(

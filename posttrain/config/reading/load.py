@@ -87,20 +87,20 @@ def load(
                 stages.setdefault(name, []).append(layer)
         if not isinstance(source, Mapping) and _predates_the_record(find(source), common.values, stages):
             common.lay(Tree({"behavior_version": 1}))
-    given: list[Assignment] = [_assignment(text) for text in overrides]
-    flagged: list[Assignment] = [
+    assignments: list[Assignment] = [_assignment(text) for text in overrides]
+    from_flags: list[Assignment] = [
         (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
         for path, value in (flags or {}).items()
     ]
     if stages:
-        return _load_stages(common, stages, given, flagged)
-    for path, _, where in given + flagged:
+        return _load_stages(common, stages, assignments, from_flags)
+    for path, _, where in assignments + from_flags:
         if path.split(".")[0] == "stages":
             raise ConfigError(f"{where}: the settings have no stages")
-    said = _lay_given(common, given, flagged)
+    replaced = _lay_assignments(common, assignments, from_flags)
     result = _check(common)
     if isinstance(result, RunConfig):
-        notes = [*common.notes, *said, *result.unread()]
+        notes = [*common.notes, *replaced, *result.unread()]
         return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
     raise _refusal(result)
 
@@ -123,25 +123,25 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth > MOST_DEPTH:
         raise ConfigError("the settings contain themselves, or are nested too deeply")
     if isinstance(value, Mapping):
-        return {str(key): _plain(one, depth + 1) for key, one in value.items()}
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one, depth + 1) for one in value]
+        return [_plain(item, depth + 1) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _lay_given(
-    layers: Layers, given: list[Assignment], flagged: list[Assignment], own: Sequence[Tree] = ()
+def _lay_assignments(
+    layers: Layers, assignments: list[Assignment], from_flags: list[Assignment], own: Sequence[Tree] = ()
 ) -> list[str]:
     """Merge overrides and flags over the layers, with a note for each flag that replaces an explicit value.
 
     Explicit values are those of overrides and of `own`, a stage's own settings; the rest of a file are defaults.
     """
     before = layers.copy()
-    override(before, given)
-    override(layers, [*given, *flagged])  # in one: `method.beta=1` and `--method dpo` belong together
-    override(layers, flagged)  # entries of lists by number were merged last, and flags have priority over them too
-    flags = {where for _, _, where in flagged}
-    explicit = {where for _, _, where in given} | {where for tree in own for where in tree.origins.values()}
+    override(before, assignments)
+    override(layers, [*assignments, *from_flags])  # in one: `method.beta=1` and `--method dpo` belong together
+    override(layers, from_flags)  # entries of lists by number were merged last, and flags have priority over them too
+    flags = {where for _, _, where in from_flags}
+    explicit = {where for _, _, where in assignments} | {where for tree in own for where in tree.origins.values()}
     notes: list[str] = []
     for path, where in before.origins.items():
         flag, old, new = layers.origins.get(path), value_at(before.values, path), value_at(layers.values, path)
@@ -151,11 +151,11 @@ def _lay_given(
 
 
 def _load_stages(
-    common: Layers, trees: dict[str, list[Tree]], given: list[Assignment], flagged: list[Assignment]
+    common: Layers, trees: dict[str, list[Tree]], assignments: list[Assignment], from_flags: list[Assignment]
 ) -> Loaded:
     """Each stage's settings over the common ones, and those of the command line over both."""
-    for_all, for_one = _by_stage(given, trees)
-    flags_for_all, flags_for_one = _by_stage(flagged, trees)
+    for_all, for_one = _by_stage(assignments, trees)
+    flags_for_all, flags_for_one = _by_stage(from_flags, trees)
     sources: dict[str, str | None] = {}
     where: dict[str, str] = {}
     configs: dict[str, RunConfig] = {}
@@ -167,8 +167,8 @@ def _load_stages(
         layers = common.copy()
         for tree in trees[name]:
             layers.lay(tree, every_model=True)
-        given, flagged = for_all + for_one[name][1], flags_for_all + flags_for_one[name][1]
-        for line in _lay_given(layers, given, flagged, trees[name]):
+        assignments, from_flags = for_all + for_one[name][1], flags_for_all + flags_for_one[name][1]
+        for line in _lay_assignments(layers, assignments, from_flags, trees[name]):
             replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
         result = _check(layers)
@@ -195,12 +195,12 @@ def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
 
 
 def _by_stage(
-    given: list[Assignment], stages: Mapping[str, object]
+    assignments: list[Assignment], stages: Mapping[str, object]
 ) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
     """The settings for all stages; and for each stage, its `init_from` as a tree and the rest."""
     for_all: list[Assignment] = []
     for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
-    for path, value, where in given:
+    for path, value, where in assignments:
         first, *rest = path.split(".")
         if first != "stages":
             for_all.append((path, value, where))

@@ -156,11 +156,11 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
     if config.behavior_version < 2:
         return config
     excluded = list(config.data.excluded)
-    for one in held:
-        if one is None or one == _held_out(config):
+    for rows in held:
+        if rows is None or rows == _held_out(config):
             continue
-        one = one.model_copy(update={"seed": None}) if one.seed == config.seed else one
-        excluded += [one] if one not in excluded else []
+        rows = rows.model_copy(update={"seed": None}) if rows.seed == config.seed else rows
+        excluded += [rows] if rows not in excluded else []
     return config.model_copy(update={"data": config.data.model_copy(update={"excluded": tuple(excluded)})})
 
 
