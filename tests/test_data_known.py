@@ -18,8 +18,7 @@ from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
 from posttrain.data.readers import Record
-from posttrain.data.saved import save
-from posttrain.data.sources import keep, layout_of, splits_of
+from posttrain.data.sources import keep, layout_of, save, splits_of
 
 CHAT = [{"role": "user", "content": "Q?"}]
 WORSE, BETTER = ([*CHAT, {"role": "assistant", "content": text}] for text in ("worse", "better"))

@@ -17,7 +17,7 @@ from posttrain.cli import main
 from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
 from posttrain.data.readers import Record
-from posttrain.data.saved import save
+from posttrain.data.sources import save
 from posttrain.runs import folder as folders
 from posttrain.runs import summary
 from posttrain.runs.checkpoint import verify

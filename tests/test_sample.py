@@ -9,8 +9,7 @@ from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoTokenizer
 
 from posttrain.cli import main
-from posttrain.data.prompts import Prompt
-from posttrain.data.tokencheck import completion_faults, stop_faults
+from posttrain.data.prompts import Prompt, completion_faults, stop_faults
 from posttrain.engines import Completion, text_of
 from posttrain.runs.stored_rollouts import StoredRun
 

@@ -1,9 +1,9 @@
 """Data: sources, formats, templates and tokenisation. `prepare` does it all; `explore` shows the result."""
 
-from posttrain.data.dataset import Dataset
 from posttrain.data.explore import Selection, explore, overview
 from posttrain.data.kinds import KINDS
 from posttrain.data.prepare import Options, Prepared, longest_sequence, prepare, prepare_run
+from posttrain.data.reading import Dataset
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
 

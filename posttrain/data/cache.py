@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.atomic import LEFTOVER, put_folder, take_away
 from posttrain.base.errors import DataError
 from posttrain.data.report import Reading
+from posttrain.data.streams import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,7 @@ def _load(place: Path, file: str) -> tuple[pa.Table, Reading, str]:
     rows = place / file
     try:
         facts = json.loads((place / "facts.json").read_text())
-        with rows.open("rb") as stream:
-            actual = hashlib.file_digest(stream, "sha256").hexdigest()
-        if actual != facts["sha256"]:
+        if sha256_of(rows) != facts["sha256"]:
             raise _DamagedError("its hash is another")
         table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
         return table, Reading.from_json(facts["reading"]), facts["content"]
@@ -164,9 +163,7 @@ def _build(place: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
             reading = build(writer)
         finally:
             writer.close()
-        with (work / file).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        facts = {"sha256": digest, "content": writer.content(), "reading": asdict(reading)}
+        facts = {"sha256": sha256_of(work / file), "content": writer.content(), "reading": asdict(reading)}
         (work / "facts.json").write_text(json.dumps(facts))
 
     put_folder(place, write, replace=False)  # another run may have built the same entry meanwhile

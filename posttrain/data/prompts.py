@@ -1,18 +1,28 @@
-"""Prompts to sample completions for, from rows of any format, tokenised as in training."""
+"""Prompts to sample completions for, from rows of any format, tokenised as in training; and faults of tokenisation.
+
+The faults, such as missing stop tokens and tags that are split differently, do not stop training. Each check gives a
+sentence for every fault that it finds, which says what to do.
+"""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.pieces import CHARACTER, LOST, pieces
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.kinds import Prompts, facts_of
 from posttrain.data.readers import Record
 from posttrain.data.reading import Reader, malformed_of
+from posttrain.data.render import RenderRequest, rendering
 from posttrain.data.report import Malformed
 from posttrain.data.rows import RowError
+
+MANY = 0.1  # of the completions: a few that are split differently do no harm
+TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +68,111 @@ def prompts_of(
                 facts = json.loads(facts_of(record, row, reader.template.turns))
                 found[record.row] = Prompt(record.row, item[0], list(item[1]), facts)
     return [found[record.row] for record in records]
+
+
+def stop_faults(
+    tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], stop: Sequence[str], turns: bool
+) -> list[str]:
+    """Stop tokens that end nothing. With `turns` a chat template is used, whose end of turn must be one of them."""
+    found = []
+    text = tokenizer.eos_token
+    if text is not None and text not in tokenizer.get_vocab():
+        found.append(
+            f"The tokenizer's stop token {text!r} is not in its vocabulary, so no completion ends with it: add it "
+            "there, or set eos_token in tokenizer_config.json to the token that the model writes."
+        )
+    for id in stop_token_ids:
+        if id >= len(tokenizer):
+            found.append(
+                f"The stop token {id:,} of generation_config.json is not in the tokenizer's vocabulary of "
+                f"{len(tokenizer):,}: correct eos_token_id there."
+            )
+    if not stop_token_ids and not stop:
+        found.append(
+            "There is no stop token, neither in the tokenizer nor in generation_config.json, so every completion runs "
+            "to the limit: set eos_token_id in generation_config.json, or texts to stop at (rollout.stop, --stop)."
+        )
+    end = end_of_turn(tokenizer) if turns else None
+    if end is not None and end[0] not in stop_token_ids and end[1] not in stop:
+        known = ", ".join(repr(tokenizer.convert_ids_to_tokens(id)) for id in stop_token_ids if id < len(tokenizer))
+        found.append(
+            f"The chat template ends a turn with {end[1]!r}, which is not a stop token ({known or 'there is none'}): "
+            f"completions continue after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or stop "
+            "at its text (rollout.stop, --stop)."
+        )
+    return found
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
+    """The special token that the chat template ends the assistant's turn with: id and text; None without one."""
+    if tokenizer.chat_template is None:
+        return None
+    with rendering(tokenizer) as renderer:
+        [done] = renderer.render([RenderRequest(TURNS)])
+    after = done.text.rpartition(TURNS[-1]["content"])[2]
+    special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    here = [(after.index(text), id, text) for text, id in special.items() if text in after]
+    return min(here)[1:] if here and not done.error else None
+
+
+def completion_faults(
+    sampled: Sequence[tuple[Prompt, Sequence[int]]], tags: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Prompts that end in other tokens once a completion follows, and tags that completions write in other tokens.
+
+    `sampled` has each completion's tokens, without the stop token, beside its prompt. Text of prompt and completion
+    that is tokenised again, as SFT does, then gives other tokens than the model was given and has sampled.
+    """
+    borders: list[tuple[str, str]] = []  # of each completion concerned, how the first is split, and how its text is
+    odd: dict[str, list[tuple[str, str]]] = {}
+    for prompt, tokens in sampled:
+        base = _encode(prompt.text, tokenizer)
+        written = list(pieces(tokens, tokenizer, prompt.tokens[-CHARACTER:]))
+        text = "".join(piece for _, piece in written)
+        if LOST in text:  # cut within a character: what was lost cannot be tokenised
+            continue
+        whole = _encode(prompt.text + text, tokenizer)
+        same = next((i for i, (a, b) in enumerate(zip(base, whole, strict=False)) if a != b), len(base))
+        if same < len(base) or len(whole) < len(base):
+            borders.append((_shown(base[same:], tokenizer), _shown(whole[same : same + 2], tokenizer)))
+            continue
+        again = list(pieces(whole[len(base) :], tokenizer, base[-CHARACTER:]))
+        for tag in tags:
+            for start in (match.start() for match in re.finditer(f"(?={re.escape(tag)})", text)):
+                split = [_around(parts, start, start + len(tag)) for parts in (written, again)]
+                if split[0] != split[1]:
+                    odd.setdefault(tag, []).append((" ".join(map(repr, split[0])), " ".join(map(repr, split[1]))))
+                    break
+    found = []
+    if borders and len(borders) >= MANY * len(sampled):
+        found.append(
+            f"{len(borders)} of {len(sampled)} prompts end in other tokens once their completion follows: "
+            f"{borders[0][0]} becomes {borders[0][1]}. Let the prompt end where a token does, such as after a line "
+            "break or a tag that is one token."
+        )
+    for tag, cases in odd.items():
+        if len(cases) >= MANY * len(sampled):
+            found.append(
+                f"{len(cases)} of {len(sampled)} completions write {tag!r} as {cases[0][0]}, and it is tokenised "
+                f"as {cases[0][1]}: training on such texts teaches other tokens than are sampled. Choose tags that are "
+                "split in one way (data.tags), best of one token each."
+            )
+    return found
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _shown(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return " ".join(repr(piece) for _, piece in pieces(ids, tokenizer))
+
+
+def _around(parts: Sequence[tuple[int, str]], start: int, end: int) -> list[str]:
+    """The pieces that the characters from `start` to `end` lie in."""
+    found, position = [], 0
+    for _, piece in parts:
+        if position < end and position + len(piece) > start:
+            found.append(piece)
+        position += len(piece)
+    return found

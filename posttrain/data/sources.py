@@ -1,15 +1,17 @@
 """Sources of rows: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task.
 
-`keep` saves one to a folder for offline use.
+`keep` saves a source for offline use: a file of rows for each split, and a manifest with the hashes that are verified
+when the files are used. The folder appears by one rename, so it is complete or absent.
 """
 
 import difflib
+import gzip
 import hashlib
 import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,19 +28,20 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from posttrain.base.atomic import put_folder, settle
 from posttrain.base.errors import DataError
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.paths import path_of
+from posttrain.base.progress import progress
 from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
 from posttrain.data.readers import READERS, Record, read_files
-from posttrain.data.saved import SavedSplit, read_manifest, save, saved_files
+from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
 
 log = logging.getLogger("posttrain")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
-
-
+MANIFEST, MANIFEST_FORMAT = "posttrain-data.json", 1
 SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` of datasets writes beside rows
 
 
@@ -63,11 +66,9 @@ class Files:
         whole = hashlib.sha256()
         for path in self.paths:
             try:
-                with path.open("rb") as stream:
-                    content = hashlib.file_digest(stream, "sha256").hexdigest()
+                whole.update(f"{path.name} {sha256_of(path)}\n".encode())
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-            whole.update(f"{path.name} {content}\n".encode())
         return whole.hexdigest()
 
     def read(self) -> Iterator[Record]:
@@ -161,18 +162,18 @@ def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
     if split not in known.files:
         raise DataError(f"{source} has no split {split!r}: it has {', '.join(known.files)}")
     folder, _ = _snapshot(known.repo, [known.files[split]])
-    found = tuple(sorted(folder.glob(known.files[split])))
-    if not found:
+    files = tuple(sorted(folder.glob(known.files[split])))
+    if not files:
         raise DataError(
             f"{source}: the local cache has no {known.files[split]} of {known.repo}: connect to the network and retry"
         )
-    return found
+    return files
 
 
 def _not_there(source: str) -> str:
-    near = difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6)
-    known = f"{source} is neither a file or folder here nor a known data set: did you mean {near[0]}?" if near else ""
-    return known or f"{source} does not exist{_near(path_of(source, DataError))}"
+    if near := difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6):
+        return f"{source} is neither a file or folder here nor a known data set: did you mean {near[0]}?"
+    return f"{source} does not exist{_near(path_of(source, DataError))}"
 
 
 def _near(path: Path) -> str:
@@ -193,10 +194,10 @@ def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path
 
 def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
     """Log the data files of a folder without a README that belong to no split, or have another type than the rest."""
-    place = folder.resolve()
+    root = folder.resolve()
     read = {file.resolve() for files in splits.values() for file in files}
-    there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
-    unread = [str(f.relative_to(place)) for f in there if f.resolve() not in read and f.name not in SAVED]
+    present = (file for file in sorted(root.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
+    unread = [str(f.relative_to(root)) for f in present if f.resolve() not in read and f.name not in SAVED]
     if unread and not (folder / "README.md").is_file():
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: not read, by its name or kind: %s%s", name, ", ".join(unread[:5]), more)
@@ -210,7 +211,7 @@ def _is_one_saved(folder: Path) -> bool:
 def _shards(folder: Path) -> list[Path]:
     """The Arrow files of a saved Dataset in order."""
     try:
-        names = [str(one["filename"]) for one in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{folder / 'state.json'} of save_to_disk cannot be read ({error!r}): save it again") from error
     if outside := next((name for name in names if Path(name).name != name), None):
@@ -219,33 +220,31 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]]:
-    """The data files of each split: as `save_to_disk` of the datasets library wrote them, by the folder's own README,
-    or by the file names, as this library finds them."""
+    """The data files of each split: as `save_to_disk` of the datasets library wrote them, as the folder's README lists
+    them, or as that library infers them from the file names."""
     if _is_one_saved(folder):
         return {"train": _shards(folder)}
     if (folder / "dataset_dict.json").is_file():
-        saved = sorted(place.name for place in folder.iterdir() if _is_one_saved(place))
+        saved = sorted(split.name for split in folder.iterdir() if _is_one_saved(split))
         return {split: _shards(folder / split) for split in saved}
-    from datasets import (
-        get_dataset_config_names,
-        load_dataset_builder,
-    )  # takes half a second to import, and a single file needs none of it
+    # takes half a second to import, and a single file needs none of it
+    from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
-    place = str(folder.absolute())  # a folder named `json` would otherwise select the loader of that name
+    path = str(folder.absolute())  # a folder named `json` would otherwise select the loader of that name
     try:
-        builder = load_dataset_builder(place, name=subset)
+        builder = load_dataset_builder(path, name=subset)
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
         raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
     except ValueError as error:  # a subset must be named, or does not exist
         try:
-            subsets = get_dataset_config_names(place)
+            subsets = get_dataset_config_names(path)
         except ValueError:  # no subset at all can be read
             raise DataError(f"the splits of {name} do not follow from its files: {error}. Name one file") from error
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
         ) from error
-    return {str(key): [Path(file) for file in found] for key, found in (builder.config.data_files or {}).items()}
+    return {str(split): [Path(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
 
 
 def _hub_files(source: str, split: str) -> tuple[Path, ...]:
@@ -303,10 +302,18 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
     if isinstance(data_files, str):
         return [data_files]
     if isinstance(data_files, dict):
-        return (
-            _paths(data_files["path"]) if "path" in data_files else [p for v in data_files.values() for p in _paths(v)]
-        )
+        data_files = [data_files["path"]] if "path" in data_files else list(data_files.values())
     return [path for entry in data_files for path in _paths(entry)]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSplit:
+    """What was written for one split."""
+
+    name: str
+    rows: int
+    malformed: int
+    bytes: int
 
 
 def keep(
@@ -317,11 +324,86 @@ def keep(
 
     def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
         for split in splits or splits_of(source):
-            found = open_source(source, split, max_rows, 0, lambda working, answer: working)
-            parts = (
-                found.paths[0].parts if isinstance(found, Files) else ()
-            )  # in the hub's cache …/snapshots/{commit}/…
+            opened = open_source(source, split, max_rows, 0, lambda working, answer: working)
+            parts = opened.paths[0].parts if isinstance(opened, Files) else ()
+            # in the hub's cache …/snapshots/{commit}/…
             revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
-            yield split, itertools.islice(found.read(), max_rows), revision
+            yield split, itertools.islice(opened.read(), max_rows), revision
 
     return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
+
+
+def save(
+    folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
+) -> list[SavedSplit]:
+    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder.
+
+    Raises DataError if the folder exists or cannot be written, or a split has no readable row.
+    """
+    if folder.exists():
+        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
+    done: list[SavedSplit] = []
+
+    def write(work: Path) -> None:
+        entries = {}
+        for name, records, revision in splits:
+            file = work / f"{name}.jsonl.gz"
+            rows, malformed = _write(file, progress(records, f"saving {name}"))
+            if not rows:
+                raise DataError(f"the split {name} has no readable row")
+            done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
+            entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": sha256_of(file)}
+        manifest = {"format": MANIFEST_FORMAT, **facts, "splits": entries}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():  # created meanwhile: `put_folder` would replace it
+            raise DataError(f"{folder} already exists: choose another folder, or remove it first")
+
+    try:
+        if folder.absolute().parent.is_dir():
+            settle(folder.absolute().parent, folder.name)  # of a command that was killed
+        put_folder(folder.absolute(), write)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return done
+
+
+def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
+    rows = malformed = 0
+    with file.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:
+        for record in records:  # the same rows give the same bytes
+            if record.value is None:
+                malformed += 1
+                continue
+            stream.write(json.dumps(record.value, default=str).encode() + b"\n")
+            rows += 1
+    return rows, malformed
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder made by `save`; None for any other folder. Raises DataError for a damaged one."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): save the data set again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
+        raise DataError(f"{path} is damaged or of another version of posttrain: save the data set again")
+    return manifest
+
+
+def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
+    """The file of a split in a folder made by `save`, verified; None for any other folder."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    splits = manifest["splits"]
+    if split not in splits:
+        raise DataError(f"{folder} has no split {split!r}: it has {', '.join(splits)}")
+    path = folder / splits[split]["file"]
+    if not path.is_file():
+        raise DataError(f"{path} is missing: save the data set again")
+    if sha256_of(path) != splits[split]["sha256"]:
+        raise DataError(f"{path} is damaged or was changed since it was saved: save the data set again")
+    return (path,)

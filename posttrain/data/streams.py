@@ -1,6 +1,7 @@
 """The unpacked bytes of a data file, by line or whole, within bounds against decompression bombs."""
 
 import gzip
+import hashlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +9,11 @@ from typing import Any, BinaryIO
 
 from posttrain.base.errors import DataError
 
-# A longer line or document is not parsed.
-LINE_BYTES = 64_000_000
+LINE_BYTES = 64_000_000  # a longer line or document is not parsed
 DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000  # of a file that is read whole: JSON, Parquet in gzip
 # Above the second limit a gzip file may expand to at most the first factor: text expands to 3 to 20 times its size, a
 # bomb to 1,000 times.
 MOST_EXPANSION, FREE_BYTES = 200, 64_000_000
-
-
 TOO_MUCH = f"unpacks to more than {MOST_EXPANSION} times its size, the limit for {{}}"
 
 
@@ -46,6 +44,12 @@ class Unpacked(io.RawIOBase):
         self.content.close()
         self.packed.close()
         super().close()
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file as it is."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def unpacked(path: Path) -> io.BufferedReader:

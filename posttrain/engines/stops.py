@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.pieces import Pieces
-from posttrain.data.tokencheck import end_of_turn
+from posttrain.data.prompts import end_of_turn
 from posttrain.engines.protocol import Completion
 from posttrain.models.families import base_of, eos_token_ids
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.base.errors import ModelError, RunError
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.data.tokencheck import end_of_turn
+from posttrain.data.prompts import end_of_turn
 from posttrain.export.card import Written, origin, public
 from posttrain.export.gate import Check
 from posttrain.export.gate_table import TITLES, cells

@@ -21,11 +21,10 @@ from posttrain.base.words import counted
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
 from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
-from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.evaluation.answering import too_long
 from posttrain.inspection.rows import generate_all

@@ -22,7 +22,7 @@ from posttrain.config import learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
-from posttrain.data.tokencheck import stop_faults
+from posttrain.data.prompts import stop_faults
 from posttrain.engines.stops import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
