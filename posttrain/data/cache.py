@@ -30,7 +30,7 @@ CODE_VERSION = 11  # increase it when the same rows and settings give other toke
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 
-DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and are no part of the data's identity
+DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and so do not identify the data
 
 
 def key_of(facts: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ class Writer:
         batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         self.file.write_batch(batch)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name == "weights":  # rows without weights are those that they were before there were any
+            if name == "weights":  # rows without weights keep the hash that they had before there were weights
                 has_some = pa.array([bool(length) for length in column.value_lengths().to_pylist()])
                 self._hash("weighed", batch.column("row").filter(has_some))
                 self._hash("weights", column.filter(has_some))
@@ -80,9 +80,9 @@ class Writer:
 
     def content(self) -> str:
         """SHA-256 of the rows written, independent of their batches."""
-        empty = hashlib.sha256().hexdigest()  # of weights, where there are none
-        found = {name: each.hexdigest() for name, each in self._hashes.items()}
-        return digest_of({name: each for name, each in found.items() if "weigh" not in name or each != empty})
+        empty = hashlib.sha256().hexdigest()  # of weights, if no row has any
+        digests = {name: column.hexdigest() for name, column in self._hashes.items()}
+        return digest_of({name: digest for name, digest in digests.items() if "weigh" not in name or digest != empty})
 
     def _hash(self, name: str, column: pa.Array) -> None:
         if pa.types.is_string(column.type):
@@ -109,26 +109,26 @@ def cached(
     Also returns the reading's findings, the hash of the rows, and a note if a damaged table was rebuilt. Raises
     DataError when the folder cannot be written.
     """
-    place = folder / "data" / key
+    entry = folder / "data" / key
     note = None
     try:
         for attempt in range(ATTEMPTS):
-            if place.exists():
+            if entry.exists():
                 try:
-                    return *_load(place, file), note
+                    return *_load(entry, file), note
                 except _DamagedError as damage:
                     try:
-                        take_away(place)
-                    except OSError:  # another run may remove it, too; what cannot be deleted is a leftover
-                        if place.exists():
+                        take_away(entry)
+                    except OSError:  # another run may remove it too; an entry that cannot be deleted is a leftover
+                        if entry.exists():
                             raise
                     if attempt == 0:
-                        note = f"the cached tokens in {place} were damaged ({damage}) and have been rebuilt"
+                        note = f"the cached tokens in {entry} were damaged ({damage}) and have been rebuilt"
                         logger.warning(note)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _clean(place.parent)
-            _build(place, file, schema, build)
-        return *_load(place, file), note
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            _clean(entry.parent)
+            _build(entry, file, schema, build)
+        return *_load(entry, file), note
     except _DamagedError as error:
         raise DataError(f"the data cache in {folder} returns other data than was written ({error})") from error
     except OSError as error:
@@ -142,12 +142,12 @@ class _DamagedError(Exception):
     pass
 
 
-def _load(place: Path, file: str) -> tuple[pa.Table, Reading, str]:
-    rows = place / file
+def _load(entry: Path, file: str) -> tuple[pa.Table, Reading, str]:
+    rows = entry / file
     try:
-        facts = json.loads((place / "facts.json").read_text())
+        facts = json.loads((entry / "facts.json").read_text())
         if sha256_of(rows) != facts["sha256"]:
-            raise _DamagedError("its hash is another")
+            raise _DamagedError("its hash has changed")
         table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
         return table, Reading.from_json(facts["reading"]), facts["content"]
     except PermissionError:
@@ -156,7 +156,7 @@ def _load(place: Path, file: str) -> tuple[pa.Table, Reading, str]:
         raise _DamagedError(str(error)) from error
 
 
-def _build(place: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
+def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
     def write(work: Path) -> None:
         writer = Writer(work / file, schema)
         try:
@@ -166,13 +166,13 @@ def _build(place: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
         facts = {"sha256": sha256_of(work / file), "content": writer.content(), "reading": asdict(reading)}
         (work / "facts.json").write_text(json.dumps(facts))
 
-    put_folder(place, write, replace=False)  # another run may have built the same entry meanwhile
+    put_folder(entry, write, replace=False)  # another run may have built the same entry meanwhile
 
 
 def _clean(folder: Path) -> None:
     """Remove unfinished entries of killed runs."""
     for work in folder.iterdir():
         if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # the latter of earlier versions
-            with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
+            with contextlib.suppress(FileNotFoundError):  # another run has just renamed it
                 if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(work, ignore_errors=True)

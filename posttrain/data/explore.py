@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -25,8 +25,7 @@ MOST_TOKENS = 400  # per node; the middle of a longer one is omitted
 Sort = Literal["row", "longest", "shortest"]
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
+class Marks(NamedTuple):
     """The marks around trained tokens, and the symbols of line break and tab."""
 
     opening: str
@@ -125,7 +124,7 @@ def _visible(text: str, marks: Marks) -> str:
 
 
 def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection) -> dict[str, Any]:
-    """What `explore` prints, as values of JSON. docs/data.md has the fields. Raises DataError for an unknown set."""
+    """The output of `explore` as values of JSON. docs/data.md has the fields. Raises DataError for an unknown set."""
     sets = {"train": prepared.train, **prepared.validation}
     if selection.of not in sets:
         raise DataError(f"there is no set {selection.of!r}: it is one of {', '.join(sets)}")
@@ -179,16 +178,16 @@ def _part(title: str, node: Node, before: Iterable[int], tokenizer: PreTrainedTo
     trained = np.broadcast_to(np.asarray(node.trained, bool), count).copy()
     if not context:
         trained[:1] = False
-    found: list[list[Any] | None] = []
+    shown: list[list[Any] | None] = []
     for start, end in [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]:
-        found += [None] if start else []
+        shown += [None] if start else []
         for length, text in pieces(tokens[start:end], tokenizer, [*context, *tokens[:start]][-CHARACTER:]):
-            found.append([text, tokens[start : start + length], bool(trained[start])])
+            shown.append([text, tokens[start : start + length], bool(trained[start])])
             start += length
     return {
         "title": title,
         "tokens": count,
         "trained": int(trained.sum()),
         "omitted": max(0, count - MOST_TOKENS),
-        "pieces": found,
+        "pieces": shown,
     }

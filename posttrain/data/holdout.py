@@ -1,13 +1,14 @@
 """Which rows validate: the first ones by a hash of the seed and of the row as its source has it.
 
-Format, columns, template and limits have no part in it, so that all methods and stages that read a source hold out the
-same rows, and a row is on one side wherever it occurs.
+The hash does not depend on format, columns, template and limits, so all methods and stages that read a source hold out
+the same rows, and equal rows are on the same side.
 """
 
 import hashlib
 import itertools
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,23 +70,23 @@ def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
 
 
 def trained_too(data: DataConfig, held: HeldOut, part: SourcePart, seed: int, folder: Path) -> int:
-    """How many rows of a validation set with a source of its own are in the training data."""
+    """How many rows of a validation set with its own source are also trained on."""
     number, hashes = _readable(data, seed, folder)
     return int(np.isin(hashes_of(part, part.max_rows, seed, folder), hashes[~np.isin(number, held.every)]).sum())
 
 
-def _first(hashes: Array, given: ValidationConfig | HeldOutRows, seed: int) -> Array:
+def _first(hashes: Array, size: ValidationConfig | HeldOutRows, seed: int) -> Array:
     """Which rows are held out: the first of all in the order of the seed, and rows equal to the last of them."""
     if not len(hashes):
         return np.zeros(0, bool)
-    wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(hashes)))
+    wanted = size.rows if size.rows is not None else max(1, round((size.ratio or 0.0) * len(hashes)))
     order = _mixed(hashes, seed)
     last = min(wanted, len(hashes)) - 1
     return order <= np.partition(order, last)[last]
 
 
 def _mixed(hashes: Array, seed: int) -> Array:
-    """Another hash for every seed: the finaliser of SplitMix64 (Steele et al. 2014), a bijection of 64 bits."""
+    """A different hash for every seed: the finaliser of SplitMix64 (Steele et al. 2014), a bijection of 64 bits."""
     value = hashes + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,14 +94,14 @@ def _mixed(hashes: Array, seed: int) -> Array:
 
 
 def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[Array, Array]:
-    """The number and the hash of every row that its file allows to read, through all sources."""
-    found, read = [np.zeros((0, 2), np.uint64)], list[int]()
+    """The number and the hash of every readable row, through all sources."""
+    parts, read = [np.zeros((0, 2), np.uint64)], list[int]()
     for part, rows, before in limited(parts_of(data), most_rows(data), read):
         hashes = hashes_of(part, rows, seed, folder)
         number = np.arange(len(hashes), dtype=np.uint64) + np.uint64(before + part.skip_rows)
-        found.append(np.stack([number, hashes], axis=1)[hashes != 0])
+        parts.append(np.stack([number, hashes], axis=1)[hashes != 0])
         read.append(len(hashes))
-    number, hashes = np.concatenate(found).T
+    number, hashes = np.concatenate(parts).T
     return number.astype(np.int64), hashes
 
 
@@ -113,8 +114,7 @@ def hashes_of(part: SourcePart, most: int | None, seed: int, folder: Path) -> Ar
 
 
 def _write(part: SourcePart, source: Source, end: int | None, writer: cache.Writer) -> Reading:
-    rows, count = itertools.islice(source.read(), part.skip_rows, end), 0
-    rows = progress(rows, f"hashing {part.source}")
+    rows, count = progress(itertools.islice(source.read(), part.skip_rows, end), f"hashing {part.source}"), 0
     while batch := [{"hash": row_hash(row)} for row in itertools.islice(rows, BATCH)]:
         writer.write(batch)
         count += len(batch)
@@ -124,9 +124,9 @@ def _write(part: SourcePart, source: Source, end: int | None, writer: cache.Writ
 def row_hash(record: Record) -> int:
     """64 bits of a row's contents, from 1; 0 for a row that cannot be read.
 
-    It is the sum of a hash of each value with its path, so equal rows have equal hashes in every file type: the order
-    of keys has no part in it, nor have null and empty values, which Parquet and CSV have for keys that a row lacks.
-    Numbers, booleans and JSON in a cell of CSV count as the values that they stand for.
+    It is the sum of a hash of each value with its path, so equal rows have equal hashes in every file type: neither the
+    order of keys matters, nor null and empty values, which Parquet and CSV have for keys that a row lacks. Numbers,
+    booleans and JSON in a cell of CSV count as the values that they stand for.
     """
     if record.value is None:
         return 0
@@ -136,18 +136,16 @@ def row_hash(record: Record) -> int:
         value = _as_json(value)
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            todo += [(_digest(path + _bytes(str(key))), item) for key, item in items]
+            todo += [(_digest(path, str(key)), item) for key, item in items]
         elif value not in (None, "") and value == value:  # NaN differs from itself
-            total += int.from_bytes(_digest(path + _bytes(_text(value))))
+            total += int.from_bytes(_digest(path, _text(value)))
     return total % (2**64 - 1) + 1
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("{", "["):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
     return value
 
 
@@ -159,9 +157,5 @@ def _text(value: Any) -> str:
     return text.lower() if len(text) <= len("false") and text.lower() in ("true", "false") else text
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
-
-
-def _digest(value: bytes) -> bytes:
-    return hashlib.blake2b(value, digest_size=8).digest()
+def _digest(path: bytes, text: str) -> bytes:
+    return hashlib.blake2b(path + text.encode(errors="surrogatepass"), digest_size=8).digest()

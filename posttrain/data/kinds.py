@@ -64,7 +64,7 @@ class Kind(ABC):
     trainer: ClassVar[str]  # who trains on it, in messages
     compares: ClassVar[bool] = False  # whether rows need chosen and rejected
     samples: ClassVar[bool] = False  # whether completions are sampled: prompts leave room for them, rewards get columns
-    format: ClassVar[str | None] = None  # the only one, if the settings name none
+    format: ClassVar[str | None] = None  # of its rows, if the settings name none; None: inferred from the columns
 
     @classmethod
     def of(cls, method: MethodSettings) -> Self:
@@ -80,7 +80,7 @@ class Kind(ABC):
         return replace(row, train_history=False)  # the last reply alone
 
     def target(self, row: Row, is_document: bool) -> Row:
-        """The row with its completion apart, as far as that alone is trained, and messages without loss weights."""
+        """The row with its completion separated if only that is trained, and messages without loss weights."""
         return without_weights(row, self.trainer)
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
@@ -112,13 +112,13 @@ class Kind(ABC):
 
     def training_limits(self, data: DataConfig, longest: Longest, table: Table) -> Limits:
         """The limits of the training data, which is `table`."""
-        given = data.max_prompt_length
-        if given == "auto":
-            given = "p90" if self.samples and data.overlong == "drop" else None
-        if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
+        most = data.max_prompt_length
+        if most == "auto":
+            most = "p90" if self.samples and data.overlong == "drop" else None
+        if isinstance(most, str):  # p90: the length that 90 % of the prompts do not exceed
             lengths = self.prompt_lengths(table)
-            given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
-        return Limits.of(data, given, longest)
+            most = max(1, int(np.percentile(lengths, int(most[1:]), method="higher"))) if len(lengths) else None
+        return Limits.of(data, most, longest)
 
     def prompt_lengths(self, table: Table) -> Array:
         """Tokens of every prompt; a pair with two prompts has two."""
@@ -205,12 +205,12 @@ class Sequences(Kind):
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         start, stop, *head = columns
-        given, weights = table.lists["weights"][row], np.ones(stop, np.float32)
-        for (begin, end), weight in zip(table.lists["spans"][row].reshape(-1, 2), given, strict=False):
-            weights[begin:end] = weight  # none are given where all are 1
+        stored, weights = table.lists["weights"][row], np.ones(stop, np.float32)
+        for (begin, end), weight in zip(table.lists["spans"][row].reshape(-1, 2), stored, strict=False):
+            weights[begin:end] = weight  # none are stored if all are 1
         whole = (table.lists["tokens"][row], table.trained(row, stop), weights)
         tokens, trained, weights = (read(values, start, stop, head) for values in whole)
-        return Example((Node(tokens, trained, weights=weights if len(given) else None),), int(table.row[row]))
+        return Example((Node(tokens, trained, weights=weights if len(stored) else None),), int(table.row[row]))
 
 
 class Labelled(Kind):
@@ -221,9 +221,9 @@ class Labelled(Kind):
 
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
         if {"chosen", "rejected"} <= columns and not {"label", "kto_tag"} & columns:
-            there = ", ".join({name: None for value in sample for name in value})
+            names = ", ".join({name: None for value in sample for name in value})
             raise DataError(
-                f"{where} has preference pairs (its columns: {there}), but KTO needs single completions with a "
+                f"{where} has preference pairs (its columns: {names}), but KTO needs single completions with a "
                 "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
                 "or train on the pairs with method.type: dpo (its loss kto_pair is KTO for pairs)"
             )
@@ -232,10 +232,10 @@ class Labelled(Kind):
         labels = table.numbers["label"][view[:, 0]]
         if labels.any() and not labels.all():
             return
-        given = "true" if labels.any() else "false"
+        label = "true" if labels.any() else "false"
         few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
         raise DataError(
-            f"all {len(labels):,} training examples are labelled {given}{few}: KTO compares desirable and undesirable "
+            f"all {len(labels):,} training examples are labelled {label}{few}: KTO compares desirable and undesirable "
             "completions, and needs both. Add rows of the other label, or train on desirable ones alone with "
             "method.type: sft"
         )
@@ -292,18 +292,18 @@ class Prompts(Kind):
                 f"the model has {positions:,} positions, and {room.setting} is {room.tokens:,}, which leaves no room "
                 "for a prompt: lower it"
             )
-        most = positions + 1 - room.tokens  # a completion's last token needs none: nothing is predicted from it
-        note = (
+        most = positions + 1 - room.tokens  # a completion's last token needs no position: nothing is predicted from it
+        return Longest(
+            most,
             f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
-            "behind them"
+            "behind them",
         )
-        return Longest(most, note)
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         start, stop, *head = columns
         facts, tokens = json.loads(table.texts["facts"][row].as_py()), table.lists["tokens"][row]
         cut = int(table.numbers["prompt"][row])
-        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()  # where it is read too
+        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()  # with `with_completions`
         prompt = read(tokens, start, min(cut, stop), head)
         return Example((Node(prompt, False, completion),), int(table.row[row]), facts=facts)
 
@@ -343,7 +343,7 @@ class Pairs(Kind):
         heads = other_heads = np.zeros((len(prompt), 3), np.int64)
         new_chosen, new_rejected = chosen, rejected
         if limits.overlong == "truncate":
-            reply = np.maximum(chosen, rejected)  # both leave the same of a prompt that they share
+            reply = np.maximum(chosen, rejected)  # a shared prompt is cut once, for the longer reply
             start, heads, room = table.cut(prompt, np.where(two, chosen, reply), limits)
             other_start, other_heads, other_room = start, heads, room
             if two.any():

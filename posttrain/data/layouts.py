@@ -43,7 +43,7 @@ class Layout:
         malformed.
 
         `behavior_version` 1 keeps nulls, the tags of a solution's thinking, the arguments of tool calls as they are and
-        a prompt's last message as a turn of its own, and reads `system` in three formats.
+        a prompt's last message as a separate turn, and reads `system` in three formats only.
         """
         fields = {name: value[column] for name, column in self.columns if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
@@ -67,20 +67,20 @@ class Layout:
         return in_messages(in_messages(row, with_arguments), with_weights)
 
     def unread(self, value: Fields) -> set[str]:
-        """What the format does not read of a row: columns, and keys of messages as `column[].key`; nulls aside."""
-        found = {column for column, item in value.items() if item not in (None, "")}
+        """The columns of a row that the format does not read, and keys of messages as `column[].key`; without nulls."""
+        filled = {column for column, item in value.items() if item not in (None, "")}
         fields = {column: name for name, column in self.columns}
         if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # instead of both
             fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
-        for column in found & fields.keys():
+        for column in filled & fields.keys():
             messages = value[column]
             if isinstance(messages, str) and fields[column] in STRUCTURED:
                 with suppress(RowError):  # counted as malformed
                     messages = parsed(messages, column)
             if fields[column] in MESSAGES and isinstance(messages, list | dict):
                 keys |= {f"{column}[].{key}" for key in _unread(messages, MESSAGE_KEYS)}
-        return found - fields.keys() | keys
+        return filled - fields.keys() | keys
 
 
 def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
@@ -98,61 +98,63 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
     Raises DataError if the format's columns are missing, or no format fits; the message lists the columns.
     """
-    there = {name: None for value in sample for name in value}
+    present = {name: None for value in sample for name in value}
     for name in ("image", "images", "video", "videos", "audio", "audios"):
         if any(value.get(name) for value in sample):
             raise DataError(f"{where} has a column {name!r}: posttrain trains text models only")
     for name, column in columns.items():
-        if column in there:
+        if column in present:
             continue
-        if name in there and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
+        if name in present and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
             raise DataError(f"data.columns: write {{{column}: {name}}}, first the field, then the data's column")
-        near = get_close_matches(column, there, n=1) or [name for name in (name,) if name in there]
+        near = get_close_matches(column, present, n=1) or [name for name in (name,) if name in present]
         meant = f"did you mean {near[0]}? " if near else ""
-        raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(there)}")
+        raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(present)}")
     if format == "auto":
-        kind.refuse_columns({*there, *columns}, sample, where)
-        format = kind.format or _detect(columns, there, sample, kind, where)
+        kind.refuse_columns({*present, *columns}, sample, where)
+        format = kind.format or _detect(columns, present, sample, kind, where)
     known = FORMATS[format]
     names = (*known.required, *known.optional)
     if unknown := [name for name in columns if name not in names]:
         raise DataError(f"data.columns: format {format} has no field {unknown[0]!r}; it has {_list(names)}")
-    found = _resolve(known, columns, there)
-    missing = [name for name in known.required if name not in found]
-    if missing or (known.one_of and not any(found.get(name) in there for name in known.one_of)):
+    column_of = _resolve(known, columns, present)
+    missing = [name for name in known.required if name not in column_of]
+    if missing or (known.one_of and not any(column_of.get(name) in present for name in known.one_of)):
         lacking = _list(missing) if missing else " or ".join(known.one_of)
         raise DataError(
-            f"{where} has no column {lacking}, which format {format} needs; it has {_list(there)}. "
+            f"{where} has no column {lacking}, which format {format} needs; it has {_list(present)}. "
             "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
         )
-    if kind.compares and not (known.pairs and all(found.get(name) in there for name in ("chosen", "rejected"))):
+    if kind.compares and not (known.pairs and all(column_of.get(name) in present for name in ("chosen", "rejected"))):
         raise DataError(
             f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
-            f"preference pairs (its columns: {_list(there)})"
+            f"preference pairs (its columns: {_list(present)})"
         )
     filled = frozenset(name for value in sample for name in value if value[name] is not None)
-    return Layout(format, tuple(found.items()), filled)
+    return Layout(format, tuple(column_of.items()), filled)
 
 
-def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:
+def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:
     """The column of each field of the format: as set, by its own name, or by an alias.
 
-    A required field is omitted if its column is not among `there`; an optional one may appear in a later row.
+    A required field is omitted if its column is not among `present`; an optional one may appear in a later row.
     """
-    named = [name for name in known.required if columns.get(name, name) in there]
-    aliased = {name for alias, name in known.aliases if alias in there and name not in there and name not in columns}
+    named = [name for name in known.required if columns.get(name, name) in present]
+    aliased = {
+        name for alias, name in known.aliases if alias in present and name not in present and name not in columns
+    }
     taken = set(columns.values())  # a column mapped to another field is not also read by its own name
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
-    found = {name: columns.get(name, name) for name in free if name not in aliased}
+    column_of = {name: columns.get(name, name) for name in free if name not in aliased}
     for alias, name in known.aliases:
-        if name in aliased and alias in there and alias not in found.values():
-            found.setdefault(name, alias)
-    return found
+        if name in aliased and alias in present and alias not in column_of.values():
+            column_of.setdefault(name, alias)
+    return column_of
 
 
-def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: Kind, where: str) -> str:
+def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict], kind: Kind, where: str) -> str:
     """The format inferred from the columns, mapped ones by their fields' names."""
-    names = {*there, *columns}
+    names = {*present, *columns}
     if {"chosen", "rejected"} <= names and "conversations" not in names:
         chosen = [value.get(columns.get("chosen", "chosen")) for value in sample]
         transcripts = [isinstance(item, str) and item.lstrip().startswith("Human:") for item in chosen]
@@ -164,15 +166,16 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
         inferred.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
     for format in inferred:
         known = FORMATS[format]
-        found = _resolve(known, columns, names)
-        if set(known.required) <= found.keys() and (not known.one_of or {found.get(n) for n in known.one_of} & names):
+        column_of = _resolve(known, columns, names)
+        has_one = not known.one_of or {column_of.get(name) for name in known.one_of} & names
+        if set(known.required) <= column_of.keys() and has_one:
             return format
     needs = "; ".join(
         f"{name}: {', '.join(known.required)}{' and ' + ' or '.join(known.one_of) if known.one_of else ''}"
         for name, known in FORMATS.items()
     )
     raise DataError(
-        f"{where} has the columns {_list(there)}, which fit no format. Set data.format and data.columns. {needs}"
+        f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns. {needs}"
     )
 
 

@@ -58,13 +58,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `prepare` needs beside the data settings, all of it optional.
+    """Further arguments of `prepare`, all of them optional.
 
     Prompts leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those of
     evaluation for `evaluated`, by default the same. `datasets` are evaluation sets beside `data.validation`. The same
     `seed` holds out the same rows, for every kind, template and limits; `held_out` gives the row numbers instead.
-    `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as by the runs that
-    began before there was such a record, and a random part of those within the limits validates.
+    `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as in runs that began
+    before the version was recorded, and a random part of the rows within the limits validates.
     """
 
     datasets: Sequence[EvaluationDataset] = ()
@@ -141,11 +141,11 @@ def _validation_prompts(
         held_out=prepared.validation["validation"].rows if old else None,
         method=None,
     )
-    found = prepare(data, tokenizer, "prompt", options).validation
-    for name, dataset in found.items():  # reported already for held-out rows
-        if name != "validation" or not data.holds_out:
+    prompts = prepare(data, tokenizer, "prompt", options).validation
+    for name, dataset in prompts.items():
+        if name != "validation" or not data.holds_out:  # reported already for held-out rows
             _report_room(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
-    return found
+    return prompts
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
@@ -184,8 +184,8 @@ def prepare(
     `data.validation` as "validation" and the further ones by their names.
 
     Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
-    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows, of those that are held
-    out, too.
+    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows to train on or to
+    validate.
     """
     kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
     room, seed = Room(options.completion_length), options.seed
@@ -195,8 +195,8 @@ def prepare(
     parts = parts_of(data)
     whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
     percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None  # benchmarks stay whole
-    given = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
-    limits = Limits.of(data, given, longest_evaluated)
+    most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
+    limits = Limits.of(data, most, longest_evaluated)
     held = _held_out(data, whole, options, reader.folder)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
     train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, parts, seed))
@@ -221,7 +221,7 @@ def prepare(
     contents = {
         f"{name} {part.source}": content
         for name, each in loaded.items()
-        for part, content in zip(sources[name], each.contents, strict=False)  # max_rows may leave out the last sources
+        for part, content in zip(sources[name], each.contents, strict=False)  # max_rows may exclude the last sources
     }
     return Prepared(kind.name, train, validation, reports, _fingerprint(loaded, train, validation), contents)
 
@@ -245,27 +245,27 @@ def _validating(
     fitted = whole.fitted
     if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:
         fitted = whole.kind.fit(whole.table, limits, np.zeros(len(among), bool), among)
-    found = Dataset(whole.kind, whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
-    readable, usable = int(np.isin(held.validation, whole.table.row).sum()), len(np.unique(found.rows))
+    dataset = Dataset(whole.kind, whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
+    readable, usable = int(np.isin(held.validation, whole.table.row).sum()), len(np.unique(dataset.rows))
     if shorter and readable:
-        _report_room("validation", len(found), readable, shorter, data)
+        _report_room("validation", len(dataset), readable, shorter, data)
     lost = {"malformed": rows - readable, "over the length limits": readable - usable}
-    why = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count)
+    why = ", ".join(f"{count:,} {reason}" for reason, count in lost.items() if count)
     by = f" by {options.method}" if options.method else ""
     if not usable:
         raise DataError(
             f"validation: none of the {rows:,} held-out rows can be used{by}: {why}. Hold out more rows, or change "
             "the limits (data.max_length, data.max_prompt_length)"
         )
-    return found, f"validation: {usable:,} of {rows:,} held-out rows can be used{by}" + (f": {why}" if why else "")
+    return dataset, f"validation: {usable:,} of {rows:,} held-out rows can be used{by}" + (f": {why}" if why else "")
 
 
 def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
     """The rows that validate by the rule of version 1: a random part of those within the limits."""
-    given, rows = data.validation, np.unique(whole.fitted.view[:, 0])
-    if given is None or given.source is not None:
+    size, rows = data.validation, np.unique(whole.fitted.view[:, 0])
+    if size is None or size.source is not None:
         return HeldOut()
-    wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(rows)))
+    wanted = size.rows if size.rows is not None else max(1, round((size.ratio or 0.0) * len(rows)))
     if wanted >= len(rows):
         raise DataError(
             f"data.validation holds out {wanted:,} of {len(rows):,} examples, which leaves none to train on"
@@ -276,18 +276,17 @@ def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
 
 def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart, DataConfig]]:
     """The names, sources and settings of the validation sets, without rows held out from the training data."""
-    sources = [(one.name, SourcePart(one.source, one.split, one.max_rows), settings_of(one, data)) for one in datasets]
-    if data.validation is not None and data.validation.source is not None:
-        given = data.validation
-        sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows), data))
-    return sources
+    parts = [(d.name, SourcePart(d.source, d.split, d.max_rows), settings_of(d, data)) for d in datasets]
+    if (own := data.validation) is not None and own.source is not None:
+        parts.insert(0, ("validation", SourcePart(own.source, own.split, own.max_rows), data))
+    return parts
 
 
 def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
     """SHA-256 of all data of a run in order: the rows' contents, the effect of limits, and the split."""
     sets = {"train": train, **validation}
-    views = {name: hashlib.sha256(one.view.tobytes()).hexdigest() for name, one in sets.items()}
-    return cache.digest_of({"rows": {name: one.contents for name, one in loaded.items()}, "views": views})
+    views = {name: hashlib.sha256(dataset.view.tobytes()).hexdigest() for name, dataset in sets.items()}
+    return cache.digest_of({"rows": {name: whole.contents for name, whole in loaded.items()}, "views": views})
 
 
 def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
@@ -311,11 +310,11 @@ def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], s
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0
     for number, (part, end) in enumerate(zip(parts, whole.ends, strict=False)):
-        mine = indices[(table_row >= begin) & (table_row < end)]
+        own = indices[(table_row >= begin) & (table_row < end)]
         times, share = int(part.weight), part.weight % 1
         rng = np.random.default_rng([seed, zlib.crc32(b"weight"), number])
-        extra = np.sort(rng.permutation(mine)[: round(share * len(mine))])
-        out += [*[mine] * times, extra]
+        extra = np.sort(rng.permutation(own)[: round(share * len(own))])
+        out += [*[own] * times, extra]
         begin = end
     sampled = np.concatenate(out)
     if not len(sampled):
@@ -327,8 +326,8 @@ Numbered = Iterator[tuple[int, Row]]
 
 
 def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Numbered]]:
-    """The rows that are not malformed, with their numbers as in `Dataset.rows`: of `train`, which includes those that
-    are held out, then of each validation set with a source of its own."""
+    """The rows that are not malformed, with their numbers as in `Dataset.rows`: of `train`, which includes the held-out
+    rows, then of each validation set with its own source."""
     data, tokenizer = config.data, deepcopy(tokenizer)
     reader = Reader(
         data, tokenizer, KINDS[config.method.kind](), seed=config.seed, behavior_version=config.behavior_version
@@ -339,7 +338,7 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> Numbered:
-    """Rows are numbered through the parts, of which `max_rows` limits the sum."""
+    """The rows of all parts, numbered consecutively; `max_rows` limits their sum."""
     read = list[int]()
     for part, rows, before in limited(parts, max_rows, read):
         count = 0

@@ -51,7 +51,7 @@ class SourcePart:
     skip_rows: int = 0
 
     def open(self, max_rows: int | None, seed: int, compose: Compose) -> tuple[Source, int | None]:
-        """The source, and the row number at which reading `max_rows` ends; None: with the last row."""
+        """The source, and the row number at which reading `max_rows` ends; None: after the last row."""
         end = None if max_rows is None else self.skip_rows + max_rows
         return open_source(self.source, self.split, end, seed, compose), end
 
@@ -141,8 +141,8 @@ class Loaded:
 
     def examples(self, indices: Array | None = None) -> Dataset:
         """The examples at these positions of `fitted`, by default all."""
-        every = np.arange(len(self.fitted.view))
-        return Dataset(self.kind, self.table, self.fitted, every if indices is None else indices)
+        indices = np.arange(len(self.fitted.view)) if indices is None else indices
+        return Dataset(self.kind, self.table, self.fitted, indices)
 
 
 class Reader:
@@ -163,12 +163,12 @@ class Reader:
 
     @cached_property
     def date(self) -> str | None:
-        """The date that the chat template writes; None if it asks for none."""
+        """The date that the chat template writes; None if it writes none."""
         return date_of(self.data, self.tokenizer) if self.behavior_version > 1 else self.data.date
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What determines the tokens of a row, for the key of the cache."""
+        """The settings that determine the tokens of a row, for the key of the cache."""
         template, kind = self.template, self.kind
         settings = {
             "tokenizer": cache.tokenizer_fingerprint(self.tokenizer),
@@ -184,7 +184,7 @@ class Reader:
         return settings | ({} if self.date is None else {"date": self.date})
 
     def with_data(self, data: DataConfig) -> Reader:
-        """A reader for a further set with its own settings, which omits the completions of prompts; its own template is
+        """A reader for a further set with its own settings, which omits the completions of prompts. Another template is
         set on a copy of the tokenizer."""
         kind = replace(self.kind, with_completions=False)
         if (data, kind) == (self.data, self.kind):
@@ -327,7 +327,7 @@ class Reader:
         row = layout.read(record.value, self.template, record.is_csv, self.behavior_version)
         row = self.kind.shape(row, record.value)
         own_tags = self.template.has_tags and layout.name == "problem_answer" and self.behavior_version > 1
-        if self.data.strip_think and not own_tags:  # whose solutions are stripped before they get the template's tags
+        if self.data.strip_think and not own_tags:  # own tags: solutions are stripped before they get them
             rejected = None if row.rejected is None else without_think(row.rejected)
             row = replace(row, chosen=without_think(row.chosen), rejected=rejected)
         if row.rejected is not None and row.rejected == row.chosen and row.rejected_prompt is None:

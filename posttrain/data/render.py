@@ -20,8 +20,8 @@ FAILS = "the chat template fails: "  # before a template's own error
 
 Message = dict[str, Any]
 PREFILL = "prefill"  # key of a prompt's last message, of the assistant, that the reply continues
-WEIGHT = "loss weight"  # key of a message's loss weight other than 1: the row's own key for it, and its value
-# A call with arguments that show how a template writes them: as an object, or as the string that it is given.
+WEIGHT = "loss weight"  # key of a message's loss weight other than 1: a pair of the row's key for it and the value
+# Arguments of a call that show whether a template takes an object or joins a string to its text.
 PROBE = {"posttrain_probe": "value"}
 PROBE_TEXT = json.dumps(PROBE)
 PROBED = 10  # conversations with calls, of those rendered together
@@ -66,10 +66,10 @@ class Process(Child):
 
     @property
     def is_free(self) -> bool:
-        """Whether it is alive: one that owes an answer was ended."""
+        """Whether it is alive: a process that owes an answer is ended."""
         return self.is_alive
 
-    def ask(self, lines: Sequence[bytes]) -> list[bytes]:
+    def exchange(self, lines: Sequence[bytes]) -> list[bytes]:
         """The answer to each line. Raises DataError when one takes too long or the process has ended."""
         self.send(lines)
         return self._answers(len(lines), SECONDS)
@@ -113,28 +113,30 @@ class Renderer:
 
     def _probe(self, job: RenderRequest) -> bool | None:
         """Whether the template joins the arguments of calls as strings; None if this conversation does not show it."""
-        as_object, as_text = self._render([_with_arguments(job, given) for given in (PROBE, PROBE_TEXT)])
+        as_object, as_text = self._render([_with_arguments(job, probe) for probe in (PROBE, PROBE_TEXT)])
         if as_object.error is None and str(PROBE) not in as_object.text:
             return False if next(iter(PROBE)) in as_object.text else None
         return True if PROBE_TEXT in as_text.text else None
 
     def _render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
         special_tokens = self._tokenizer.special_tokens_map
-        answers = map(json.loads, self._process.ask([self._line(job, special_tokens) for job in jobs]))
+        answers = map(json.loads, self._process.exchange([self._line(job, special_tokens) for job in jobs]))
         return [
-            Rendered("", error=answer["error"])
-            if "error" in answer
-            else Rendered(answer["text"], tuple((start, stop) for start, stop in answer["spans"]))
+            Rendered(answer.get("text", ""), tuple(map(tuple, answer.get("spans", ()))), answer.get("error"))
             for answer in answers
         ]
 
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> bytes:
+        try:
+            template = self._tokenizer.get_chat_template(None, job.tools)
+        except ValueError as error:  # several templates, and none of them the default
+            raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
         request = {
             "messages": messages,
             "tools": job.tools,
-            "template": self._template(job),
+            "template": template,
             "generate": job.generate,
             "spans": job.spans,
             "continued": job.continued,
@@ -143,12 +145,6 @@ class Renderer:
         }
         return json.dumps(request).encode() + b"\n"
 
-    def _template(self, job: RenderRequest) -> str:
-        try:
-            return self._tokenizer.get_chat_template(None, job.tools)
-        except ValueError as error:  # several templates, and none of them the default
-            raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
-
 
 def without(messages: Sequence[Message], *keys: str) -> list[Message]:
     """The messages without these keys."""
@@ -156,23 +152,20 @@ def without(messages: Sequence[Message], *keys: str) -> list[Message]:
 
 
 def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:
-    """The request with the arguments of every tool call as strings, or with `probe` in their place."""
+    """The request with the arguments of every tool call as strings, or with `probe` instead of them."""
 
-    def call(given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        nested = given.get("function")
-        if nested:
-            return {**given, "function": call(nested)}
-        return {**given, "arguments": probe or _as_text(given.get("arguments"))}
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if call.get("function"):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": probe or _as_text(call.get("arguments"))}
 
-    return replace(
-        job,
-        messages=[
-            {**m, "tool_calls": [*map(call, m["tool_calls"])]} if isinstance(m.get("tool_calls"), list) else m
-            for m in job.messages
-        ],
-    )
+    messages = [
+        {**m, "tool_calls": [*map(changed, m["tool_calls"])]} if isinstance(m.get("tool_calls"), list) else m
+        for m in job.messages
+    ]
+    return replace(job, messages=messages)
 
 
 def _as_text(arguments: Any) -> Any:
@@ -191,8 +184,8 @@ def rendering(
     idle_seconds: float | None = None,
     date: str | None = None,
 ) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template, to which `strftime_now` gives `date` (YYYY-MM-DD), by default
-    now; `behavior_version` 1 renders tool calls as they are given. Its process is kept for the next one."""
+    """A renderer with the tokenizer's chat template, in which `strftime_now` gives `date` (YYYY-MM-DD), by default now;
+    `behavior_version` 1 renders tool calls as they are. Its process is kept for the next renderer."""
     process = _idle.take(None) or Process()
     try:
         yield Renderer(process, tokenizer, behavior_version, date)
@@ -208,7 +201,7 @@ def rendered(
     """The text of each conversation. Raises DataError for one that the template refuses."""
     with rendering(tokenizer, idle_seconds=idle_seconds) as renderer:
         done = renderer.render(jobs)
-    for one in done:
-        if one.error:  # a template raises what it likes, such as for roles that do not alternate
-            raise DataError(f"the chat template refuses the messages: {one.error.removeprefix(FAILS)}")
-    return [one.text for one in done]
+    for result in done:
+        if result.error:  # the template's own, such as for roles that do not alternate
+            raise DataError(f"the chat template refuses the messages: {result.error.removeprefix(FAILS)}")
+    return [result.text for result in done]

@@ -29,7 +29,7 @@ class Malformed:
     row: int  # counted from 0 over all files of the source: a line may hold several
 
     def __str__(self) -> str:
-        row = f" (row {self.row})" if self.row >= self.line else ""  # of several on that line, or of a later file
+        row = f" (row {self.row})" if self.row >= self.line else ""  # several rows on that line, or a later file
         return f"{self.file} line {self.line}{row}: {self.reason}"
 
 
@@ -60,6 +60,9 @@ class Lengths:
             return cls()
         p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
         return cls(float(lengths.mean()), int(p50), int(p90), int(p99), int(lengths.max()), int(lengths.sum()))
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:,.0f}, P50 {self.p50:,}, P90 {self.p90:,}, P99 {self.p99:,}, max {self.max:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +110,14 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""
-        lengths, prompt, formats = self.tokens, self.prompt_tokens, ", ".join(dict.fromkeys(self.formats))
+        formats = ", ".join(dict.fromkeys(self.formats))
         out = [
             f"{self.name}: {counted(self.read, 'row')} read as {formats}, {counted(self.used, 'example')} used",
-            f"tokens: mean {lengths.mean:,.0f}, P50 {lengths.p50:,}, P90 {lengths.p90:,}, P99 {lengths.p99:,}, "
-            f"max {lengths.max:,} (limit {self.max_length:,})",
+            f"tokens: {self.tokens} (limit {self.max_length:,})",
         ]
-        if prompt.max:
+        if self.prompt_tokens.max:
             limit = "" if self.max_prompt_length is None else f" (limit {self.max_prompt_length:,})"
-            out.append(
-                f"prompt tokens: mean {prompt.mean:,.0f}, P50 {prompt.p50:,}, P90 {prompt.p90:,}, P99 {prompt.p99:,}, "
-                f"max {prompt.max:,}{limit}"
-            )
+            out.append(f"prompt tokens: {self.prompt_tokens}{limit}")
         counts = (
             (self.overlong_dropped, "over the length limit, dropped"),
             (self.overlong_truncated, "over the length limit, truncated"),
@@ -135,23 +134,23 @@ class Report:
     def warnings(self) -> list[str]:
         """What the template loses of the rows, in words."""
         return [
-            f"{self.name}: in {counted(count, 'row')} the chat template does not {_lost(what)}"
-            for what, count in self.unwritten.items()
+            f"{self.name}: in {counted(count, 'row')} the chat template does not {_lost(name)}"
+            for name, count in self.unwritten.items()
         ]
 
     def _unread(self) -> Iterable[str]:
-        for name, count in sorted(self.unread.items(), key=lambda one: -one[1])[:MOST_UNREAD]:
-            whom = " (rewards in Python get it)" if self.rewarded and "[]." not in name else ""
-            yield f"not read: `{name}` in {count:,} of {counted(self.read, 'row')}{whom}"
+        for name, count in sorted(self.unread.items(), key=lambda item: -item[1])[:MOST_UNREAD]:
+            readers = " (rewards in Python get it)" if self.rewarded and "[]." not in name else ""
+            yield f"not read: `{name}` in {count:,} of {counted(self.read, 'row')}{readers}"
         if len(self.unread) > MOST_UNREAD:
             yield f"not read: {len(self.unread) - MOST_UNREAD:,} more columns and keys"
 
 
-def _lost(what: str) -> str:
-    """What `unwritten` of posttrain.data.turns names, in words."""
-    if what.startswith("variable "):
-        return f"read the {what} of chat_template_kwargs"
-    return LOST.get(what, f"write what the {what} says")
+def _lost(name: str) -> str:
+    """A name from `unwritten` of posttrain.data.turns in words."""
+    if name.startswith("variable "):
+        return f"read the {name} of chat_template_kwargs"
+    return LOST.get(name, f"write what the {name} says")
 
 
 def _share(count: int, of: int) -> str:

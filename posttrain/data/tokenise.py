@@ -14,7 +14,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from posttrain.data.render import Renderer
 from posttrain.data.rows import Row, RowError, Turns, UntrainedError
 from posttrain.data.turns import Span, common_prefix, headers
-from posttrain.data.writing import Texts, Writer, Written
+from posttrain.data.writing import RowText, RowWriter, Texts
 
 Ids = Sequence[int]
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """An SFT example: its tokens, the spans of them that are trained, and how many are prompt."""
+    """An SFT example: its tokens, the trained spans of them, and how many tokens are prompt."""
 
     tokens: Ids
     spans: tuple[Span, ...]
@@ -49,7 +49,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """The tokens of a text, where the batch has them, and how many of its first characters were not read."""
+    """The tokens of a text, its row in the batch, and how many of its first characters were skipped (`cut`)."""
 
     ids: Ids
     batch: BatchEncoding
@@ -78,7 +78,7 @@ class Tokeniser:
     """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are.
 
     With `behavior_version` 1 a text that begins with the begin token gets a second one, and rows are written by other
-    rules (`Writer`).
+    rules (`RowWriter`).
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Tokeniser:
         self.renderer = renderer
         self.assistant_only_loss = assistant_only_loss
         self.behavior_version = behavior_version
-        self.writer = Writer(tokenizer, renderer, assistant_only_loss, behavior_version)
+        self.writer = RowWriter(tokenizer, renderer, assistant_only_loss, behavior_version)
         self._headers: tuple[str, ...] | None = None
-        # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
+        # Whether the tokenizer itself ends a text with the stop token; that is removed: a text has its own.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
         self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
@@ -136,34 +136,33 @@ class Tokeniser:
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
         """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
-        return self._examples(
-            rows, self.writer.with_prompts([(row, row.prompt, row.chosen) for row in rows]), completion_only_loss
-        )
+        texts = self.writer.with_prompts([(row, row.prompt, row.chosen) for row in rows])
+        return self._examples(rows, texts, completion_only_loss)
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
         return self._examples(rows, self.writer.conversations(rows), None)
 
     def _examples(
-        self, rows: Sequence[Row], written: Texts, completion_only_loss: bool | None
+        self, rows: Sequence[Row], texts: Texts, completion_only_loss: bool | None
     ) -> list[Trained | RowError]:
         """SFT examples with the loss weights of their messages; `completion_only_loss` None: without a prompt."""
-        turns = self.writer.assistants(rows, written)
-        read, weights = self._read(rows, written), self.writer.weights(written)
+        turns = self.writer.assistants(rows, texts)
+        read, weights = self._read(rows, texts), self.writer.weights(texts)
         out: list[Trained | RowError] = []
-        for row, item, places, weighed in zip(rows, read, turns, weights, strict=True):
+        for row, item, characters, weighed in zip(rows, read, turns, weights, strict=True):
             if isinstance(item, RowError):
                 out.append(item)
                 continue
             cut, ids = 0 if completion_only_loss is None else item.cut, item.whole.ids
             start = cut if completion_only_loss else 0
             spans: tuple[Span, ...] = ((start, len(ids)),)
-            found = self._token_spans(item.whole, places)
+            assistant = self._token_spans(item.whole, characters)
             if self.assistant_only_loss:
                 start = 0 if row.train_history else start
-                spans = tuple((max(first, start), stop) for first, stop in found if stop > start)
+                spans = tuple((max(first, start), stop) for first, stop in assistant if stop > start)
             elif row.train_history:
-                spans = (*((first, min(stop, cut)) for first, stop in found if first < cut), *spans)
+                spans = (*((first, min(stop, cut)) for first, stop in assistant if first < cut), *spans)
             shifted = completion_only_loss is not None and item.shifted
             example = Trained(ids, spans, cut, shifted, heads=self._heads(item.whole, cut))
             out.append(example if weighed is None else self._weighed(example, item.whole, weighed))
@@ -181,19 +180,19 @@ class Tokeniser:
                 weight[start:stop] *= factor
         edges = [0, *(np.flatnonzero(np.diff(weight)) + 1).tolist(), len(weight)]
         spans = [(a, b) for a, b in pairwise(edges) if b > a and weight[a] > 0]
-        found = [float(weight[start]) for start, _ in spans]
+        factors = [float(weight[start]) for start, _ in spans]
         if first_trained(spans, len(weight)) >= len(weight):
             return UntrainedError("every message that would be trained has the loss weight 0")
-        return replace(example, spans=tuple(spans), weights=() if set(found) == {1.0} else found)
+        return replace(example, spans=tuple(spans), weights=() if set(factors) == {1.0} else factors)
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Prompts with replies (texts) that were cut off: no stop token and no end of turn follow."""
-        written = [
-            replace(one, stock=one.prompt + cast(str, row.chosen)) if isinstance(one, Written) else one
-            for one, row in zip(self.writer.prompts(rows), rows, strict=True)
+        texts = [
+            replace(text, stock=text.prompt + cast(str, row.chosen)) if isinstance(text, RowText) else text
+            for text, row in zip(self.writer.prompts(rows), rows, strict=True)
         ]
         return _each(
-            self._read(rows, written),
+            self._read(rows, texts),
             lambda item: Trained(item.whole.ids, ((item.cut, len(item.whole.ids)),), item.cut, item.shifted),
         )
 
@@ -217,12 +216,12 @@ class Tokeniser:
         read = self._read(rows, self.writer.documents(rows), plain=True)
         return _each(read, lambda item: Trained(item.whole.ids, ((0, len(item.whole.ids)),), 0))
 
-    def _read(self, rows: Sequence[Row], written: Texts, plain: bool | None = None) -> list[_Read | RowError]:
+    def _read(self, rows: Sequence[Row], texts: Texts, plain: bool | None = None) -> list[_Read | RowError]:
         """The tokens of each text, and of its prompt."""
-        self.writer.count(rows, written)
-        texts = [text for one in written if isinstance(one, Written) for text in (one.prompt, one.text)]
-        encoded = iter(self._encode(texts, self.renderer is None if plain is None else plain))
-        return [one if isinstance(one, RowError) else _Read(next(encoded), next(encoded)) for one in written]
+        self.writer.count(rows, texts)
+        strings = [string for text in texts if isinstance(text, RowText) for string in (text.prompt, text.whole)]
+        encoded = iter(self._encode(strings, self.renderer is None if plain is None else plain))
+        return [text if isinstance(text, RowError) else _Read(next(encoded), next(encoded)) for text in texts]
 
     def _encode(self, texts: Sequence[str], plain: bool) -> list[_Encoded]:
         unique = {text: index for index, text in enumerate(dict.fromkeys(texts))}
@@ -240,7 +239,7 @@ class Tokeniser:
         return out
 
     def _begun_again(self, text: str) -> int:
-        """Characters before the last begin token, where a template writes one before a content that has its own."""
+        """Characters before the last of several begin tokens: the template writes one, and the content has another."""
         cut = 0
         while self.begin and text.startswith(2 * self.begin, cut):
             cut += len(self.begin)
@@ -257,31 +256,30 @@ class Tokeniser:
         turn's header and of its text. Empty if it has neither, and with behavior_version 1."""
         if self.behavior_version == 1 or not prompt:
             return ()
-        places: list[int] = []
+        positions: list[int] = []
         if self.renderer is not None and self.tokenizer.is_fast:
             if self._headers is None:
                 self._headers = headers(self.renderer, self.begin)
             offsets = (item.batch.encodings or [])[item.row].offsets
             text, end = item.text[item.cut :], offsets[prompt - 1][1]
-            found = {}  # the longest header at each place
+            longest = {}  # start and stop of the longest header at each start
             for header in self._headers:
-                place = text.find(header)
-                while place >= 0 and place + len(header) <= end:
-                    found.setdefault(place, place + len(header))
-                    place = text.find(header, place + 1)
-            for start, stop in sorted(found.items()):
-                header, said = (bisect_left(offsets, at, hi=prompt, key=itemgetter(0)) for at in (start, stop))
-                if not places or header >= places[-1]:
-                    places += [header, said]
+                start = text.find(header)
+                while start >= 0 and start + len(header) <= end:
+                    longest.setdefault(start, start + len(header))
+                    start = text.find(header, start + 1)
+            for span in sorted(longest.items()):
+                header, said = (bisect_left(offsets, at, hi=prompt, key=itemgetter(0)) for at in span)
+                if not positions or header >= positions[-1]:
+                    positions += [header, said]
         begins = item.ids[0] == self.tokenizer.bos_token_id
-        return [int(begins), *places] if begins or places else ()
+        return [int(begins), *positions] if begins or positions else ()
 
     def _token_spans(self, item: _Encoded, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Spans of characters as spans of tokens."""
         token_span = _token_span if self.behavior_version > 1 else _old_token_span
-        moved = [(max(start - item.cut, 0), stop - item.cut) for start, stop in spans]
-        found = [token_span(item.batch, item.row, span) for span in moved]
-        return tuple(span for span in found if span is not None)
+        moved = ((max(start - item.cut, 0), stop - item.cut) for start, stop in spans)
+        return tuple(found for span in moved if (found := token_span(item.batch, item.row, span)) is not None)
 
 
 def _each(read: Sequence[_Read | RowError], make: Callable[[_Read], T]) -> list[T | RowError]:

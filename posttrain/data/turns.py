@@ -1,8 +1,8 @@
-"""Where the turns of a conversation are in its rendered text, and which are not there.
+"""Where the turns of a conversation are in its rendered text, and which are missing from it.
 
 A template is a program: it may trim a message, omit earlier thinking, close the last turn in another way, or write the
-system prompt into the last user message. So a turn is found by rendering the conversation again with another text in
-its message: where the two renderings differ is that message.
+system prompt into the last user message. So a message is found by rendering the conversation again with another text in
+it: the message is where the two renderings differ.
 """
 
 import re
@@ -39,20 +39,20 @@ class Endings:
     special: tuple[str, ...]
     stop: str
 
-    def after(self, text: str, place: int, close: str | None) -> int:
-        """Where a turn ends whose text ends at `place`; `close` is the end of turn expected there, None if unknown."""
-        if close is not None and text.startswith(close or self.stop, place):
-            return place + len(close or self.stop)
+    def after(self, text: str, end: int, close: str | None) -> int:
+        """Where a turn ends whose text ends at `end`; `close` is the end of turn expected there, None if unknown."""
+        if close is not None and text.startswith(close or self.stop, end):
+            return end + len(close or self.stop)
         if close == "" or not self.special:
-            return place
-        found = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self.special))})\n?").match(text, place)
-        return found.end() if found else place
+            return end
+        match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self.special))})\n?").match(text, end)
+        return match.end() if match else end
 
 
 def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: bool = False) -> list[dict[int, Span]]:
     """The characters of each message by its index; a message that the template does not write is missing.
 
-    An assistant's turn begins after the opening that inference gives it, as far as it stands there, and ends with its
+    An assistant's turn begins after the part that is written of the opening that inference gives it, and ends with its
     end of turn. Other messages begin with their text. `old` is the rule of behavior_version 1: a turn begins where the
     whole differs from what inference renders before it.
     """
@@ -66,21 +66,19 @@ def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: boo
         after_others = [turn for turn, role in zip(turns, before, strict=True) if role != "assistant"]
         # after a tool's turn there may be none
         openings = sorted({turn.opening for turn in after_others or turns}, key=len, reverse=True)
-        found: dict[int, Span] = {}
-        floor = 0
+        spans, floor = dict[int, Span](), 0
         for index, turn in zip(part.indices, turns, strict=True):
-            span = _span(part, index, turn, floor, openings, endings, old)
-            if span is not None:
-                found[index], floor = span, span[1]
-        out.append(found)
+            if span := _span(part, index, turn, floor, openings, endings, old):
+                spans[index], floor = span, span[1]
+        out.append(spans)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Renderings that tell where a turn is: the whole with `mark` as its text; what is before it, with its opening and
-    without; the conversation up to it, marked, with the next opening; of a turn with tool calls also the whole with
-    `mark` alone in its place."""
+    """Renderings that show where a turn is: the whole with `mark` as its text; the conversation before it, with its
+    opening and without; the conversation up to it, marked, with the next opening; for a turn with tool calls also the
+    whole with `mark` instead of them."""
 
     mark: str
     renderings: list[Rendered]
@@ -91,7 +89,7 @@ class _Turn:
 
 
 def _opening(opened: Rendered, before: Rendered) -> str:
-    """What a template writes for the next reply, from a conversation rendered with that and without."""
+    """The opening of the next reply, from a conversation rendered with it and without."""
     same = opened.text[: common_prefix(opened.text, before.text)]
     # the texts may end in two special tokens that begin alike
     return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
@@ -123,7 +121,7 @@ def _span(
     head = common_prefix(whole, other)
     room = min(len(whole), len(other)) - head  # what the two can have in common at their ends
     tail = common_prefix(whole[len(whole) - room :][::-1], other[len(other) - room :][::-1])
-    start = head = min([head, *(common_prefix(whole, one.text) for one in plain if not one.error)])
+    start = head = min([head, *(common_prefix(whole, bare.text) for bare in plain if not bare.error)])
     if old:
         start = common_prefix(opened.text, whole)
     elif part.job.messages[index]["role"] == "assistant" and not opened.error:
@@ -132,13 +130,13 @@ def _span(
         return start, len(whole)
     own = len(other.rpartition(turn.mark)[2]) - tail  # characters of the other text after the mark
     after = closed.text.rpartition(turn.mark)[2][own:]
-    close = next((after.removesuffix(one) for one in openings if after.endswith(one)), None)
+    close = next((after.removesuffix(opening) for opening in openings if after.endswith(opening)), None)
     return start, endings.after(whole, len(whole) - tail, None if closed.error else close)
 
 
 def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str) -> int:
     """Where a turn's text begins, at most at `head`: after what inference renders before it (`opened`), which ends in
-    the turn's `opening`. Where the whole has another text before it, after the longest part of either."""
+    the turn's `opening`. If the whole has another text before it, after the longest part of either."""
     if whole.startswith(opened) and len(opened) <= head:
         return len(opened)
     window = whole[floor:head]
@@ -151,10 +149,10 @@ def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str)
 
 def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[frozenset[str]]:
     """What each conversation's rendering lacks: the roles of messages whose text or tool calls the template does not
-    write, `tools`, and `thinking` of the last reply. Another text there makes no difference. Earlier thinking is
+    write, `tools`, and `thinking` of the last reply: changing them does not change the rendering. Earlier thinking is
     omitted by design."""
     out: list[set[str]] = [set() for _ in rendered]
-    asked: list[tuple[int, str, RenderRequest]] = []
+    changed: list[tuple[int, str, RenderRequest]] = []
     for n, (job, text) in enumerate(rendered):
         mark, messages = _mark(text), list(job.messages)
         job = replace(job, spans=False)
@@ -162,14 +160,14 @@ def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]])
             for i, message in enumerate(messages):
                 if message.get("content") or message.get("tool_calls"):
                     other = [*messages[:i], varied(message, mark), *messages[i + 1 :]]
-                    asked.append((n, message["role"], replace(job, messages=other)))
+                    changed.append((n, message["role"], replace(job, messages=other)))
         if job.tools:
-            asked.append((n, TOOLS, replace(job, tools=None)))
+            changed.append((n, TOOLS, replace(job, tools=None)))
         if other := _thinking_otherwise(messages[-1], text, mark):
-            asked.append((n, THINKING, replace(job, messages=[*messages[:-1], other])))
-    for (n, what, _), done in zip(asked, renderer.render([job for *_, job in asked]), strict=True):
+            changed.append((n, THINKING, replace(job, messages=[*messages[:-1], other])))
+    for (n, name, _), done in zip(changed, renderer.render([job for *_, job in changed]), strict=True):
         if done.text == rendered[n][1] and not done.error:
-            out[n].add(what)
+            out[n].add(name)
     return [*map(frozenset, out)]
 
 
@@ -190,21 +188,21 @@ def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | Non
 
 
 def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
-    """What the template writes before the text of a message, after the turn before it or the begin token, for each
-    role; without blanks, the longest first. A role that it refuses is omitted."""
+    """The headers of the roles: what the template writes between the turn before (or the begin token) and the text of
+    a message. Without blank ones, the longest first. A role that the template refuses is omitted."""
     mark = chr(MARKS[0])
-    number = 4711  # what the turn before says: as the last turn it may have another beginning (Qwen3's empty thinking)
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}
+    number = 4711  # text of the turn before: as the last turn it may have another beginning (Qwen3's empty thinking)
+    question, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": number}}}]
     talks = [
         [{"role": "system", "content": mark}],
-        [asked, said, {"role": "user", "content": mark}],
-        [asked, {**said, "content": "", "tool_calls": calls}, {"role": "tool", "name": "f", "content": mark}],
+        [question, reply, {"role": "user", "content": mark}],
+        [question, {**reply, "content": "", "tool_calls": calls}, {"role": "tool", "name": "f", "content": mark}],
     ]
     jobs = []
     for talk in talks:
-        whole = [*talk, asked] if len(talk) == 1 else talk
-        before = talk[:-1] or [asked]
+        whole = [*talk, question] if len(talk) == 1 else talk
+        before = talk[:-1] or [question]
         jobs += [RenderRequest(whole), RenderRequest(before, generate=True), RenderRequest(before)]
     done = iter(renderer.render(jobs))
     found: set[str] = set()
@@ -220,18 +218,18 @@ def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
 
 
 def _in_order(messages: Sequence[Message], text: str) -> bool:
-    """Whether every message's text is there, one after another: then all are written, and need no further rendering."""
-    place = 0
+    """Whether the text has every message, one after another: then all are written, and need no further rendering."""
+    end = 0
     for message in messages:
         if message.get("tool_calls"):
             return False
         said = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking is omitted by design
         apart = "instruction" in message and said.strip() not in text  # the two fields of an Alpaca row
         for piece in [message["instruction"], message.get("input") or ""] if apart else [said]:
-            found = text.find(piece.strip(), place)
-            if found < 0:
+            start = text.find(piece.strip(), end)
+            if start < 0:
                 return False
-            place = found + len(piece.strip())
+            end = start + len(piece.strip())
     return True
 
 

@@ -20,12 +20,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A row's text and its prompt's, empty without one. `job` has its messages, of which those from `replies` on are
-    the reply; `stock` is their rendering, and `marks` the characters that `{% generation %}` marks in it.
+class RowText:
+    """A row's text (`whole`) and its prompt's, empty without one. `job` has its messages, of which those from `replies`
+    on are the reply; `stock` is their rendering, and `marks` the characters that `{% generation %}` marks in it.
 
-    Where `stock` writes the prompt otherwise than inference has it, the text is `prompt`, and from `joint` on what
-    `stock` has of the reply. `end` is the stop token if it is appended.
+    If `stock` writes the prompt differently than inference does, the text is `prompt` with the reply of `stock`, which
+    begins at `joint`. `end` is the stop token if it is appended.
     """
 
     prompt: str
@@ -39,19 +39,19 @@ class Written:
     missing: frozenset[str] = frozenset()  # what the template does not write (`unwritten`)
 
     @property
-    def text(self) -> str:
+    def whole(self) -> str:
         return (self.stock if self.joint is None else self.prompt + self.stock[self.joint :]) + self.end
 
     @property
     def moved(self) -> int:
-        """How many characters further on than in `stock` the reply begins in the text."""
+        """By how many characters the reply begins later in the text than in `stock`."""
         return 0 if self.joint is None else len(self.prompt) - self.joint
 
 
-Texts = Sequence[Written | RowError]
+Texts = Sequence[RowText | RowError]
 
 
-class Writer:
+class RowWriter:
     """Writes rows for one tokenizer, and counts what its template loses. `renderer` is None when texts are used as they
     are.
 
@@ -82,64 +82,63 @@ class Writer:
         if self.renderer is None:
             return [_plainly(row.prompt, None, stop="") for row in rows]
         jobs = [_prompt_job(row, row.prompt) for row in rows]
-        done = self.renderer.render(jobs)
-        written = [_error(one) or Written(one.text, one.text, job, job) for job, one in zip(jobs, done, strict=True)]
-        return self._finished(self.renderer, written)
+        done = zip(jobs, self.renderer.render(jobs), strict=True)
+        texts = [_error(result) or RowText(result.text, result.text, job, job) for job, result in done]
+        return self._finished(self.renderer, texts)
 
     def with_prompts(self, parts: Sequence[tuple[Row, str | Turns | None, str | Turns]]) -> Texts:
         """The text of each (prompt, reply), and its prompt's as the model sees it before it answers."""
         if self.renderer is None:
             return [_plainly(prompt, reply, self.stop) for _, prompt, reply in parts]
-        asked = {(id(row), id(prompt)): _prompt_job(row, prompt) for row, prompt, _ in parts}
+        prompt_jobs = {(id(row), id(prompt)): _prompt_job(row, prompt) for row, prompt, _ in parts}
         jobs = [self._job(row, _joined(prompt, reply)) for row, prompt, reply in parts]
-        done = self.renderer.render([*asked.values(), *jobs])
-        prompts = dict(zip(asked, done, strict=False))
-        out: list[Written | RowError] = []
-        for (row, prompt, reply), job, whole in zip(parts, jobs, done[len(asked) :], strict=True):
+        done = self.renderer.render([*prompt_jobs.values(), *jobs])
+        prompts = dict(zip(prompt_jobs, done, strict=False))
+        out: list[RowText | RowError] = []
+        for (row, prompt, reply), job, whole in zip(parts, jobs, done[len(prompts) :], strict=True):
             key = id(row), id(prompt)
             before, replies = prompts[key], len(job.messages) - len(_turns(reply, "assistant"))
-            written = Written(before.text, whole.text, job, asked[key], replies, marks=whole.spans)
+            written = RowText(before.text, whole.text, job, prompt_jobs[key], replies, marks=whole.spans)
             out.append(_error(before) or self._refusal(job, whole) or written)
         return self._finished(self.renderer, self._agreed(self.renderer, out) if self.behavior_version > 1 else out)
 
     def conversations(self, rows: Sequence[Row]) -> Texts:
-        """Whole conversations, or texts. Where the template loses a message's text of one that ends with the
-        assistant's turn, what is before it is as the model sees it."""
+        """Whole conversations, or texts. If the template loses a message of a conversation that ends with the
+        assistant's turn, the text before that turn is as the model sees it before it answers."""
         if self.renderer is None:
             return self.documents(rows)
         jobs = [self._job(row, cast(Turns, row.chosen)) for row in rows]
         done = zip(jobs, self.renderer.render(jobs), strict=True)
-        written = [self._refusal(job, one) or Written("", one.text, job, job, marks=one.spans) for job, one in done]
-        out = [*self._finished(self.renderer, written)]
-        lossy = [
-            n
-            for n, one in _good(out)
-            if one.missing - {TOOLS, THINKING} and one.job.messages[-1]["role"] == "assistant"
+        texts = [
+            self._refusal(job, whole) or RowText("", whole.text, job, job, marks=whole.spans) for job, whole in done
         ]
+        out = [*self._finished(self.renderer, texts)]
+        good = ((n, text) for n, text in _good(out) if text.job.messages[-1]["role"] == "assistant")
+        lossy = [n for n, text in good if text.missing - {TOOLS, THINKING}]
         parts = [(rows[n], rows[n].chosen[:-1], rows[n].chosen[-1:]) for n in lossy]
-        for n, one in zip(lossy, self.with_prompts(parts), strict=True):
-            if isinstance(one, Written) and one.joint is not None:
-                out[n] = one
+        for n, text in zip(lossy, self.with_prompts(parts), strict=True):
+            if isinstance(text, RowText) and text.joint is not None:
+                out[n] = text
         return out
 
     def documents(self, rows: Sequence[Row]) -> Texts:
         """Texts without a prompt, as they are."""
         return [_plainly(None, row.chosen, self.stop) for row in rows]
 
-    def count(self, rows: Sequence[Row], written: Texts) -> None:
+    def count(self, rows: Sequence[Row], texts: Texts) -> None:
         """Count what the template does not write of each row, which has one text, or of a pair two."""
-        each = len(written) // max(len(rows), 1)
+        each = len(texts) // max(len(rows), 1)
         for index, row in enumerate(rows):
-            texts = written[each * index : each * (index + 1)]
-            lost = {what for _, one in _good(texts) for what in one.missing}
+            of_row = texts[each * index : each * (index + 1)]
+            lost = {what for _, text in _good(of_row) for what in text.missing}
             lost |= {f"{VARIABLE}{name}" for name in row.variables or () if name not in self.names}
             self.unwritten.update(sorted(lost))
 
-    def assistants(self, rows: Sequence[Row], written: Texts) -> list[list[Span]]:
+    def assistants(self, rows: Sequence[Row], texts: Texts) -> list[list[Span]]:
         """The characters of the assistant's turns, in rows where these are trained: those that the template marks with
         `{% generation %}`, or those found by rendering."""
-        wanted = [self._finds_turns(row) for row in rows]
-        if not any(wanted):
+        trained = [self._finds_turns(row) for row in rows]
+        if not any(trained):
             return [[] for _ in rows]
         if not self.is_fast:
             raise DataError(
@@ -150,70 +149,70 @@ class Writer:
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
             )
         if not self.marked:
-            found = self._placed(self.renderer, written, lambda n, turn: wanted[n] and turn["role"] == "assistant")
-            return [[*spans.values()] for spans in found]
+            located = self._located(self.renderer, texts, lambda n, turn: trained[n] and turn["role"] == "assistant")
+            return [[*spans.values()] for spans in located]
         out: list[list[Span]] = [[] for _ in rows]
-        for n, one in _good(written):
-            spans = [(a + one.moved, b + one.moved) for a, b in one.marks if a >= (one.joint or 0)]
-            if spans and one.end:  # the last turn owns the stop token after it
-                spans[-1] = spans[-1][0], len(one.text)
-            elif spans and self.assistant_only_loss and one.job.messages[-1]["role"] == "assistant":
-                self.unwritten.update([END] if one.text[spans[-1][1] :].strip() else [])
+        for n, text in _good(texts):
+            spans = [(a + text.moved, b + text.moved) for a, b in text.marks if a >= (text.joint or 0)]
+            if spans and text.end:  # the last turn owns the stop token after it
+                spans[-1] = spans[-1][0], len(text.whole)
+            elif spans and self.assistant_only_loss and text.job.messages[-1]["role"] == "assistant":
+                self.unwritten.update([END] if text.whole[spans[-1][1] :].strip() else [])
             out[n] = spans
         return out
 
-    def weights(self, written: Texts) -> list[list[tuple[Span, float]] | None]:
-        """The characters of the messages with a loss weight, and these; None for a row without any."""
-        said = [[] if isinstance(one, RowError) else one.job.messages for one in written]
-        if self.renderer is None:  # a message each, of which only the reply has a text of its own
-            whole = [(0, 0) if isinstance(one, RowError) else (len(one.prompt), len(one.text)) for one in written]
-            placed = [{len(turns) - 1: span} if turns else {} for turns, span in zip(said, whole, strict=True)]
+    def weights(self, texts: Texts) -> list[list[tuple[Span, float]] | None]:
+        """The characters and the loss weight of each message that has one; None for a row without weights."""
+        if self.renderer is None:  # of one message each, so only the reply has characters
+            located: list[dict[int, Span]] = [{} for _ in texts]
+            for n, text in _good(texts):
+                located[n] = {len(text.job.messages) - 1: (len(text.prompt), len(text.whole))}
         else:
-            placed = self._placed(self.renderer, written, lambda _, message: WEIGHT in message)
-        return [
-            [(span, turns[index].get(WEIGHT, ("", 1.0))[1]) for index, span in spans.items()]
-            if any(WEIGHT in turn for turn in turns)
-            else None
-            for turns, spans in zip(said, placed, strict=True)
-        ]
+            located = self._located(self.renderer, texts, lambda _, message: WEIGHT in message)
+        out: list[list[tuple[Span, float]] | None] = [None for _ in texts]
+        for n, text in _good(texts):
+            if any(WEIGHT in turn for turn in text.job.messages):
+                weight_of = {i: turn.get(WEIGHT, ("", 1.0))[1] for i, turn in enumerate(text.job.messages)}
+                out[n] = [(span, weight_of[index]) for index, span in located[n].items()]
+        return out
 
-    def _placed(
-        self, renderer: Renderer, written: Texts, which: Callable[[int, Message], bool]
+    def _located(
+        self, renderer: Renderer, texts: Texts, which: Callable[[int, Message], bool]
     ) -> list[dict[int, Span]]:
         """The characters of the messages that `which` selects, by their index; it is called with the row's index."""
         parts: list[tuple[int, int, Part]] = []
-        for n, one in _good(written):
-            chosen = [index for index, message in enumerate(one.job.messages) if which(n, message)]
-            apart = 0 if one.joint is None else one.replies
-            before, after = ([i for i in chosen if (i < apart) == first] for first in (True, False))
-            parts += [(n, 0, Part(one.prompt_job, one.prompt, before))] if before else []
-            parts += [(n, one.moved, Part(one.job, one.stock, after))] if after else []
+        for n, text in _good(texts):
+            selected = [index for index, message in enumerate(text.job.messages) if which(n, message)]
+            border = 0 if text.joint is None else text.replies
+            before, after = ([i for i in selected if (i < border) == first] for first in (True, False))
+            parts += [(n, 0, Part(text.prompt_job, text.prompt, before))] if before else []
+            parts += [(n, text.moved, Part(text.job, text.stock, after))] if after else []
         located = locate(renderer, [part for *_, part in parts], self.endings, old=self.behavior_version == 1)
-        out: list[dict[int, Span]] = [{} for _ in written]
+        out: list[dict[int, Span]] = [{} for _ in texts]
         for (n, moved, _), spans in zip(parts, located, strict=True):
             out[n] |= {index: (start + moved, stop + moved) for index, (start, stop) in spans.items()}
-        for n, one in _good(written):
-            if (last := len(one.job.messages) - 1) in out[n]:
-                out[n][last] = out[n][last][0], len(one.text)  # with the stop token after it
+        for n, text in _good(texts):
+            if (last := len(text.job.messages) - 1) in out[n]:
+                out[n][last] = out[n][last][0], len(text.whole)  # with the stop token after it
         return out
 
-    def _agreed(self, renderer: Renderer, written: Texts) -> Texts:
-        """Each text such that its prompt is as inference has it, up to the reply's opening; or why it cannot be."""
-        out = list(written)
+    def _agreed(self, renderer: Renderer, texts: Texts) -> Texts:
+        """Each text with its prompt as inference has it, up to the reply's opening; or the reason why it cannot be."""
+        out = list(texts)
         apart = [
-            (n, one) for n, one in _good(written) if one.prompt_job.generate and not one.stock.startswith(one.prompt)
+            (n, text) for n, text in _good(texts) if text.prompt_job.generate and not text.stock.startswith(text.prompt)
         ]
-        bare = renderer.render([replace(one.prompt_job, generate=False) for _, one in apart])
+        bare = renderer.render([replace(text.prompt_job, generate=False) for _, text in apart])
         apart = [
-            (n, one)
-            for (n, one), before in zip(apart, bare, strict=True)
-            if common_prefix(one.stock, one.prompt)
-            < (len(one.prompt) if before.error else common_prefix(before.text, one.prompt))
+            (n, text)
+            for (n, text), before in zip(apart, bare, strict=True)
+            if common_prefix(text.stock, text.prompt)
+            < (len(text.prompt) if before.error else common_prefix(before.text, text.prompt))
         ]
-        found = locate(renderer, [Part(one.job, one.stock, [one.replies]) for _, one in apart], self.endings)
-        for (n, one), spans in zip(apart, found, strict=True):
-            if one.replies in spans and one.job.messages[one.replies]["role"] == "assistant":
-                out[n] = replace(one, joint=spans[one.replies][0])
+        located = locate(renderer, [Part(text.job, text.stock, [text.replies]) for _, text in apart], self.endings)
+        for (n, text), spans in zip(apart, located, strict=True):
+            if text.replies in spans and text.job.messages[text.replies]["role"] == "assistant":
+                out[n] = replace(text, joint=spans[text.replies][0])
             else:
                 out[n] = RowError(
                     "the chat template writes the prompt differently once the reply follows, and the reply cannot be "
@@ -221,22 +220,22 @@ class Writer:
                 )
         return out
 
-    def _finished(self, renderer: Renderer, written: Texts) -> Texts:
-        """The texts with the stop token where the template ends in none, and what of them it does not write."""
-        good, out = _good(written), list(written)
-        read = [(one.job, one.stock) if one.joint is None else (one.prompt_job, one.prompt) for _, one in good]
-        for (n, one), missing in zip(good, unwritten(renderer, read), strict=True):
-            ended = one.text.rstrip().endswith(self.endings.special)  # any special token is as good as the stop token
-            open_ended = one.job.generate or one.job.continued or one.job.messages[-1]["role"] != "assistant"
-            end = "" if ended or open_ended or one.text.endswith(self.stop) else self.stop
-            out[n] = replace(one, end=end, missing=missing)
+    def _finished(self, renderer: Renderer, texts: Texts) -> Texts:
+        """The texts with what the template does not write of each, and the stop token unless the template ends it."""
+        good, out = _good(texts), list(texts)
+        read = [(text.job, text.stock) if text.joint is None else (text.prompt_job, text.prompt) for _, text in good]
+        for (n, text), missing in zip(good, unwritten(renderer, read), strict=True):
+            ended = text.whole.rstrip().endswith(self.endings.special)  # any special token is as good as the stop token
+            open_ended = text.job.generate or text.job.continued or text.job.messages[-1]["role"] != "assistant"
+            end = "" if ended or open_ended or text.whole.endswith(self.stop) else self.stop
+            out[n] = replace(text, end=end, missing=missing)
         return out
 
     def _refusal(self, job: RenderRequest, done: Rendered) -> RowError | None:
-        """Why a conversation cannot be used: the template's error; in runs of behavior_version 1 a first turn of the
-        assistant, where turns are found by rendering."""
-        found = self.assistant_only_loss and not self.marked
-        if self.behavior_version == 1 and found and not done.error and job.messages[0]["role"] == "assistant":
+        """Why a conversation cannot be used: the template's error; with behavior_version 1 also a first turn of the
+        assistant, if turns are found by rendering."""
+        by_rendering = self.assistant_only_loss and not self.marked
+        if self.behavior_version == 1 and by_rendering and not done.error and job.messages[0]["role"] == "assistant":
             return RowError("begins with the assistant's turn, whose opening is only known after another turn")
         return _error(done)
 
@@ -247,9 +246,9 @@ class Writer:
         return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row), variables=row.variables)
 
 
-def _good(written: Texts) -> list[tuple[int, Written]]:
+def _good(texts: Texts) -> list[tuple[int, RowText]]:
     """The texts that are written, with their positions."""
-    return [(n, one) for n, one in enumerate(written) if isinstance(one, Written)]
+    return [(n, text) for n, text in enumerate(texts) if isinstance(text, RowText)]
 
 
 def _prompt_job(row: Row, prompt: str | Turns | None) -> RenderRequest:
@@ -263,15 +262,15 @@ def _error(done: Rendered) -> RowError | None:
     return RowError(done.error) if done.error else None
 
 
-def _plainly(prompt: str | Turns | None, reply: str | Turns | None, stop: str) -> Written | RowError:
+def _plainly(prompt: str | Turns | None, reply: str | Turns | None, stop: str) -> RowText | RowError:
     """Prompt and reply without a template, concatenated: of messages, one each."""
     before, after = _turns(prompt), _turns(reply, "assistant")
-    for given, turns in ((prompt, before), (reply, after)):
-        if given is not None and (len(turns) != 1 or turns[0].get("tool_calls")):
+    for value, turns in ((prompt, before), (reply, after)):
+        if value is not None and (len(turns) != 1 or turns[0].get("tool_calls")):
             return RowError("a conversation of several turns cannot be written with data.template: none")
     job = RenderRequest([*before, *after])
     first, text = ("".join(turn["content"] for turn in turns) for turns in (before, job.messages))
-    return Written(first, text, job, job, end="" if text.endswith(stop) else stop)
+    return RowText(first, text, job, job, end="" if text.endswith(stop) else stop)
 
 
 def _turns(value: str | Turns | None, role: str = "user") -> Turns:
@@ -280,7 +279,8 @@ def _turns(value: str | Turns | None, role: str = "user") -> Turns:
 
 def _joined(prompt: str | Turns | None, reply: str | Turns) -> Turns:
     """The conversation of a prompt and its reply, which ends the prompt's last message where that is a prefill."""
-    before, said = _turns(prompt), _turns(reply, "assistant")
-    if not before or PREFILL not in before[-1] or not said or said[0]["role"] != "assistant":
-        return [*before, *said]
-    return [*before[:-1], {**before[-1], **said[0], "content": before[-1]["content"] + said[0]["content"]}, *said[1:]]
+    before, after = _turns(prompt), _turns(reply, "assistant")
+    if not before or PREFILL not in before[-1] or not after or after[0]["role"] != "assistant":
+        return [*before, *after]
+    content = before[-1]["content"] + after[0]["content"]
+    return [*before[:-1], {**before[-1], **after[0], "content": content}, *after[1:]]

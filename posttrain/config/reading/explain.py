@@ -29,7 +29,9 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             found.setdefault(path, message)
     # A union reports an error for each branch: one about an entry inside says more than one about the whole.
     paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
-    paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
+    # An unknown name next to a missing setting probably means it.
+    meant = {p for p in paths if any(f"did you mean {dotted(p, values)}?" in message for message in found.values())}
+    paths = [p for p in paths if not (found[p].startswith("is missing") and p in meant)]
     places = {path: origin_of(path, origins) for path in paths}
     paths.sort(key=lambda p: _line(places[p]))
     return [f"{places[p]}{': ' if places[p] else ''}{dotted(p, values)} {found[p]}" for p in paths]
@@ -58,11 +60,6 @@ def problems_of_group(
         else:
             found[name] = wrong_value(values.get(name), full(group.model_fields[name]))
     return found
-
-
-def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:
-    """Whether an unknown name next to a missing setting probably means it."""
-    return any(f"did you mean {dotted(path, values)}?" in message for message in found.values())
 
 
 def _line(origin: str) -> tuple[str, int]:

@@ -24,10 +24,9 @@ class Problems:
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
 
-    def check(self, holds: bool, path: str, message: str) -> None:
-        """Add `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
-        if not holds:
-            self.found.append((path, message))
+    def add(self, path: str, message: str) -> None:
+        """Add a message about the field at `path` (dotted, relative to the group)."""
+        self.found.append((path, message))
 
 
 class Settings(BaseModel):
@@ -200,10 +199,6 @@ class MethodSettings(Settings):
         return self.kind == "pair"
 
 
-def _one_as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def from_text(key: str, **schema: Any) -> BeforeValidator:
     """Reads text as a mapping with this key alone, so that `math` is {type: math}."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
@@ -211,7 +206,7 @@ def from_text(key: str, **schema: Any) -> BeforeValidator:
 
 Positive = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
-OneOrMore = BeforeValidator(_one_as_list)
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
 RefModel = Annotated[

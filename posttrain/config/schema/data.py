@@ -52,16 +52,12 @@ class ValidationConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         given = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
-        problems.check(
-            len(given) == 1,
-            given[-1] if given else "",
-            f"needs one of ratio, rows and source, not {' and '.join(given) or 'none'}",
-        )
-        problems.check(
-            self.source is not None or (self.max_rows is None and self.split == "test"),
-            "split" if self.split != "test" else "max_rows",
-            "is read with source only",
-        )
+        if len(given) != 1:
+            problems.add(
+                given[-1] if given else "", f"needs one of ratio, rows and source, not {' and '.join(given) or 'none'}"
+            )
+        if self.source is None and (self.max_rows is not None or self.split != "test"):
+            problems.add("split" if self.split != "test" else "max_rows", "is read with source only")
 
 
 class HeldOutRows(Settings):
@@ -82,7 +78,8 @@ class HeldOutRows(Settings):
     )
 
     def check(self, problems: Problems) -> None:
-        problems.check((self.ratio is None) != (self.rows is None), "rows", "or ratio is needed, one of the two")
+        if (self.ratio is None) == (self.rows is None):
+            problems.add("rows", "or ratio is needed, one of the two")
 
 
 class TagsConfig(Settings):
@@ -136,11 +133,8 @@ Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
 
 def check_template(problems: Problems, template: str) -> None:
     """Report a template that is neither a name nor a file."""
-    problems.check(
-        template in TEMPLATES or template.endswith(".jinja"),
-        "template",
-        f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja",
-    )
+    if template not in TEMPLATES and not template.endswith(".jinja"):
+        problems.add("template", f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja")
 
 
 class DataConfig(Settings):
@@ -197,29 +191,18 @@ class DataConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         check_template(problems, self.template)
-        problems.check(
-            self.is_default("tags") or self.template == "tags",
-            "tags",
-            f"are read by template: tags only, not by {self.template}",
-        )
-        problems.check(
-            not self.chat_template_kwargs or self.template != "none",
-            "chat_template_kwargs",
-            "are read by a chat template, not with template: none",
-        )
-        problems.check(
-            not isinstance(self.max_prompt_length, int) or self.max_prompt_length < self.max_length,
-            "max_prompt_length",
-            f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
-        )
-        problems.check(
-            self.max_length >= 2, "max_length", "is 1; an example needs a token to predict from and a target"
-        )
-        problems.check(
-            isinstance(self.source, str) or self.split == "train",
-            "split",
-            "is given in each entry of source when source is a list",
-        )
-        problems.check(
-            isinstance(self.source, str) or self.skip_rows == 0, "skip_rows", "is for a single source, not for a list"
-        )
+        if not self.is_default("tags") and self.template != "tags":
+            problems.add("tags", f"are read by template: tags only, not by {self.template}")
+        if self.chat_template_kwargs and self.template == "none":
+            problems.add("chat_template_kwargs", "are read by a chat template, not with template: none")
+        if isinstance(self.max_prompt_length, int) and self.max_prompt_length >= self.max_length:
+            problems.add(
+                "max_prompt_length",
+                f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
+            )
+        if self.max_length < 2:
+            problems.add("max_length", "is 1; an example needs a token to predict from and a target")
+        if not isinstance(self.source, str) and self.split != "train":
+            problems.add("split", "is given in each entry of source when source is a list")
+        if not isinstance(self.source, str) and self.skip_rows != 0:
+            problems.add("skip_rows", "is for a single source, not for a list")

@@ -1,7 +1,7 @@
 """The settings of evaluation during training, and the metrics of an evaluation: which way each of them gets better."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -87,10 +87,6 @@ class SuiteEntry(Settings):
     max_rows: Positive | None = Field(default=None, description="Number of items, evenly spread; null: all.")
 
 
-def _one_suite(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict) else value
-
-
 Suite = Annotated[SuiteEntry, from_text("suite", json_schema_input_type=Text | SuiteEntry)]
 
 
@@ -130,24 +126,24 @@ class EvaluationConfig(Settings):
         default=(), description="Further data sets: a list of {name, source, split, ...}."
     )
 
-    suites: Annotated[tuple[Suite, ...], BeforeValidator(_one_suite)] = Field(
+    suites: Annotated[
+        tuple[Suite, ...], BeforeValidator(lambda suites: [suites] if isinstance(suites, str | dict) else suites)
+    ] = Field(
         default=(), description="Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}."
     )
 
     def check(self, problems: Problems) -> None:
         steps = self.eval_steps
-        problems.check(steps == -1 or steps >= 1, "eval_steps", f"is {steps}; give 1 or more, or -1 for never")
+        if steps != -1 and steps < 1:
+            problems.add("eval_steps", f"is {steps}; give 1 or more, or -1 for never")
         names = {dataset.name for dataset in self.datasets}
-        message = "have a name twice; metrics would overwrite each other"
-        problems.check(len(names) == len(self.datasets), "datasets", message)
+        if len(names) != len(self.datasets):
+            problems.add("datasets", "have a name twice; metrics would overwrite each other")
         for path, settings in {"": self} | {
             f"datasets.{i}.": dataset for i, dataset in enumerate(self.datasets)
         }.items():
-            problems.check(
-                not settings.with_replacement or (settings.num_batches or self.num_batches) is not None,
-                f"{path}with_replacement",
-                "is true, but num_batches is null: how many rows to sample?",
-            )
+            if settings.with_replacement and (settings.num_batches or self.num_batches) is None:
+                problems.add(f"{path}with_replacement", "is true, but num_batches is null: how many rows to sample?")
 
     def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
         """The sampling settings of an evaluation: those of training, overridden here."""

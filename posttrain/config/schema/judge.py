@@ -45,19 +45,17 @@ class JudgeSettings(Settings):
     )
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            _is_address(self.base_url),
-            "base_url",
-            "must be http://HOST[:PORT][/v1] or https://…, without user, password, query or fragment",
-        )
+        if not _is_address(self.base_url):
+            problems.add(
+                "base_url", "must be http://HOST[:PORT][/v1] or https://…, without user, password, query or fragment"
+            )
         # The value is not shown: it may be the key itself.
-        problems.check(
-            self.api_key_env is None or VARIABLE.fullmatch(self.api_key_env) is not None,
-            "api_key_env",
-            "must be the name of an environment variable, such as OPENAI_API_KEY, not the key",
-        )
-        taken = sorted(OWN_FIELDS & self.parameters.keys())
-        problems.check(not taken, "parameters", f"must not have {', '.join(taken)}: the client sets it")
+        if self.api_key_env is not None and VARIABLE.fullmatch(self.api_key_env) is None:
+            problems.add(
+                "api_key_env", "must be the name of an environment variable, such as OPENAI_API_KEY, not the key"
+            )
+        if taken := sorted(OWN_FIELDS & self.parameters.keys()):
+            problems.add("parameters", f"must not have {', '.join(taken)}: the client sets it")
 
 
 class ScoreSettings(JudgeSettings):
@@ -81,20 +79,21 @@ class ScoreSettings(JudgeSettings):
 
     def check(self, problems: Problems) -> None:
         super().check(problems)
-        problems.check(
-            self.prompt is None or "{completion}" in self.prompt, "prompt", "must have {completion} somewhere"
-        )
-        problems.check(
-            self.prompt is not None or self.read == "rating",
-            "prompt",
-            f"is missing: the built-in one asks for [[rating]], and read is {self.read}",
-        )
-        problems.check(self.min_score < self.max_score, "max_score", f"must be above min_score, {self.min_score:g}")
-        problems.check(self.field is None or self.read == "json", "field", f"is read with read: json, not {self.read}")
+        if self.prompt is not None and "{completion}" not in self.prompt:
+            problems.add("prompt", "must have {completion} somewhere")
+        if self.prompt is None and self.read != "rating":
+            problems.add("prompt", f"is missing: the built-in one asks for [[rating]], and read is {self.read}")
+        if self.min_score >= self.max_score:
+            problems.add("max_score", f"must be above min_score, {self.min_score:g}")
+        if self.field is not None and self.read != "json":
+            problems.add("field", f"is read with read: json, not {self.read}")
         if self.pattern is not None:
-            problems.check(self.read == "regex", "pattern", f"is read with read: regex, not {self.read}")
-            problems.check(_groups(self.pattern) == 1, "pattern", "must be a regular expression with one group")
-        problems.check(self.pattern is not None or self.read != "regex", "pattern", "is missing, with read: regex")
+            if self.read != "regex":
+                problems.add("pattern", f"is read with read: regex, not {self.read}")
+            if _groups(self.pattern) != 1:
+                problems.add("pattern", "must be a regular expression with one group")
+        if self.pattern is None and self.read == "regex":
+            problems.add("pattern", "is missing, with read: regex")
 
 
 def _groups(pattern: str) -> int:

@@ -54,11 +54,11 @@ class SFTMethod(MethodSettings):
     )
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            not (self.completion_only_loss and self.assistant_only_loss),
-            "assistant_only_loss",
-            "conflicts with completion_only_loss: true; the first trains all assistant turns, the second the last",
-        )
+        if self.completion_only_loss and self.assistant_only_loss:
+            problems.add(
+                "assistant_only_loss",
+                "conflicts with completion_only_loss: true; the first trains all assistant turns, the second the last",
+            )
 
 
 class RewardMethod(MethodSettings):
@@ -151,72 +151,59 @@ class DPOMethod(PreferenceMethod):
 
     def _check_losses(self, problems: Problems, losses: set[str]) -> None:
         weights = self.loss_weights
-        message = "names a loss twice; give it a weight in loss_weights instead"
-        problems.check(len(losses) == len(self.loss_type), "loss_type", message)
-        problems.check(
-            weights is None or len(weights) == len(self.loss_type),
-            "loss_weights",
-            f"has {len(weights or ())} weights for {len(self.loss_type)} losses; give one for each",
-        )
-        problems.check(weights is None or any(weights), "loss_weights", "are all 0; nothing would be trained")
-        problems.check(
-            self.label_smoothing == 0 or bool(losses & LABEL_SMOOTHING_LOSSES),
-            "label_smoothing",
-            f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
-        )
-        problems.check(
-            self.label_smoothing < 0.5 or "robust" not in losses,
-            "label_smoothing",
-            f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
-        )
-        problems.check(
-            self.label_smoothing > 0 or "exo_pair" not in losses,
-            "label_smoothing",
-            "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)",
-        )
-        problems.check(
-            self.is_default("discopop_tau") or "discopop" in losses,
-            "discopop_tau",
-            f"is read by discopop only, not by {names(losses)}; leave it out",
-        )
-        problems.check(
-            self.f_divergence_type == "reverse_kl" or losses <= F_DIVERGENCE_LOSSES,
-            "f_divergence_type",
-            f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
-            f"{names(losses - F_DIVERGENCE_LOSSES)}",
-        )
-        problems.check(
-            self.f_divergence_type == "reverse_kl" or losses != {"sft"},
-            "f_divergence_type",
-            "is not read by sft, which has no reference; leave it out",
-        )
-        problems.check(
-            self.is_default("f_alpha_divergence_coef") or self.f_divergence_type == "alpha_divergence",
-            "f_alpha_divergence_coef",
-            f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
-        )
+        if len(losses) != len(self.loss_type):
+            problems.add("loss_type", "names a loss twice; give it a weight in loss_weights instead")
+        if weights is not None and len(weights) != len(self.loss_type):
+            problems.add(
+                "loss_weights", f"has {len(weights)} weights for {len(self.loss_type)} losses; give one for each"
+            )
+        if weights is not None and not any(weights):
+            problems.add("loss_weights", "are all 0; nothing would be trained")
+        if self.label_smoothing != 0 and not losses & LABEL_SMOOTHING_LOSSES:
+            problems.add(
+                "label_smoothing",
+                f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
+            )
+        if self.label_smoothing >= 0.5 and "robust" in losses:
+            problems.add(
+                "label_smoothing",
+                f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
+            )
+        if self.label_smoothing <= 0 and "exo_pair" in losses:
+            problems.add(
+                "label_smoothing", "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)"
+            )
+        if not self.is_default("discopop_tau") and "discopop" not in losses:
+            problems.add("discopop_tau", f"is read by discopop only, not by {names(losses)}; leave it out")
+        if self.f_divergence_type != "reverse_kl" and not losses <= F_DIVERGENCE_LOSSES:
+            problems.add(
+                "f_divergence_type",
+                f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
+                f"{names(losses - F_DIVERGENCE_LOSSES)}",
+            )
+        if self.f_divergence_type != "reverse_kl" and losses == {"sft"}:
+            problems.add("f_divergence_type", "is not read by sft, which has no reference; leave it out")
+        if not self.is_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
+            problems.add(
+                "f_alpha_divergence_coef",
+                f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
+            )
 
     def _check_reference(self, problems: Problems, losses: set[str]) -> None:
-        problems.check(
-            self.use_ref_model or self.ref_model is None,
-            "ref_model",
-            "names a reference, but use_ref_model is false: the policy as the run began",
-        )
+        if not self.use_ref_model and self.ref_model is not None:
+            problems.add("ref_model", "names a reference, but use_ref_model is false: the policy as the run began")
         if not self.reference_free:
             return
-        needing = losses - REFERENCE_FREE_LOSSES
-        problems.check(not needing, "reference_free", f"is true, but {names(needing)} cannot do without a reference")
-        problems.check(
-            not self.precompute_ref_log_probs,
-            "precompute_ref_log_probs",
-            "is true, but with reference_free: true there is no reference to compute",
-        )
-        problems.check(self.ref_model is None, "ref_model", "names a reference, but reference_free is true")
-        problems.check(
-            self.f_divergence_type == "reverse_kl",
-            "f_divergence_type",
-            "measures the divergence from a reference, but reference_free is true",
-        )
+        if needing := losses - REFERENCE_FREE_LOSSES:
+            problems.add("reference_free", f"is true, but {names(needing)} cannot do without a reference")
+        if self.precompute_ref_log_probs:
+            problems.add(
+                "precompute_ref_log_probs", "is true, but with reference_free: true there is no reference to compute"
+            )
+        if self.ref_model is not None:
+            problems.add("ref_model", "names a reference, but reference_free is true")
+        if self.f_divergence_type != "reverse_kl":
+            problems.add("f_divergence_type", "measures the divergence from a reference, but reference_free is true")
 
 
 class ORPOMethod(PreferenceMethod):
@@ -264,16 +251,10 @@ class CPOMethod(PreferenceMethod):
         return [(cls(**chosen).loss_name, chosen) for _, chosen in super().losses(run)]
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.label_smoothing == 0 or self.loss_type in ("sigmoid", "simpo"),
-            "label_smoothing",
-            f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out",
-        )
-        problems.check(
-            self.is_default("simpo_gamma") or self.loss_type == "simpo",
-            "simpo_gamma",
-            f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out",
-        )
+        if self.label_smoothing != 0 and self.loss_type not in ("sigmoid", "simpo"):
+            problems.add("label_smoothing", f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out")
+        if not self.is_default("simpo_gamma") and self.loss_type != "simpo":
+            problems.add("simpo_gamma", f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out")
 
 
 class SimPOMethod(PreferenceMethod):
@@ -327,11 +308,8 @@ class KTOMethod(MethodSettings):
         return self.loss_type == "kto"  # its KL is estimated from the completions of other examples
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.desirable_weight + self.undesirable_weight > 0,
-            "desirable_weight",
-            "and undesirable_weight are both 0; nothing would be trained",
-        )
+        if self.desirable_weight + self.undesirable_weight <= 0:
+            problems.add("desirable_weight", "and undesirable_weight are both 0; nothing would be trained")
 
 
 def names(values: set[str] | frozenset[str]) -> str:

@@ -53,8 +53,8 @@ class RewardedMethod(OnlineMethod):
     ref_model: RefModel = None
 
     def check(self, problems: Problems) -> None:
-        is_read = self.has_reference or self.is_default("kl_estimator")
-        problems.check(is_read, "kl_estimator", "is for the KL to a reference, whose weight is 0; leave it out")
+        if not self.has_reference and not self.is_default("kl_estimator"):
+            problems.add("kl_estimator", "is for the KL to a reference, whose weight is 0; leave it out")
 
 
 class PolicyGradientMethod(RewardedMethod):
@@ -93,24 +93,19 @@ class PolicyGradientMethod(RewardedMethod):
 
     def check(self, problems: Problems) -> None:
         name = self.name() if self.loss_setting is None else f"{self.loss_setting}: {self.loss_name}"
-        problems.check(
-            not self.compares_groups or self.num_generations > 1,
-            "num_generations",
-            f"is 1, but {name} compares a prompt's completions with one another; give 2 or more",
-        )
-        problems.check(
-            self.resampling_rounds == 0 or self.num_generations > 1,
-            "resampling_rounds",
-            "samples groups of equal rewards again, and a group of 1 always has equal rewards; leave it out",
-        )
-        problems.check(
-            self.ref_model is None or self.beta > 0, "ref_model", "names a reference, but beta is 0: nothing reads it"
-        )
-        problems.check(
-            self.beta > 0 or self.is_default("kl_in"),
-            "kl_in",
-            "is read with beta above 0 only, not with 0; leave it out",
-        )
+        if self.compares_groups and self.num_generations <= 1:
+            problems.add(
+                "num_generations", f"is 1, but {name} compares a prompt's completions with one another; give 2 or more"
+            )
+        if self.resampling_rounds != 0 and self.num_generations <= 1:
+            problems.add(
+                "resampling_rounds",
+                "samples groups of equal rewards again, and a group of 1 always has equal rewards; leave it out",
+            )
+        if self.ref_model is not None and self.beta <= 0:
+            problems.add("ref_model", "names a reference, but beta is 0: nothing reads it")
+        if self.beta <= 0 and not self.is_default("kl_in"):
+            problems.add("kl_in", "is read with beta above 0 only, not with 0; leave it out")
         super().check(problems)
 
 
@@ -148,40 +143,30 @@ class GRPOMethod(PolicyGradientMethod):
     def check(self, problems: Problems) -> None:
         super().check(problems)
         plain = not self.clips
-        problems.check(
-            self.compares_groups or self.scale_rewards == "group",
-            "scale_rewards",
-            "is not read by no_baseline; leave it out",
-        )
-        problems.check(
-            self.importance_sampling_level is None or not plain,
-            "importance_sampling_level",
-            f"is not read by {self.loss_type}, which has no ratios; leave it out",
-        )
+        if not self.compares_groups and self.scale_rewards != "group":
+            problems.add("scale_rewards", "is not read by no_baseline; leave it out")
+        if self.importance_sampling_level is not None and plain:
+            problems.add(
+                "importance_sampling_level", f"is not read by {self.loss_type}, which has no ratios; leave it out"
+            )
         for name in ("epsilon", "epsilon_high"):
-            message = f"is not read by {self.loss_type}, which clips nothing; leave it out"
-            problems.check(not plain or self.is_default(name), name, message)
-        problems.check(
-            self.loss_type != "cispo" or self.epsilon_high is None or self.is_default("epsilon"),
-            "epsilon",
-            "is not read by cispo with epsilon_high, which caps the ratio; leave it out",
-        )
-        problems.check(
-            self.importance_sampling_level != "sequence" or self.loss_type != "cispo",
-            "importance_sampling_level",
-            "is sequence, but cispo has a weight for each token",
-        )
-        problems.check(
-            self.importance_sampling_level != "token" or self.loss_type != "gspo",
-            "importance_sampling_level",
-            "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
-        )
-        problems.check(
-            not plain or self.updates == 1,
-            "num_minibatches" if self.num_minibatches > 1 else "num_iterations",
-            f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
-            "changes of the policy between them; give 1, or another loss_type",
-        )
+            if plain and not self.is_default(name):
+                problems.add(name, f"is not read by {self.loss_type}, which clips nothing; leave it out")
+        if self.loss_type == "cispo" and self.epsilon_high is not None and not self.is_default("epsilon"):
+            problems.add("epsilon", "is not read by cispo with epsilon_high, which caps the ratio; leave it out")
+        if self.importance_sampling_level == "sequence" and self.loss_type == "cispo":
+            problems.add("importance_sampling_level", "is sequence, but cispo has a weight for each token")
+        if self.importance_sampling_level == "token" and self.loss_type == "gspo":
+            problems.add(
+                "importance_sampling_level",
+                "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
+            )
+        if plain and self.updates != 1:
+            problems.add(
+                "num_minibatches" if self.num_minibatches > 1 else "num_iterations",
+                f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
+                "changes of the policy between them; give 1, or another loss_type",
+            )
 
 
 class RLOOMethod(PolicyGradientMethod):
@@ -266,21 +251,12 @@ class PPOMethod(RewardedMethod):
         return not self.whiten_rewards
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.target_kl is None or self.kl_coef > 0,
-            "target_kl",
-            "needs a kl_coef above 0: it adapts by factors, and 0 stays 0",
-        )
-        problems.check(
-            self.is_default("kl_horizon") or self.target_kl is not None,
-            "kl_horizon",
-            "is read with target_kl only; leave it out",
-        )
-        problems.check(
-            self.ref_model is None or self.kl_coef > 0,
-            "ref_model",
-            "names a reference, but kl_coef is 0: nothing reads it",
-        )
+        if self.target_kl is not None and self.kl_coef <= 0:
+            problems.add("target_kl", "needs a kl_coef above 0: it adapts by factors, and 0 stays 0")
+        if not self.is_default("kl_horizon") and self.target_kl is None:
+            problems.add("kl_horizon", "is read with target_kl only; leave it out")
+        if self.ref_model is not None and self.kl_coef <= 0:
+            problems.add("ref_model", "names a reference, but kl_coef is 0: nothing reads it")
         super().check(problems)
 
 
@@ -321,14 +297,11 @@ class DistillMethod(OnlineMethod):
         return super().reads(setting) and (setting != "jsd_beta" or self.divergence == "jsd")
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.teacher is not None or self.teacher_system_prompt is not None,
-            "teacher",
-            "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself with "
-            "another prompt",
-        )
-        problems.check(
-            self.is_default("jsd_beta") or self.divergence == "jsd",
-            "jsd_beta",
-            f"is read by divergence: jsd only, not by {self.divergence}; leave it out",
-        )
+        if self.teacher is None and self.teacher_system_prompt is None:
+            problems.add(
+                "teacher",
+                "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself "
+                "with another prompt",
+            )
+        if not self.is_default("jsd_beta") and self.divergence != "jsd":
+            problems.add("jsd_beta", f"is read by divergence: jsd only, not by {self.divergence}; leave it out")

@@ -64,11 +64,8 @@ class OverlongReward(RewardTerm):
     )
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.max_completion_length is None or self.cache <= self.max_completion_length,
-            "cache",
-            f"is {self.cache}, above max_completion_length, {self.max_completion_length}",
-        )
+        if self.max_completion_length is not None and self.cache > self.max_completion_length:
+            problems.add("cache", f"is {self.cache}, above max_completion_length, {self.max_completion_length}")
 
 
 class RepetitionReward(RewardTerm):
@@ -90,11 +87,8 @@ class ModelReward(RewardTerm):
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            (self.path is None) != (self.from_stage is None),
-            "path",
-            "or `from`, the stage that trains the reward model: give one of the two",
-        )
+        if (self.path is None) == (self.from_stage is None):
+            problems.add("path", "or `from`, the stage that trains the reward model: give one of the two")
 
 
 class PythonReward(RewardTerm):
@@ -134,7 +128,9 @@ def term_name(reward: Reward) -> str:
 
 def check_rewards(problems: Problems, rewards: Sequence[Reward]) -> None:
     """Report rewards that would overwrite each other in metrics, and a list in which none is trained on."""
-    problems.check(not rewards or any(reward.weight for reward in rewards), "rewards.0.weight", f"is 0: {ALL_ZERO}")
+    if rewards and not any(reward.weight for reward in rewards):
+        problems.add("rewards.0.weight", f"is 0: {ALL_ZERO}")
     named = [term_name(reward) for reward in rewards]
     for index, name in enumerate(named):
-        problems.check(name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")
+        if name in named[:index]:
+            problems.add(f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")

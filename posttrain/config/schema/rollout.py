@@ -41,19 +41,18 @@ class VllmConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         for field in SERVER_ONLY:
-            is_read = self.mode == "server" or self.is_default(field)
-            problems.check(is_read, field, f"is read with mode: server only, not with {self.mode}")
+            if self.mode != "server" and not self.is_default(field):
+                problems.add(field, f"is read with mode: server only, not with {self.mode}")
         if self.base_url is not None:
-            wrong = next((url for url in self.base_url if not _is_address(url)), None)
-            problems.check(wrong is None, "base_url", f"has {wrong!r}; give http://HOST:PORT and no more")
-            problems.check(
-                len({*self.base_url}) == len(self.base_url) > 0, "base_url", "needs addresses, each of them once"
-            )
+            if wrong := next((url for url in self.base_url if not _is_address(url)), None):
+                problems.add("base_url", f"has {wrong!r}; give http://HOST:PORT and no more")
+            if not len({*self.base_url}) == len(self.base_url) > 0:
+                problems.add("base_url", "needs addresses, each of them once")
             for field in ("gpu_memory_utilization", "servers", "gpus"):
-                message = "is for servers that are started here; one at base_url has its own"
-                problems.check(self.is_default(field), field, message)
-        message = f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each"
-        problems.check(len(self.gpus) in (0, self.servers), "gpus", message)
+                if not self.is_default(field):
+                    problems.add(field, "is for servers that are started here; one at base_url has its own")
+        if len(self.gpus) not in (0, self.servers):
+            problems.add("gpus", f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each")
 
 
 def _is_address(url: str) -> bool:
@@ -93,6 +92,5 @@ class RolloutConfig(Settings):
     )
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.engine == "vllm" or self.is_default("vllm"), "vllm", f"is read by engine: vllm only, not {self.engine}"
-        )
+        if self.engine != "vllm" and not self.is_default("vllm"):
+            problems.add("vllm", f"is read by engine: vllm only, not {self.engine}")

@@ -57,22 +57,21 @@ class RunConfig(Settings):
     def check(self, problems: Problems) -> None:
         folders = [model.folder_name for model in self.models]
         for index, folder in enumerate(folders):
-            problems.check(
-                is_name(folder),
-                f"models.{index}.path",
-                f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
-            )
-            problems.check(
-                folder not in folders[:index],
-                f"models.{index}.path",
-                f"would use the same folder {folder!r} as an earlier model; give it a name",
-            )
+            if not is_name(folder):
+                problems.add(
+                    f"models.{index}.path",
+                    f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
+                )
+            if folder in folders[:index]:
+                problems.add(
+                    f"models.{index}.path", f"would use the same folder {folder!r} as an earlier model; give it a name"
+                )
         for index, model in enumerate(self.models):
-            problems.check(
-                not model.load_in_4bit or model.lora is not None,
-                f"models.{index}.load_in_4bit",
-                "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
-            )
+            if model.load_in_4bit and model.lora is None:
+                problems.add(
+                    f"models.{index}.load_in_4bit",
+                    "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
+                )
             self._check_trained_ends(problems, index, model)
         self._check_lengths(problems)
         self._check_online(problems)
@@ -81,16 +80,16 @@ class RunConfig(Settings):
     def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
         """Check `new_tokens` and `lora.modules_to_save`, and refuse what takes the published embeddings or layers."""
         new, saved, sharded = model.new_tokens, model.lora and model.lora.modules_to_save, "devices.strategy: fsdp"
-        is_right = len(set(new)) == len(new) and all(token.strip() for token in new)
-        problems.check(is_right, f"models.{index}.new_tokens", "repeats a token or has a blank one")
+        if len(set(new)) < len(new) or not all(token.strip() for token in new):
+            problems.add(f"models.{index}.new_tokens", "repeats a token or has a blank one")
         refused = {
             "model.load_in_4bit: true": model.load_in_4bit,
             f"{sharded} and model.lora" if new else sharded: self.devices.strategy == "fsdp" and model.lora is not None,
             "rollout.engine: vllm, which loads the published model": self.samples and self.rollout.engine == "vllm",
         }
         name = "new_tokens" if new else "lora.modules_to_save"
-        for what in (what for what, is_set in refused.items() if (new or saved) and is_set):
-            problems.check(False, f"models.{index}.{name}", f"cannot be combined with {what}")
+        for setting in (setting for setting, is_set in refused.items() if (new or saved) and is_set):
+            problems.add(f"models.{index}.{name}", f"cannot be combined with {setting}")
 
     def unread(self) -> list[str]:
         """Warnings about settings that are not read, but may be meant for other stages or be overridden: no error."""
@@ -157,14 +156,16 @@ class RunConfig(Settings):
         known = "|".join((*loss, *(["aux_loss"] if loss else []), *completions))
         own_suites = any(":" in entry.suite or Path(entry.suite).suffix for entry in self.evaluation.suites)
         names = [f"{each}{name}" for each in sets for name in (*loss, *(["reward"] if completions else []))]
-        problems.check(
-            own_suites
-            or lower_is_better(metric) is None
-            or any(re.fullmatch(f"{re.escape(each)}({known})", metric) for each in sets),
-            "checkpoint.best_metric",
-            f"is {metric}, which {method.type} does not measure with these settings; write one that it does: "
-            + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
-        )
+        if (
+            not own_suites
+            and lower_is_better(metric) is not None
+            and not any(re.fullmatch(f"{re.escape(each)}({known})", metric) for each in sets)
+        ):
+            problems.add(
+                "checkpoint.best_metric",
+                f"is {metric}, which {method.type} does not measure with these settings; write one that it does: "
+                + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
+            )
 
     @property
     def completion_length(self) -> int:
@@ -181,153 +182,141 @@ class RunConfig(Settings):
         pairs = kind == "pair"
         with_another = self.method.joins_completions and not pairs
         example = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
-        problems.check(
-            self.training.tokens_per_pack >= self.longest_example,
-            "training.tokens_per_pack",
-            f"is {self.training.tokens_per_pack}, but {example} may have {self.longest_example} tokens "
-            f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
-        )
-        problems.check(
-            not with_another or self.training.batch_size > 1,
-            "training.batch_size",
-            "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
-            "give 2 or more",
-        )
-        problems.check(
-            not pairs or self.data.format in PAIR_FORMATS,
-            "data.format",
-            f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
-            f"{', '.join(sorted(PAIR_FORMATS))}",
-        )
-        problems.check(
-            kind != "unpaired" or self.data.format in LABELLED_FORMATS,
-            "data.format",
-            f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, label), or "
-            "auto",
-        )
-        problems.check(
-            kind == "unpaired" or self.data.format != "kto",
-            "data.format",
-            f"is kto, whose labels {self.method.type} does not read; to train on all completions alike set "
-            "prompt_completion or messages",
-        )
-        problems.check(
-            kind == "prompt" or self.data.format != "prompt",
-            "data.format",
-            f"is prompt, which has no completions for {self.method.type} to learn from",
-        )
-        problems.check(
-            self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
-            "method.completion_only_loss",
-            "is true, but data.format: text has no prompt and completion",
-        )
+        if self.training.tokens_per_pack < self.longest_example:
+            problems.add(
+                "training.tokens_per_pack",
+                f"is {self.training.tokens_per_pack}, but {example} may have {self.longest_example} tokens "
+                f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
+            )
+        if with_another and self.training.batch_size <= 1:
+            problems.add(
+                "training.batch_size",
+                "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
+                "give 2 or more",
+            )
+        if pairs and self.data.format not in PAIR_FORMATS:
+            problems.add(
+                "data.format",
+                f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
+                f"{', '.join(sorted(PAIR_FORMATS))}",
+            )
+        if kind == "unpaired" and self.data.format not in LABELLED_FORMATS:
+            problems.add(
+                "data.format",
+                f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, "
+                "label), or auto",
+            )
+        if kind != "unpaired" and self.data.format == "kto":
+            problems.add(
+                "data.format",
+                f"is kto, whose labels {self.method.type} does not read; to train on all completions alike set "
+                "prompt_completion or messages",
+            )
+        if kind != "prompt" and self.data.format == "prompt":
+            problems.add("data.format", f"is prompt, which has no completions for {self.method.type} to learn from")
+        if self.method.type == "sft" and self.method.completion_only_loss and self.data.format == "text":
+            problems.add("method.completion_only_loss", "is true, but data.format: text has no prompt and completion")
 
     def _check_online(self, problems: Problems) -> None:
         method, rollout = self.method, self.rollout
         online = method.samples_completions
         if not self.samples:
-            problems.check(
-                self.is_default("rollout"),
-                "rollout",
-                f"is read where completions are sampled: by online methods, by {method.type} only if rewards are set, "
-                "for evaluation by completions",
-            )
+            if not self.is_default("rollout"):
+                problems.add(
+                    "rollout",
+                    f"is read where completions are sampled: by online methods, by {method.type} only if rewards are "
+                    "set, for evaluation by completions",
+                )
             return
-        problems.check(
-            bool(self.rewards) or not method.needs_rewards,
-            "rewards",
-            "is empty; give at least one, e.g. rewards: [{type: math}]",
-        )
-        problems.check(
-            method.head == "lm",
-            "rewards" if self.rewards else "evaluation.datasets",
-            "are for completions, and a reward model writes none; leave it out",
-        )
-        problems.check(
-            online or self._validates,
-            "rewards",
-            f"score completions of validation prompts with {method.type}: set data.validation, e.g. "
-            "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
-        )
-        problems.check(
-            not self._validates or self._rewarded,
-            "rewards",
-            f"are needed to evaluate {method.type} on validation prompts: give some, e.g. rewards: [{{type: math}}], "
-            "or remove data.validation",
-        )
+        if not self.rewards and method.needs_rewards:
+            problems.add("rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
+        if method.head != "lm":
+            problems.add(
+                "rewards" if self.rewards else "evaluation.datasets",
+                "are for completions, and a reward model writes none; leave it out",
+            )
+        if not online and not self._validates:
+            problems.add(
+                "rewards",
+                f"score completions of validation prompts with {method.type}: set data.validation, e.g. "
+                "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
+            )
+        if self._validates and not self._rewarded:
+            problems.add(
+                "rewards",
+                f"are needed to evaluate {method.type} on validation prompts: give some, e.g. "
+                "rewards: [{type: math}], or remove data.validation",
+            )
         check_rewards(problems, self.rewards)
-        problems.check(
-            not online or rollout.temperature > 0,
-            "rollout.temperature",
-            f"is 0, which has one completion of each prompt; {method.type} compares several",
-        )
+        if online and rollout.temperature <= 0:
+            problems.add(
+                "rollout.temperature", f"is 0, which has one completion of each prompt; {method.type} compares several"
+            )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
         for section, length in lengths.items():
-            problems.check(
-                length < self.data.max_length,
-                f"{section}.max_completion_length",
-                f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
-            )
+            if length >= self.data.max_length:
+                problems.add(
+                    f"{section}.max_completion_length",
+                    f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
+                )
         minibatches, prompts = getattr(method, "num_minibatches", 1), self.training.batch_size
-        problems.check(
-            minibatches <= prompts,
-            "method.num_minibatches",
-            f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than "
-            "these",
-        )
+        if minibatches > prompts:
+            problems.add(
+                "method.num_minibatches",
+                f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than "
+                "these",
+            )
 
     def _check_evaluation(self, problems: Problems) -> None:
         checkpoint = self.checkpoint
-        problems.check(
-            checkpoint.best_metric in ("auto", None) or self.evaluates,
-            "checkpoint.best_metric",
-            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
-            "evaluation.eval_steps above 0; or set it to null",
-        )
+        if checkpoint.best_metric not in ("auto", None) and not self.evaluates:
+            problems.add(
+                "checkpoint.best_metric",
+                "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
+                "evaluation.eval_steps above 0; or set it to null",
+            )
         best = self.best_metric
-        problems.check(
-            best is None or self.lower_is_better(best) is not None,
-            "checkpoint.best_metric",
-            f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
-            "write one that is, e.g. eval_loss",
-        )
+        if best is not None and self.lower_is_better(best) is None:
+            problems.add(
+                "checkpoint.best_metric",
+                f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
+                "write one that is, e.g. eval_loss",
+            )
         if best is not None and self.evaluates:
             self._check_measured(problems, best)
-        problems.check(
-            checkpoint.early_stopping_patience is None or best is not None,
-            "checkpoint.early_stopping_patience",
-            "needs checkpoint.best_metric: which metric should get better?",
-        )
-        problems.check(
-            self.evaluation.num_batches is None or self._has_validation,
-            "evaluation.num_batches",
-            "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
-        )
+        if checkpoint.early_stopping_patience is not None and best is None:
+            problems.add(
+                "checkpoint.early_stopping_patience", "needs checkpoint.best_metric: which metric should get better?"
+            )
+        if self.evaluation.num_batches is not None and not self._has_validation:
+            problems.add(
+                "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
+            )
         evaluation = self.evaluation
-        problems.check(
-            not evaluation.suites or self.method.head == "lm",
-            "evaluation.suites",
-            f"ask a model that generates, and {self.method.type} trains one that scores: leave them out",
-        )
+        if evaluation.suites and self.method.head != "lm":
+            problems.add(
+                "evaluation.suites",
+                f"ask a model that generates, and {self.method.type} trains one that scores: leave them out",
+            )
         for name in ("num_generations", *SAMPLING):
-            problems.check(
-                (self.samples and self._validates) or evaluation.is_default(name),
-                f"evaluation.{name}",
-                "is read where completions are sampled for validation prompts: set rewards and data.validation",
+            if not (self.samples and self._validates) and not evaluation.is_default(name):
+                problems.add(
+                    f"evaluation.{name}",
+                    "is read where completions are sampled for validation prompts: set rewards and data.validation",
+                )
+        if evaluation.num_generations != 1 and evaluation.sampling(self.rollout).temperature <= 0:
+            problems.add(
+                "evaluation.num_generations",
+                f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
             )
-        problems.check(
-            evaluation.num_generations == 1 or evaluation.sampling(self.rollout).temperature > 0,
-            "evaluation.num_generations",
-            f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
-        )
         for index, dataset in enumerate(evaluation.datasets):
-            problems.check(
-                dataset.template != "chat" or self.data.template in ("chat", "none"),
-                f"evaluation.datasets.{index}.template",
-                f"is chat, the tokenizer's own, which data.template: {self.data.template} replaces; save that template "
-                "in a file, and name it here",
-            )
+            if dataset.template == "chat" and self.data.template not in ("chat", "none"):
+                problems.add(
+                    f"evaluation.datasets.{index}.template",
+                    f"is chat, the tokenizer's own, which data.template: {self.data.template} replaces; save that "
+                    "template in a file, and name it here",
+                )
 
 
 def learning_rate(config: RunConfig, model: ModelConfig) -> float:

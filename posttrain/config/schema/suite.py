@@ -79,23 +79,17 @@ class SuiteConfig(Settings):
     def check(self, problems: Problems) -> None:
         if self.template != "auto":
             check_template(problems, self.template)
-        problems.check(
-            self.kind != "choices" or len(self.choices) > 1, "choices", "needs two continuations or more to compare"
-        )
-        problems.check(self.kind == "choices" or not self.choices, "choices", "is read with `kind: choices` only")
-        problems.check(
-            self.rule == "none" or self.answer is None or self.kind != "preference",
-            "answer",
-            "is not read with `kind: preference`: set it to null",
-        )
+        if self.kind == "choices" and len(self.choices) <= 1:
+            problems.add("choices", "needs two continuations or more to compare")
+        if self.kind != "choices" and self.choices:
+            problems.add("choices", "is read with `kind: choices` only")
+        if self.rule != "none" and self.answer is not None and self.kind == "preference":
+            problems.add("answer", "is not read with `kind: preference`: set it to null")
         for name in ("rows", "group", "id", "options", "shots"):
-            problems.check(
-                self.kind != "preference" or not getattr(self, name), name, "is not read with `kind: preference`"
-            )
+            if self.kind == "preference" and getattr(self, name):
+                problems.add(name, "is not read with `kind: preference`")
         several = [name for name, columns in self.columns.items() if len(columns) > 1]
-        problems.check(
-            self.kind != "preference" or not several, "columns", "takes one column a field with `kind: preference`"
-        )
-        problems.check(
-            "{shots}" in str(self.prompt) or not self.shots, "shots", "is set, but the prompt has no {shots}"
-        )
+        if self.kind == "preference" and several:
+            problems.add("columns", "takes one column a field with `kind: preference`")
+        if "{shots}" not in str(self.prompt) and self.shots:
+            problems.add("shots", "is set, but the prompt has no {shots}")

@@ -58,8 +58,8 @@ class TrainingConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         steps = self.warmup_steps
-        message = f"is {steps}; give a share below 1, or a whole number of steps"
-        problems.check(steps < 1 or steps == int(steps), "warmup_steps", message)
+        if steps >= 1 and steps != int(steps):
+            problems.add("warmup_steps", f"is {steps}; give a share below 1, or a whole number of steps")
 
 
 class CheckpointConfig(Settings):
@@ -97,15 +97,16 @@ class TrackingConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         named = set(self.report_to)
-        problems.check(len(named) == len(self.report_to), "report_to", "names a tracker twice")
+        if len(named) != len(self.report_to):
+            problems.add("report_to", "names a tracker twice")
         readers_of = {
             "logging_dir": ("tensorboard", "wandb"),
             "project": ("wandb", "trackio"),
             "wandb_mode": ("wandb",),
         }
         for field, readers in readers_of.items():
-            is_read = self.is_default(field) or not named.isdisjoint(readers)
-            problems.check(is_read, field, f"is read by {' and '.join(readers)}, which report_to does not name")
+            if not self.is_default(field) and named.isdisjoint(readers):
+                problems.add(field, f"is read by {' and '.join(readers)}, which report_to does not name")
 
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps"]
@@ -127,7 +128,7 @@ class DevicesConfig(Settings):
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 
     def check(self, problems: Problems) -> None:
-        problems.check(
-            self.ids is None or self.type in ("auto", "cuda"), "ids", f"number GPUs, but type is {self.type}"
-        )
-        problems.check(self.ids is None or len(set(self.ids)) == len(self.ids), "ids", "name a GPU twice")
+        if self.ids is not None and self.type not in ("auto", "cuda"):
+            problems.add("ids", f"number GPUs, but type is {self.type}")
+        if self.ids is not None and len(set(self.ids)) != len(self.ids):
+            problems.add("ids", "name a GPU twice")
