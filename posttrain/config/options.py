@@ -23,10 +23,8 @@ Group = TypeVar("Group", bound=Settings)
 
 
 def from_flags(group: type[Group], options: Any = None, **given: Any) -> Group:
-    """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value.
-
-    `options` may have further fields; those that are None are not given.
-    """
+    """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value. `options` may have
+    further fields; those that are None are not given."""
     fields = {} if options is None else values_of(options)
     values = {name: value for name, value in fields.items() if name in group.model_fields and value is not None} | given
     try:

@@ -76,10 +76,8 @@ STARTER = {f"{section}{name}" for section, names in _STARTER.items() for name in
 
 
 def starter(method: str, everything: bool = False) -> str:
-    """A commented settings file for a method (`ipo` too): the usual settings, or every one it reads.
-
-    Groups that are off, such as model.lora, are commented out; uncommented, they are on with their defaults.
-    """
+    """A commented settings file for a method (`ipo` too): the usual settings, or every one it reads. Groups that are
+    off, such as model.lora, are commented out; uncommented, they are on with their defaults."""
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
         best = "eval_reward" if _class_of(method).samples_completions else "eval_loss"
@@ -262,10 +260,8 @@ def with_reference(document: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases.
-
-    Nothing is required, since `extends`, overrides and flags may add what a file lacks.
-    """
+    """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases. Nothing is
+    required, since `extends`, overrides and flags may add what a file lacks."""
     schema = _readable(RunConfig.model_json_schema())
     groups, properties = schema["$defs"], schema["properties"]
     description = "The model to train: a hub id, a folder, or its settings."

@@ -58,11 +58,8 @@ class Selection:
 
 
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection, console: Console) -> None:
-    """Print counts and lengths, then the selected examples token by token.
-
-    Trained tokens are marked by ⟦ and ⟧ ([[ and ]] if the output is not UTF-8); with colour they have a background, in
-    alternating shades.
-    """
+    """Print counts and lengths, then the selected examples token by token. Trained tokens are marked by ⟦ and ⟧ ([[ and
+    ]] if the output is not UTF-8); with colour they have a background, in alternating shades."""
     shown, marks = overview(prepared, tokenizer, selection), UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
         for line in report.lines():

@@ -117,10 +117,8 @@ def alpaca(fields: Fields, template: Template) -> Row:
 
 
 def problem_answer(fields: Fields, template: Template) -> Row:
-    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`.
-
-    Both may be lists: the first solution is used; several answers are joined, and all of them are required.
-    """
+    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`. Both may be
+    lists: the first solution is used; several answers are joined, and all of them are required."""
     problem = text_of(field(fields, "problem"), "problem")
     solutions, answers = (_listed(fields.get(name)) for name in ("solution", "answer"))
     solution = text_of(solutions[0], "solution") if solutions else ""

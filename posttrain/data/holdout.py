@@ -45,10 +45,8 @@ class HeldOut:
 
 
 def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
-    """The rows of `data.source` that are not trained on, usable or not; `folder` is of the cache.
-
-    Raises DataError if a source cannot be read, or no row is left to train on.
-    """
+    """The rows of `data.source` that are not trained on, usable or not; `folder` is of the cache. Raises DataError if a
+    source cannot be read, or no row is left to train on."""
     if not data.holds_out and not data.excluded:
         return HeldOut()
     number, hashes = _readable(data, seed, folder)

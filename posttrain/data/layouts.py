@@ -11,11 +11,11 @@ from posttrain.data.formats import FORMATS, Format
 from posttrain.data.kinds import Kind
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.rows import (
-    ASKED,
     CELLS,
     MESSAGE_KEYS,
     MESSAGES,
     PART_KEYS,
+    PROMPTS,
     STRUCTURED,
     Fields,
     Row,
@@ -57,7 +57,7 @@ class Layout:
                 fields.pop("system", None)
         else:
             pairs = ("chosen", "rejected") if self.name == "sharegpt" else ()
-            blank = CELLS if self.name == "preference" else (*CELLS, *ASKED)
+            blank = CELLS if self.name == "preference" else (*CELLS, *PROMPTS)
             fields = tidied(fields, (*STRUCTURED, *pairs), blank if cells else ())
         if optional_text(fields, "system") and not template.turns:
             raise RowError("system is not empty, and data.template: none cannot write it: choose another template")
@@ -94,10 +94,8 @@ def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
 
 
 def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: Kind, where: str) -> Layout:
-    """The layout of rows like those of `sample`; `columns` maps fields to the data's columns.
-
-    Raises DataError if the format's columns are missing, or no format fits; the message lists the columns.
-    """
+    """The layout of rows like those of `sample`; `columns` maps fields to the data's columns. Raises DataError if the
+    format's columns are missing, or no format fits; the message lists the columns."""
     present = {name: None for value in sample for name in value}
     for name in ("image", "images", "video", "videos", "audio", "audios"):
         if any(value.get(name) for value in sample):
@@ -107,7 +105,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
             continue
         if name in present and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
             raise DataError(f"data.columns: write {{{column}: {name}}}, first the field, then the data's column")
-        near = get_close_matches(column, present, n=1) or [name for name in (name,) if name in present]
+        near = get_close_matches(column, present, n=1) or ([name] if name in present else [])
         meant = f"did you mean {near[0]}? " if near else ""
         raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(present)}")
     if format == "auto":
@@ -135,10 +133,8 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
 
 def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:
-    """The column of each field of the format: as set, by its own name, or by an alias.
-
-    A required field is omitted if its column is not among `present`; an optional one may appear in a later row.
-    """
+    """The column of each field of the format: as set, by its own name, or by an alias. A required field is omitted if
+    its column is not among `present`; an optional one may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
     aliased = {
         name for alias, name in known.aliases if alias in present and name not in present and name not in columns

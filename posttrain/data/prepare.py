@@ -32,10 +32,8 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own.
-
-    `prompts` has the prompts of the validation sets with rewards, for methods that train on completions.
-    """
+    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own. `prompts` has
+    the prompts of the validation sets with rewards, for methods that train on completions."""
 
     kind: KindName
     train: Dataset
@@ -79,10 +77,8 @@ class Options:
 
 
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
-    """The data of a run: the training set and every validation set.
-
-    `positions` is the model's number of positions: prompts leave room for a completion within them.
-    """
+    """The data of a run: the training set and every validation set. `positions` is the model's number of positions:
+    prompts leave room for a completion within them."""
     method = config.method
     kind = KINDS[method.kind].of(method)
     options = Options(
@@ -125,10 +121,8 @@ def prompts_with_system(
 def _validation_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, options: Options
 ) -> dict[str, Dataset]:
-    """The prompts of the validation sets with rewards, by row, without the replies.
-
-    A row whose prompt leaves no room for a completion is dropped with a warning. Raises DataError as `prepare` does.
-    """
+    """The prompts of the validation sets with rewards, by row, without the replies. A row whose prompt leaves no room
+    for a completion is dropped with a warning. Raises DataError as `prepare` does."""
     room, data = _evaluated(config), config.data
     if data.max_prompt_length == "auto":  # methods that do not train on prompts evaluate all
         data = data.model_copy(update={"max_prompt_length": None})
@@ -237,10 +231,8 @@ def _held_out(data: DataConfig, whole: Loaded, options: Options, folder: Path) -
 def _validating(
     data: DataConfig, whole: Loaded, held: HeldOut, limits: Limits, shorter: Room | None, options: Options
 ) -> tuple[Dataset, str]:
-    """The held-out examples within the limits of evaluation, and how many rows these are.
-
-    `shorter` is the room of their completions if it is another than in training. Raises DataError if no row is usable.
-    """
+    """The held-out examples within the limits of evaluation, and how many rows these are. `shorter` is the room of
+    their completions if it is another than in training. Raises DataError if no row is usable."""
     among, rows = np.isin(whole.table.row, held.validation), len(held.validation)
     fitted = whole.fitted
     if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:

@@ -39,10 +39,8 @@ class Record:
 
 
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
-    """The rows of all files, one after the other.
-
-    Raises DataError if a file cannot be read: missing, damaged, empty, UTF-16, or of another type than its name.
-    """
+    """The rows of all files, one after the other. Raises DataError if a file cannot be read: missing, damaged, empty,
+    UTF-16, or of another type than its name."""
     row = 0
     for path in files:
         before = row
@@ -198,10 +196,8 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_csv(path: Path) -> Iterator[Parsed]:
-    """Values separated by commas, semicolons or tabs, under a line of column names.
-
-    A byte that is not UTF-8 becomes a lone surrogate, which later checks refuse.
-    """
+    """Values separated by commas, semicolons or tabs, under a line of column names. A byte that is not UTF-8 becomes a
+    lone surrogate, which later checks refuse."""
     read = 0  # lines; the csv module's own count leaves out those refused here
 
     def text(numbered: tuple[int, bytes | None]) -> str:

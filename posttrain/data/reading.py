@@ -73,10 +73,8 @@ def most_rows(data: DataConfig | HeldOutRows) -> int | None:
 def limited(
     parts: Sequence[SourcePart], most: int | None, read: list[int]
 ) -> Iterator[tuple[SourcePart, int | None, int]]:
-    """Each part, its limit of rows, and how many rows are before it; `most` limits the sum of all parts.
-
-    The caller appends to `read` how many rows it has read of a part.
-    """
+    """Each part, its limit of rows, and how many rows are before it; `most` limits the sum of all parts. The caller
+    appends to `read` how many rows it has read of a part."""
     for part in parts:
         before = sum(read)
         if most is None:
@@ -86,10 +84,8 @@ def limited(
 
 
 class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows.
-
-    `lengths` are physical tokens per example; `view` has their positions in the table, in the columns of `Fitted`.
-    """
+    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
+    physical tokens per example; `view` has their positions in the table, in the columns of `Fitted`."""
 
     def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
         self._kind, self._table = kind, table

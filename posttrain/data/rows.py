@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ ROLES = {
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
-# Keys of a message that say how much it is trained: from 0 to 1, or true and false; the second ones say the opposite.
+# Keys of a message for its loss weight, from 0 to 1, or true and false; MASKS mean the opposite.
 WEIGHTS = ("weight", "loss_weight", "train", "training", "loss", "loss_mask", "loss_scale")
 MASKS = ("mask", "masked")
 DETAILS = ("train_detail", "training_detail")  # of parts of a message, which cannot be weighed
@@ -37,7 +38,7 @@ PART_KEYS = frozenset({"type", "text", "value"})  # of a content's parts
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
 STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
 CELLS = ("label", "margin", "tie", "answer")  # fields that are null where a cell of CSV is blank
-ASKED = ("prompt", "problem")  # also, in formats that need one
+PROMPTS = ("prompt", "problem")  # these too, in formats that need one
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Turns = list[Message]
@@ -76,13 +77,12 @@ Fields = Mapping[str, Any]
 
 
 def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] = ()) -> dict[str, Any]:
-    """The fields in one form, whatever kind of file they are from.
+    """The fields in the same form for every type of file.
 
     Keys of objects whose value is null are removed: typed columns give every object the keys of all. JSON strings of
-    `structured` fields are parsed, and blank ones are null. From CSV, where all values are strings, `cells` are the
-    fields whose blank ones are null.
+    `structured` fields are parsed; blank ones become null, as do those of `cells`, fields of a CSV file.
     """
-    found: dict[str, Any] = {}
+    tidy: dict[str, Any] = {}
     for name, value in fields.items():
         if not isinstance(value, str):
             value = _without_nulls(value)
@@ -91,8 +91,8 @@ def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] =
         elif name in cells:
             word = value.strip().lower()
             value = None if not word else TRUTHS.get(word, value) if name in ("label", "tie") else value
-        found[name] = [*map(_renamed, value)] if name in MESSAGES and isinstance(value, list) else value
-    return found
+        tidy[name] = [*map(_renamed, value)] if name in MESSAGES and isinstance(value, list) else value
+    return tidy
 
 
 def _without_nulls(value: Any) -> Any:
@@ -105,12 +105,12 @@ def _renamed(message: Any) -> Any:
     """A message with its reasoning and its call under the names that chat templates read."""
     if not isinstance(message, dict):
         return message
-    given: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     if isinstance(message.get("reasoning"), str) and "thinking" not in message:
-        given["reasoning_content"] = message["reasoning"]
+        named["reasoning_content"] = message["reasoning"]
     if isinstance(message.get("function_call"), dict):
-        given["tool_calls"] = [message["function_call"]]
-    return {**given, **message}
+        named["tool_calls"] = [message["function_call"]]
+    return {**named, **message}
 
 
 def parsed(text: str, name: str) -> Any:
@@ -131,34 +131,32 @@ def _calls(value: Any) -> list[Any]:
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError("tool_calls must be a list of objects with a name and arguments")
-    return [
-        {**call, "function": _with_object(call["function"])} if isinstance(call.get("function"), dict)
-        else _with_object(call)
-        for call in calls
-    ]  # fmt: skip
+    return [_with_object(call) for call in calls]
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    given = call.get("arguments")
-    if given is None:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_object(call["function"])}
+    arguments = call.get("arguments")
+    if arguments is None:
         return {**call, "arguments": {}}
-    if not isinstance(given, str):
+    if not isinstance(arguments, str):
         return call
     name = f"arguments of the tool call {str(call.get('name'))[:60]!r}"
-    value = parsed(given, name)
+    value = parsed(arguments, name)
     if not isinstance(value, dict | None):
-        raise RowError(f"{name} must be an object, not {type_name(value)}: {given[:60]!r}")
-    return {**call, "arguments": valid({} if value is None else Arguments(value, given), name)}
+        raise RowError(f"{name} must be an object, not {type_name(value)}: {arguments[:60]!r}")
+    return {**call, "arguments": valid({} if value is None else Arguments(value, arguments), name)}
 
 
 def with_weights(turns: Turns) -> Turns:
-    """Messages whose flags are loss weights: a pair of the row's own key and the number, unless it is 1."""
-    found = []
+    """Messages whose flags are loss weights: a pair of the row's key and the number, unless it is 1."""
+    weighed = []
     for turn in turns:
         flags, [rest] = turn.get(WEIGHT, {}), without([turn], WEIGHT)
-        least = min(((_weight(key, value), key) for key, value in flags.items()), default=(1.0, ""))
-        found.append({**rest, WEIGHT: (least[1], least[0])} if least[0] != 1 else rest)
-    return found
+        least, key = min(((_weight(key, value), key) for key, value in flags.items()), default=(1.0, ""))
+        weighed.append({**rest, WEIGHT: (key, least)} if least != 1 else rest)
+    return weighed
 
 
 def _weight(key: str, value: object) -> float:
@@ -236,15 +234,15 @@ def _message(item: object, where: str) -> Message:
     if not isinstance(item, dict):
         raise RowError(f"{where} must be a message, not {type_name(item)}")
     role_key, content_key = ("from", "value") if item.get("from") is not None else ("role", "content")
-    given = item.get(role_key)
-    role = ROLES.get(given, given) if isinstance(given, str) else given
+    name = item.get(role_key)
+    role = ROLES.get(name, name) if isinstance(name, str) else name
     if role not in KNOWN_ROLES:
-        raise RowError(f"{where} has the role {given!r}; known roles are {', '.join((*KNOWN_ROLES, *ROLES))}")
+        raise RowError(f"{where} has the role {name!r}; known roles are {', '.join((*KNOWN_ROLES, *ROLES))}")
     kept = {key: valid(item[key], f"{where} {key}") for key in KEPT if item.get(key) is not None}
     if flags := {key: item[key] for key in (*WEIGHTS, *MASKS, *DETAILS) if item.get(key) not in (None, [])}:
         kept[WEIGHT] = valid(flags, f"{where} weights")
     content = item.get(content_key)
-    if given == "function_call":
+    if name == "function_call":
         return {"role": role, "content": "", "tool_calls": _tool_calls(content, where)}
     if isinstance(content, list):
         return {"role": role, **_parts(content, where), **kept}
@@ -276,11 +274,11 @@ def _parts(parts: list[Any], where: str) -> Message:
 def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
     """A call or a list of calls, as an object or as JSON, in the form of chat templates."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        parts = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise RowError(f"{where} has a tool call that is not JSON") from None
     calls = []
-    for call in found if isinstance(found, list) else [found]:
+    for call in parts if isinstance(parts, list) else [parts]:
         call = call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
         if not isinstance(call, dict) or "name" not in call:
             raise RowError(f"{where} has a tool call without a name")
@@ -301,15 +299,12 @@ def tools_of(value: object) -> list[Any] | None:
 
 
 def variables_of(value: object) -> dict[str, Any]:
-    """Variables of the chat template, a mapping or a JSON string of one; those that are null are not given. Raises
-    RowError for names and values that a template cannot have."""
+    """Variables of the chat template from a mapping or a JSON string of one, without nulls. Raises RowError for names
+    and values that a template cannot have."""
+    with suppress(RowError):  # text that is not JSON is refused below
+        value = parsed(value, "") if isinstance(value, str) else value
     try:
-        given = parsed(value, "") if isinstance(value, str) else value
-        given = {} if given is None else given
-    except RowError:
-        given = value
-    try:
-        return variables(_without_nulls(given))
+        return variables({} if value is None else _without_nulls(value))
     except ValueError as error:
         raise RowError(f"chat_template_kwargs: {error}") from None
 
@@ -336,8 +331,8 @@ def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
 
 
 def without_weights(row: Row, trainer: str) -> Row:
-    """The row for a method that weighs no messages. Raises DataError if it is not to train on a reply that the method
-    trains on; a prompt is not trained on, as a weight of 0 says."""
+    """The row for a method without loss weights of messages. Raises DataError for a weight that the method cannot
+    honour: any of a reply, and of a prompt, which is not trained on, any but 0."""
     for name in ("prompt", "rejected_prompt", "chosen", "rejected"):
         turns = getattr(row, name)
         for turn in turns if isinstance(turns, list) else ():

@@ -336,10 +336,8 @@ def keep(
 def save(
     folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
 ) -> list[SavedSplit]:
-    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder.
-
-    Raises DataError if the folder exists or cannot be written, or a split has no readable row.
-    """
+    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder. Raises DataError
+    if the folder exists or cannot be written, or a split has no readable row."""
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     done: list[SavedSplit] = []

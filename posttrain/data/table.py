@@ -95,11 +95,8 @@ class Fitted:
 
 
 class Table:
-    """The cached rows of one or more sources, numbered through all sources.
-
-    `makes_room`: prompts over `max_length` are truncated so that their replies fit; not with behavior_version 1, nor
-    where prompts have no replies.
-    """
+    """The cached rows of one or more sources, numbered through all sources. `makes_room`: prompts over `max_length` are
+    truncated so that their replies fit; not with behavior_version 1, nor where prompts have no replies."""
 
     def __init__(self, tables: Sequence[pa.Table], reads: Sequence[int], makes_room: bool = True):
         self.makes_room = makes_room

@@ -34,10 +34,8 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
 
 
 def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, fewer at a time where a value that is stored once is repeated in many of them.
-
-    Raises DataError for a file that unpacks to more than a gzip file may.
-    """
+    """The rows of a Parquet file, fewer at a time where a value that is stored once is repeated in many of them. Raises
+    DataError for a file that unpacks to more than a gzip file may."""
     limit, unpacked, values = streams.most_unpacked(path.stat().st_size), 0, Counter[str]()
     for index in range(file.num_row_groups):
         group, repeated = file.metadata.row_group(index), set[str]()

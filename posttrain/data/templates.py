@@ -103,10 +103,8 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chosen template. `turns` is False when texts are used as they are.
-
-    `strip_think` is whether the thinking of solutions goes; None: it and its tags stay (behavior_version 1).
-    """
+    """The chosen template. `turns` is False when texts are used as they are. `strip_think` is whether the thinking of
+    solutions goes; None: it and its tags stay (behavior_version 1)."""
 
     name: str
     turns: bool

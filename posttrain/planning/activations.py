@@ -127,10 +127,8 @@ def _simulate(
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the shape of torch's function, whose own rule for simulated tensors takes bfloat16 alone.
-
-    a (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients.
-    """
+    """An empty tensor of the shape of torch's function, whose own rule for simulated tensors takes bfloat16 alone. a
+    (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients."""
     return a.new_empty((len(offsets), a.shape[0], b.shape[1]) if b.ndim == 2 else (a.shape[0], b.shape[2]))
 
 

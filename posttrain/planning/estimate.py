@@ -88,10 +88,8 @@ def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
 def checkpoints_gradients(
     config: RunConfig, model: ModelConfig, device: torch.device, ranks: int = 1, card: int | None = None
 ) -> bool:
-    """Whether layers are recomputed in backward: `auto` does so on a GPU if a full pack would not fit otherwise.
-
-    A function of settings, model and card, not of the data: a resumed run on the same card decides the same.
-    """
+    """Whether layers are recomputed in backward: `auto` does so on a GPU if a full pack would not fit otherwise. A
+    function of settings, model and card, not of the data: a resumed run on the same card decides the same."""
     wanted = config.training.gradient_checkpointing
     if wanted != "auto" or device.type != "cuda":
         return wanted is True

@@ -31,10 +31,8 @@ SAMPLED_STEPS = 50  # of which the plan shows means
 
 
 class StageTokenizers:
-    """The tokenizer of each stage of one model, with the template of the stage that it starts from.
-
-    Before a run, there is no `final/` to load it from.
-    """
+    """The tokenizer of each stage of one model, with the template of the stage that it starts from. Before a run, there
+    is no `final/` to load it from."""
 
     def __init__(self, model: int):
         self._model = model

@@ -23,18 +23,18 @@ MISSING: dict[KeyPath, str] = {
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
     """One line for each problem of `values`, in the order of the settings."""
-    found: dict[KeyPath, str] = {}
+    messages: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False):
         for path, message in _messages(problem, values):
-            found.setdefault(path, message)
+            messages.setdefault(path, message)
     # A union reports an error for each branch: one about an entry inside says more than one about the whole.
-    paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
+    paths = [p for p in messages if not any(other != p and other[: len(p)] == p for other in messages)]
     # An unknown name next to a missing setting probably means it.
-    meant = {p for p in paths if any(f"did you mean {dotted(p, values)}?" in message for message in found.values())}
-    paths = [p for p in paths if not (found[p].startswith("is missing") and p in meant)]
+    meant = {p for p in paths if any(f"did you mean {dotted(p, values)}?" in message for message in messages.values())}
+    paths = [p for p in paths if not (messages[p].startswith("is missing") and p in meant)]
     places = {path: origin_of(path, origins) for path in paths}
     paths.sort(key=lambda p: _line(places[p]))
-    return [f"{places[p]}{': ' if places[p] else ''}{dotted(p, values)} {found[p]}" for p in paths]
+    return [f"{places[p]}{': ' if places[p] else ''}{dotted(p, values)} {messages[p]}" for p in paths]
 
 
 def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
@@ -46,20 +46,20 @@ def problems_of_group(
     error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str = "this group"
 ) -> dict[str, str]:
     """The problem of each setting of a group, by name."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         conflict = problem.get("ctx", {}).get("error")
         if isinstance(conflict, SettingsConflict):
-            found |= dict(conflict.problems)
+            messages |= dict(conflict.problems)
             continue
         name = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
-            found[name] = f"is not a setting of {noun}; {did_you_mean(name, group.model_fields)}"
+            messages[name] = f"is not a setting of {noun}; {did_you_mean(name, group.model_fields)}"
         elif problem["type"] == "missing":
-            found[name] = "is missing"
+            messages[name] = "is missing"
         else:
-            found[name] = wrong_value(values.get(name), full(group.model_fields[name]))
-    return found
+            messages[name] = wrong_value(values.get(name), full(group.model_fields[name]))
+    return messages
 
 
 def _line(origin: str) -> tuple[str, int]:

@@ -45,11 +45,8 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """Every setting, in the order of the schema.
-
-    A method setting appears once for all methods with the same values, default and description, and again for
-    others.
-    """
+    """Every setting, in the order of the schema. A method setting appears once for all methods with the same values,
+    default and description, and again for others."""
     kinds = Literal[*METHOD_NAMES]
     kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
     found: dict[str, Setting] = {}

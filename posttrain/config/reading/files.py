@@ -73,10 +73,8 @@ _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float
 
 
 def write_yaml(values: Any, flow: bool | None = False) -> str:
-    """Plain values as YAML, mappings in their order; `flow` True puts all on one line.
-
-    If a string has control characters, all non-ASCII characters are written as YAML escapes, which read back equal.
-    """
+    """Plain values as YAML, mappings in their order; `flow` True puts all on one line. If a string has control
+    characters, all non-ASCII characters are written as YAML escapes, which read back equal."""
 
     def write(allow_unicode: bool) -> str:
         return yaml.dump(
@@ -93,10 +91,8 @@ def write_yaml(values: Any, flow: bool | None = False) -> str:
 
 
 def read_settings(path: Path, name: str | None = None) -> Tree:
-    """The settings in a YAML or JSON file; `name` is what messages call the file (its path by default).
-
-    Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a repeated key, not a mapping.
-    """
+    """The settings in a YAML or JSON file; `name` is what messages call the file (its path by default). Raises
+    ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a repeated key, not a mapping."""
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)

@@ -48,10 +48,8 @@ class Layers:
         return Layers(deepcopy(self.values), dict(self.origins), [])
 
     def lay(self, layer: Tree, every_model: bool = False) -> None:
-        """Merge a tree over the present values. `model` merges with the only model.
-
-        With several models, `model` changes each of them if `every_model` (overrides), else replaces them (files).
-        """
+        """Merge a tree over the present values. `model` merges with the only model. With several models, `model`
+        changes each of them if `every_model` (overrides), else replaces them (files)."""
         layer = spell_out_layer(layer, self.notes)
         values = dict(layer.values)
         model = values.pop("model", None)

@@ -106,10 +106,8 @@ def load(
 
 
 def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[str, Sequence[Tree]]) -> bool:
-    """Whether these are the saved settings of a run, or of one of several models or stages, without a version.
-
-    A user's own `config.yaml` may lie above runs, too: saved settings are complete.
-    """
+    """Whether these are the saved settings of a run, or of one of several models or stages, without a version. A user's
+    own `config.yaml` may lie above runs, too: saved settings are complete."""
     if path.name != "config.yaml" or "behavior_version" in values:
         return False
     own = {key for trees in stages.values() for tree in trees for key in tree.values}
@@ -132,10 +130,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
 def _lay_assignments(
     layers: Layers, assignments: list[Assignment], from_flags: list[Assignment], own: Sequence[Tree] = ()
 ) -> list[str]:
-    """Merge overrides and flags over the layers, with a note for each flag that replaces an explicit value.
-
-    Explicit values are those of overrides and of `own`, a stage's own settings; the rest of a file are defaults.
-    """
+    """Merge overrides and flags over the layers, with a note for each flag that replaces an explicit value. Explicit
+    values are those of overrides and of `own`, a stage's own settings; the rest of a file are defaults."""
     before = layers.copy()
     override(before, assignments)
     override(layers, [*assignments, *from_flags])  # in one: `method.beta=1` and `--method dpo` belong together

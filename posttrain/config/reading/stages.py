@@ -18,11 +18,8 @@ WHOLE_RUN = ("name", "output_dir", "behavior_version", "extends", "stages")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a run; a run without stages is one stage with an empty name.
-
-    `init_from` is the stage whose final models this one trains; `config.models` are then still the models of the first
-    stage of that chain.
-    """
+    """One stage of a run; a run without stages is one stage with an empty name. `init_from` is the stage whose final
+    models this one trains; `config.models` are then still the models of the first stage of that chain."""
 
     name: str
     init_from: str | None
@@ -89,10 +86,8 @@ def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
 
 
 def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
-    """The stages in the order of the file, each after the one it starts from.
-
-    Raises ConfigError for an `init_from` that names no stage, and for stages that start from one another in a cycle.
-    """
+    """The stages in the order of the file, each after the one it starts from. Raises ConfigError for an `init_from`
+    that names no stage, and for stages that start from one another in a cycle."""
     for name, source in init_from.items():
         if source is not None and source not in init_from:
             raise ConfigError(
@@ -114,10 +109,8 @@ def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> l
 
 
 def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
-    """The settings of a stage whose models are the final ones of another.
-
-    Raises ConfigError when the stage names other models: they would not be trained.
-    """
+    """The settings of a stage whose models are the final ones of another. Raises ConfigError when the stage names other
+    models: they would not be trained."""
     if source.method.head == "reward" and stage.method.head != "reward":
         raise ConfigError(
             f"{where}: stage {name} starts from a reward model, which writes no completions: {stage.method.type} "

@@ -68,10 +68,8 @@ MODELS = frozenset({"ref_model", "teacher"})  # settings that name a model to co
 
 
 class MethodSettings(Settings):
-    """Settings of a method, and its facts: class variables and properties that shared code reads.
-
-    What is computed for it is in its recipe (posttrain/recipes/).
-    """
+    """Settings of a method, and its facts: class variables and properties that shared code reads. What is computed for
+    it is in its recipe (posttrain/recipes/)."""
 
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
@@ -218,10 +216,8 @@ Precompute = Annotated[
 
 
 class OnOff:
-    """Marks a group of settings that may also be `true` (its defaults) or `false` (none).
-
-    Layers expand these short forms (posttrain/config/reading/layers.py); flags, messages and docs read the mark.
-    """
+    """Marks a group of settings that may also be `true` (its defaults) or `false` (none). Layers expand these short
+    forms (posttrain/config/reading/layers.py); flags, messages and docs read the mark."""
 
 
 # Patterns of string settings, and their description in messages. `.` and `..` are other folders, so no names.

@@ -132,10 +132,8 @@ class RunConfig(Settings):
         return "eval_accuracy" if judged else None
 
     def lower_is_better(self, metric: str) -> bool | None:
-        """Whether an evaluation's metric gets better as it falls; None if it is not known.
-
-        Runs of version 1 went by the name's last letters.
-        """
+        """Whether an evaluation's metric gets better as it falls; None if it is not known. Runs of version 1 went by
+        the name's last letters."""
         known, direction = lower_is_better(metric), self.checkpoint.best_direction
         if direction != "auto" and (known is None or metric == self.best_metric):
             return direction == "lower"

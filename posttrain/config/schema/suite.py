@@ -16,10 +16,8 @@ Alternatives = Annotated[tuple[Text, ...], OneOrMore, Field(min_length=1)]
 
 
 class SuiteConfig(Settings):
-    """One file of `posttrain/evaluation/suites/`, or of a user.
-
-    Strings with `{name}` are filled with the fields of a row; other braces stay as they are.
-    """
+    """One file of `posttrain/evaluation/suites/`, or of a user. Strings with `{name}` are filled with the fields of a
+    row; other braces stay as they are."""
 
     name: Word = Field(description="Name in tables, metrics (eval_{name}) and records.")
     about: Text = Field(default="a suite of the user", description="Short description of the questions.")
