@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from settings_reference import REWARDS, with_reference
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.cli import main
@@ -17,7 +18,7 @@ from posttrain.cli.flags import plain, short_names
 from posttrain.cli.train import saved_config
 from posttrain.config import EvaluationDataset, SourceConfig, dump, load, preset_names
 from posttrain.config.reading.fields import all_settings
-from posttrain.config.render import EXAMPLES, REWARDS, STARTER, starter, with_reference
+from posttrain.config.render import EXAMPLES, STARTER, starter
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -358,7 +359,7 @@ def processor_time(*arguments: str) -> float:
 
 def test_the_reference_in_the_docs_is_the_schema():
     text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert text == with_reference(text), "run: python -m posttrain.config.render docs/config.md"
+    assert text == with_reference(text), "run: python tests/settings_reference.py docs/config.md"
 
 
 def test_the_commands_and_the_file_in_the_docs_work(run, tmp_path):

@@ -4,15 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+from settings_reference import SYSTEMS, with_reference
 
 from posttrain.base.errors import ConfigError, UsageError
 from posttrain.cli import main
 from posttrain.cli.flags import plain, short_names
 from posttrain.config import load
 from posttrain.config.reading.fields import all_settings, known_paths
-from posttrain.config.reading.hints import HINTS, SYSTEMS, hint
+from posttrain.config.reading.hints import HINTS, hint
 from posttrain.config.reading.layers import ALIASES
-from posttrain.config.render import with_reference
 
 PAGE = Path(__file__).parent.parent / "docs/migrating.md"
 GOOD = ["model=gpt2", "method=sft", "data.source=x"]
@@ -101,7 +101,7 @@ def test_every_name_is_of_a_system_and_none_is_a_setting_of_ours():
 
 
 def test_the_page_says_the_same():
-    """Else: python -m posttrain.config.render docs/migrating.md"""
+    """Else: python tests/settings_reference.py docs/migrating.md"""
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_reference(page)
     for name in HINTS:

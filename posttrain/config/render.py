@@ -1,39 +1,19 @@
-"""Settings for readers: starter files, JSON Schema for editors, the tables of docs/config.md and docs/migrating.md."""
+"""Settings for readers: starter files, and JSON Schema for editors."""
 
-import sys
-from collections.abc import Iterable
-from pathlib import Path
 from textwrap import wrap
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from posttrain.config.reading.fields import (
-    Setting,
-    all_settings,
-    choices,
-    expected,
-    full,
-    kinds_of,
-    known_paths,
-    list_choices,
-    models_in,
-    options,
-)
+from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, list_choices, models_in, options
 from posttrain.config.reading.files import write_yaml
-from posttrain.config.reading.hints import SYSTEMS, hint
 from posttrain.config.reading.layers import ALIASES, ON_OFF
-from posttrain.config.schema.data import SourceConfig
-from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod
-from posttrain.config.schema.rewards import Reward, RewardTerm
 from posttrain.config.schema.run import RunConfig
 
 WIDTH = 110
 # pydantic's name of a bound after a validator, not JSON Schema's.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-REWARDS = models_in(Reward)
-REWARD_TERM = {"type", *RewardTerm.model_fields}
 HEADINGS = {
     "run": "The run",
     "model": "Models",
@@ -183,82 +163,6 @@ def flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def settings_reference() -> str:
-    """The settings of the schema as Markdown tables, one for each section."""
-    entries = {
-        "run": [("`rewards`", _reward_entries())],
-        "data": [("`data.source`, when it is a list", _entries(SourceConfig))],
-        "evaluation": [
-            ("`evaluation.datasets`", _entries(EvaluationDataset)),
-            ("`evaluation.suites`", _entries(SuiteEntry)),
-        ],
-    }
-    parts, settings = [], all_settings()
-    for section, heading in HEADINGS.items():
-        parts.append(f"### {heading}\n\n{_table(s for s in settings if s.section == section)}")
-        parts += [f"Each entry of {setting}:\n\n{table}" for setting, table in entries.get(section, [])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(settings: Iterable[Setting]) -> str:
-    lines = ["| setting | default | takes | meaning |", "|---|---|---|---|"]
-    for setting in settings:
-        default = "required" if setting.required else f"`{flow(setting.default)}`"
-        takes = " · ".join(choices(setting.annotation)) or expected(setting.annotation)
-        only = f" ({', '.join(setting.methods)} only)" if setting.methods else ""
-        lines.append(f"| `{setting.path}` | {default} | {_cell(takes)} | {_cell(setting.description)}{only} |")
-    return "\n".join(lines)
-
-
-def _entries(model: type[BaseModel]) -> str:
-    return _table(
-        Setting(info.alias or name, full(info), info.default, info.is_required(), info.description or "")
-        for name, info in model.model_fields.items()
-    )
-
-
-def _reward_entries() -> str:
-    """The settings of entries of `rewards`: the common ones, then those of each type."""
-    lines = _entries(RewardTerm).splitlines()
-    lines.insert(2, f"| `type` | required | {' · '.join(kinds_of(Reward))} | Type of the reward. |")
-    for cls in REWARDS:
-        kind = ", ".join(kinds_of(cls))
-        rows = [row for row in _entries(cls).splitlines()[2:] if row.split("`")[1] not in REWARD_TERM]
-        lines += [row.removesuffix(" |") + f" ({kind} only) |" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def names_reference() -> str:
-    """The names of other systems as Markdown: a table of different names, a line of the same names."""
-    return "\n\n".join(f"### {system}\n\n{_names(names.split())}" for system, names in SYSTEMS.items()) + "\n"
-
-
-def _names(names: Iterable[str]) -> str:
-    theirs, same, paths = dict[str, list[str]](), [], known_paths()
-    for name in names:
-        if message := hint(name):
-            theirs.setdefault(message, []).append(f"`{name}`")
-        else:
-            same.append(" or ".join(f"`{path}`" for path in paths[name]))
-    lines = [f"| {', '.join(others)} | {_cell(message)} |" for message, others in theirs.items()]
-    lines = ["| there | here |", "|---|---|", *lines]
-    return "\n".join(lines) + ("\n\nWith the same name: " + ", ".join(same) + "." if same else "")
-
-
-def with_reference(document: str) -> str:
-    """The document with the parts between marks, `settings` or `names`, replaced by that reference."""
-    for mark, reference in (("settings", settings_reference), ("names", names_reference)):
-        head, begin, rest = document.partition(f"<!-- {mark}: begin -->\n")
-        _, end, tail = rest.partition(f"<!-- {mark}: end -->")
-        if begin and end:
-            document = f"{head}{begin}\n{reference()}\n{end}{tail}"
-    return document
-
-
 def json_schema() -> dict[str, Any]:
     """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases. Nothing is
     required, since `extends`, overrides and flags may add what a file lacks."""
@@ -304,9 +208,3 @@ def _readable(node: Any) -> Any:
         for key, value in node.items()
         if not (key in dropped and isinstance(value, dropped[key]))
     }
-
-
-if __name__ == "__main__":  # python -m posttrain.config.render docs/config.md docs/migrating.md
-    for name in sys.argv[1:]:
-        file = Path(name)
-        file.write_text(with_reference(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Names of other systems and their settings here: the table of messages and docs/migrating.md."""
+"""Names of other systems and their settings here, for messages and docs/migrating.md."""
 
 from posttrain.config.reading.layers import ALIASES
 from posttrain.config.schema.methods import PPO_NAMES
@@ -22,7 +22,7 @@ _RESUME = "train with --resume, or --resume FOLDER; the settings come from the c
 _TRACKING = "write tracking: {report_to: [tensorboard], ...}; curves and a log are always written"
 _STAGES = "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}; each with its own training"
 
-# Hint -> the names that it answers. Each belongs to a system below, and is not the name of a setting here.
+# Hint -> the names that it answers. None is the name of a setting here; docs/migrating.md has the systems.
 _NAMES = {
     # models
     "write model.path": "model_name_or_path model_name huggingface_id sft_model_path base_model",
@@ -151,81 +151,6 @@ _NAMES = {
     f"{_VALIDATION}; evaluation is part of training": "do_eval",
 }
 HINTS = {name: text for text, names in _NAMES.items() for name in names.split()}
-
-# System -> the names of its keys and flags, in the order of the page; each is in HINTS, an alias or a setting here.
-SYSTEMS: dict[str, str] = {
-    "TRL and transformers (`trl sft`, `trl dpo`, `trl grpo` …)": """
-        model_name_or_path model_revision dtype torch_dtype attn_implementation trust_remote_code use_peft lora_r
-        lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora load_in_4bit load_in_8bit
-        use_liger_kernel base_model dataset_name dataset_config dataset_train_split dataset_test_split eval_dataset
-        dataset_text_field dataset_num_proc max_train_samples max_eval_samples train_file validation_file max_length
-        max_seq_length model_max_length max_prompt_length max_completion_length truncation truncation_mode packing
-        packing_strategy padding_free pad_to_multiple_of chat_template_path chat_template chat_template_kwargs
-        completion_only_loss assistant_only_loss per_device_train_batch_size per_device_eval_batch_size
-        gradient_accumulation_steps gradient_checkpointing learning_rate lr lr_scheduler_type warmup_steps warmup_ratio
-        weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs epochs num_epochs max_steps
-        total_episodes optim bf16 fp16 seed activation_offloading disable_dropout full_determinism neftune_noise_alpha
-        loss_type loss_weights beta label_smoothing rpo_alpha reference_free precompute_ref_log_probs sync_ref_model
-        desirable_weight undesirable_weight router_aux_loss_coef center_rewards_coefficient teacher_model_name_or_path
-        lmbda seq_kd num_generations num_iterations epsilon epsilon_high scale_rewards importance_sampling_level
-        mask_truncated_completions generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches kl_coef
-        cliprange cliprange_value vf_coef gamma lam missing_eos_penalty response_length reward_funcs reward_weights
-        reward_model_path sft_model_path temperature top_p top_k min_p use_vllm vllm_mode vllm_gpu_memory_utilization
-        vllm_server_base_url vllm_server_timeout vllm_importance_sampling_cap eval_strategy evaluation_strategy
-        eval_steps eval_on_start save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
-        greater_is_better early_stopping logging_steps logging_strategy report_to run_name output_dir
-        overwrite_output_dir resume_from_checkpoint push_to_hub hub_model_id deepspeed fsdp ddp_find_unused_parameters
-        do_eval streaming use_lora peft
-    """,
-    "LLaMA-Factory (`llamafactory-cli train`)": """
-        model_name_or_path adapter_name_or_path stage do_train finetuning_type lora_rank lora_alpha lora_dropout
-        lora_target use_rslora use_dora quantization_bit flash_attn infer_dtype pure_bf16 bf16 fp16 dataset dataset_dir
-        eval_dataset template enable_thinking cutoff_len max_samples val_size train_on_prompt mask_history packing
-        neat_packing mix_strategy interleave_probs streaming overwrite_cache preprocessing_num_workers
-        per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate
-        num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps max_grad_norm optim pref_beta pref_loss
-        pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight ppo_epochs ppo_target ref_model
-        reward_model moe_aux_loss_coef max_new_tokens temperature top_p top_k logging_steps save_steps save_total_limit
-        eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir resume_from_checkpoint
-        deepspeed ddp_timeout
-    """,
-    "A preference-optimisation pipeline (`src/train.py --config`)": """
-        config huggingface_id trust_remote_code dataset subset split prompt_column chosen_column rejected_column
-        max_samples validation_split train_validation_split post_training beta label_smoothing loss_type use_ref_model
-        ref_model_id lora r lora_alpha lora_dropout target_modules use_rslora use_dora num_epochs
-        per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate warmup_steps
-        max_seq_length max_prompt_length logging_steps save_steps eval_steps save_total_limit fp16 bf16
-        gradient_checkpointing optim weight_decay max_grad_norm gpu device_ids use_ddp finetuning resume_from_checkpoint
-        load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience logging report_to
-        logging_dir log_level output_dir
-    """,
-    "An RLHF framework on HH-RLHF (`train_reward_model.py`, `train_policy.py`)": """
-        model_name reward_model_path steps epochs batch_size lr max_length gradient_accumulation_steps max_grad_norm
-        eval_steps subset_size num_prompts error_analysis_samples save_model clip_ratio ppo_epochs kl_coef entropy_coef
-        group_size dpo_beta dpo_loss_type max_new_tokens temperature log_every seed output_dir
-    """,
-    "A reward-model and GRPO laboratory (`train_rm.py`, `train_grpo.py`)": """
-        config epochs batch_size lr max_length grad_accum grad_accum_steps max_grad_norm gradient_checkpointing lora
-        lora_r lora_alpha lora_dropout lora_target_modules reward_model_path rm_quant_type ref_quant_type group_size
-        n_minibatches kl_coef cliprange eos_penalty max_new_tokens temperature eval_steps eval_num_batches
-        eval_num_prompts save_steps save_rollouts resume_from log_dir run_name output_dir
-    """,
-    "An SFT-then-GRPO pipeline for maths (`run_training.py`)": """
-        config skip_sft skip_grpo model_name max_seq_length lora_rank lora_alpha load_in_4bit fast_inference
-        gpu_memory_utilization target_modules use_gradient_checkpointing random_state sft_dataset_name sft_dataset_split
-        grpo_dataset_name grpo_dataset_split max_length_percentile truncate_ratio filter_numeric_only prompt
-        reasoning_start reasoning_end solution_start solution_end system_prompt_template sft_training grpo_training
-        per_device_train_batch_size gradient_accumulation_steps num_generations max_steps num_train_epochs learning_rate
-        warmup_ratio optim eval_strategy eval_steps train_validation_split vllm_sampling temperature top_p top_k min_p
-        include_stop_str_in_output reward use_format_exact use_format_approximate use_answer_check use_number_check
-        print_every_steps num_test_problems max_new_tokens test_problems save_path
-    """,
-    "A course's alignment stack (CS336, assignment 5)": """
-        n_grpo_steps rollout_batch_size train_batch_size group_size epochs_per_rollout_batch gradient_accumulation_steps
-        learning_rate advantage_eps use_std_normalization loss_type cliprange sampling_temperature sampling_max_tokens
-        sampling_min_tokens gpu_memory_utilization reward_fn prompt_path data_path sampling_params max_tokens
-    """,
-}
 
 
 def hint(name: str) -> str | None:
