@@ -4,17 +4,13 @@ from posttrain.data.explore import Selection, explore, overview
 from posttrain.data.kinds import KINDS
 from posttrain.data.prepare import Options, Prepared, longest_sequence, prepare, prepare_run
 from posttrain.data.reading import Dataset
-from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
 
 __all__ = [
     "KINDS",
     "Dataset",
-    "Lengths",
-    "Malformed",
     "Options",
     "Prepared",
-    "Report",
     "Selection",
     "arithmetic_problems",
     "explore",

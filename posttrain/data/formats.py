@@ -3,6 +3,7 @@
 To add one, write a function and give it a line in `FORMATS`.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from posttrain.data.templates import Template
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 THINK_TAGS = re.compile(r"</?think>")
-# also what a chat template has begun (it ends without having begun here), and what was cut off
+# also thinking that the chat template opens (only its end is here), and thinking that was cut off
 THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
@@ -105,14 +106,14 @@ def sharegpt(fields: Fields, template: Template) -> Row:
 def alpaca(fields: Fields, template: Template) -> Row:
     """`instruction`, `input` (may be empty), `output` and `history`: earlier pairs of instruction and reply."""
     instruction = text_of(field(fields, "instruction"), "instruction")
-    given, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
-    content = f"{instruction}\n{given}" if given else instruction
+    context, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
+    content = f"{instruction}\n{context}" if context else instruction
     history = _history(fields.get("history"))
     if not template.turns:
         if history:
             raise RowError("history is a conversation, which cannot be written with data.template: none")
         return Row(f"{content}\n", output)
-    user = {"role": "user", "content": content, "instruction": instruction, "input": given}
+    user = {"role": "user", "content": content, "instruction": instruction, "input": context}
     return Row([*history, user], as_turns(output, "assistant"), train_history=bool(history))
 
 
@@ -136,9 +137,9 @@ def problem_answer(fields: Fields, template: Template) -> Row:
 
 def prompt(fields: Fields, template: Template) -> Row:
     """`prompt` alone, a string or messages, to sample completions for; `answer` if a reward needs it."""
-    asked = _prefilled(text_or_messages(field(fields, "prompt"), "prompt"))
+    prompt = _prefilled(text_or_messages(field(fields, "prompt"), "prompt"))
     answer = None if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
-    return Row(asked, "" if isinstance(asked, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
+    return Row(prompt, "" if isinstance(prompt, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
 
 
 def text(fields: Fields, template: Template) -> Row:
@@ -164,8 +165,8 @@ class Format:
 
 
 def without_think_tags(text: str, strip: bool) -> str:
-    """A solution for a template with tags of its own: without `<think>` and `</think>`; with `strip` also without what
-    is between them."""
+    """A solution for a template with its own tags: without `<think>` and `</think>`, with `strip` also without the text
+    between them."""
     return THINK_TAGS.sub("", THINKING.sub("", text) if strip else text)
 
 
@@ -228,7 +229,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _prefilled(prompt: str | Turns) -> str | Turns:
-    """A prompt as a row gives it: a last message of the assistant is the beginning of the reply, and marked so."""
+    """The prompt of a row, in which a last message of the assistant is marked as the beginning of the reply."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
         return prompt
     return [*prompt[:-1], {**prompt[-1], PREFILL: True}]
@@ -270,24 +271,17 @@ def _truth(value: object, what: str) -> bool:
 
 def _margin_and_tie(fields: Fields) -> tuple[float | None, bool]:
     """By how much the chosen reply is better, and whether neither is; a tie has no margin."""
-    margin, tie = _margin(fields), fields.get("tie")
+    value, tie = fields.get("margin"), fields.get("tie")
+    try:
+        margin = None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise RowError(f"margin must be a number, not {repr(value)[:40]}") from None
+    if margin is not None and not math.isfinite(margin):
+        raise RowError(f"margin must be a finite number, not {value!r}")
     tie = tie is not None and _truth(tie, "tie must be true or false")
     if tie and margin:
         raise RowError(f"tie is true, but margin says that chosen is better by {margin:g}")
     return margin, tie
-
-
-def _margin(fields: Fields) -> float | None:
-    value = fields.get("margin")
-    if value is None:
-        return None
-    try:
-        margin = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise RowError(f"margin must be a number, not {repr(value)[:40]}") from None
-    if margin - margin != 0:
-        raise RowError(f"margin must be a finite number, not {value!r}")
-    return margin
 
 
 def _common_prefix(chosen: str | Turns, rejected: str | Turns) -> tuple[str | Turns, str | Turns, str | Turns]:

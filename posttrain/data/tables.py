@@ -1,4 +1,4 @@
-"""Reads rows from tables of Arrow's kind, Parquet and Arrow itself, so many at a time that memory is bounded."""
+"""Reads rows from Parquet and Arrow files, as many at a time as fit into bounded memory."""
 
 import json
 from collections import Counter
@@ -109,8 +109,11 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
         raise DataError(f"{path} names a column twice: {', '.join(names)}")
     number, expanded, limit = 0, 0, streams.most_unpacked(path.stat().st_size)
     for batch in batches:
-        rows = 1
-        if _is_valid(batch):
+        try:
+            batch.validate(full=True)
+        except pa.ArrowInvalid:  # with a damaged offset, a computation would end the process
+            rows = 1
+        else:
             grown = _grown(path, batch, expanded, limit)
             expanded += grown
             rows = max(1, TABLE_ROWS * BATCH_BYTES // max(grown, BATCH_BYTES))
@@ -118,15 +121,6 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
             for value, problem in _values(batch.slice(start, rows)):
                 number += 1
                 yield number, value, problem
-
-
-def _is_valid(batch: pa.RecordBatch) -> bool:
-    """Whether its values can be computed with: an offset that is damaged would end the process."""
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
@@ -147,7 +141,7 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str 
 
 
 def _of_json(value: Any, kind: pa.DataType) -> Any:
-    """A value with what Arrow's JSON type has as strings in it parsed; datasets writes columns of mixed types so."""
+    """A value with the strings of Arrow's JSON type in it parsed: datasets writes columns of mixed types as such."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

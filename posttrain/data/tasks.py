@@ -22,16 +22,11 @@ def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, 
     rng = np.random.default_rng([seed, zlib.crc32(split.encode())])
     seen: set[str] = set()
     while len(seen) < rows:
-        problem, solution, answer = _draw(rng)
+        problem, solution, answer = _sample(rng)
         if problem in seen or split != ("test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"):
             continue
         seen.add(problem)
         yield {"problem": problem, "solution": solution, "answer": str(answer)}
-
-
-def arithmetic(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
-    """`builtin:arithmetic`: problem, solution, answer; the template adds tags later."""
-    return arithmetic_problems(split, rows, seed)
 
 
 def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
@@ -57,13 +52,13 @@ def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterat
 
 
 TASKS: dict[str, Callable[[str, int, int, Compose], Iterator[dict[str, Any]]]] = {
-    "builtin:arithmetic": arithmetic,
+    "builtin:arithmetic": lambda split, rows, seed, compose: arithmetic_problems(split, rows, seed),
     "builtin:arithmetic-preference": arithmetic_preference,
     "builtin:arithmetic-kto": arithmetic_kto,
 }
 
 
-def _draw(rng: np.random.Generator) -> tuple[str, str, int]:
+def _sample(rng: np.random.Generator) -> tuple[str, str, int]:
     a, b, c = (int(n) for n in rng.integers(0, 100, size=3))
     kind = rng.random()
     if kind < 0.35:

@@ -1,5 +1,6 @@
 """Validation errors as one line each: place, setting, problem and suggestion."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -167,14 +168,10 @@ def wrong_value(given: Any, annotation: Any) -> str:
 
 def show(value: Any) -> str:
     """A value in a message: short, and on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
     text = str(value)
     short = text if len(text) <= 60 else text[:57] + "..."
     return repr(short) if isinstance(value, str) else short

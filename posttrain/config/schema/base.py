@@ -206,9 +206,10 @@ Positive = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Text = Annotated[str, Field(min_length=1)]
-Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
+ModelPath = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
 RefModel = Annotated[
-    Place | None, Field(description="Hub id or folder of another reference; null: the model itself before training.")
+    ModelPath | None,
+    Field(description="Hub id or folder of another reference; null: the model itself before training."),
 ]
 Precompute = Annotated[
     bool, Field(description="Compute the reference's log-probabilities before training, and cache them.")

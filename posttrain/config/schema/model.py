@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.base.words import model_name
-from posttrain.config.schema.base import Float, FolderName, OnOff, Place, Positive, Settings, Text
+from posttrain.config.schema.base import Float, FolderName, ModelPath, OnOff, Positive, Settings, Text
 
 LORA_DROPOUT = 0.05  # the default
 
@@ -36,7 +36,7 @@ class LoraConfig(Settings):
 class ModelConfig(Settings):
     """A model to train."""
 
-    path: Place = Field(description="Hub id or folder of the model.")
+    path: ModelPath = Field(description="Hub id or folder of the model.")
     name: FolderName | None = Field(
         default=None, description="Name in folders; null: the last part of the path, or the run that saved the model."
     )

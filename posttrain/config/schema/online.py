@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Float, Int, MethodSettings, Place, Positive, Problems, RefModel, Share
+from posttrain.config.schema.base import Float, Int, MethodSettings, ModelPath, Positive, Problems, RefModel, Share
 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
@@ -268,7 +268,7 @@ class DistillMethod(OnlineMethod):
     example = ("Qwen/Qwen3-0.6B-Base", "gsm8k")
 
     type: Literal["distill"] = Field(default="distill", description="On-policy distillation from a teacher.")
-    teacher: Place | None = Field(
+    teacher: ModelPath | None = Field(
         default=None,
         description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
     )

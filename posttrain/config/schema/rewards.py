@@ -10,7 +10,7 @@ from posttrain.config.schema.base import (
     Float,
     Int,
     Label,
-    Place,
+    ModelPath,
     Positive,
     Problems,
     Settings,
@@ -82,7 +82,7 @@ class ModelReward(RewardTerm):
     loads_model = True
     model_config = ConfigDict(populate_by_name=True)
     type: Literal["model"] = Field(description="A reward model.")
-    path: Place | None = Field(default=None, description="Hub id or folder of the reward model.")
+    path: ModelPath | None = Field(default=None, description="Hub id or folder of the reward model.")
     from_stage: Text | None = Field(default=None, alias="from", description="Stage that trains the reward model.")
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
