@@ -119,7 +119,7 @@ class EvalOptions:
         Path | str | None,
         Flag("Folder of the records; default: in the run, else evaluations/.", "-o", metavar="<path>", parse=Path),
     ] = None
-    overwrite: Annotated[bool, Flag("Evaluate again what is there already.")] = False
+    overwrite: Annotated[bool, Flag("Evaluate again if there are records already.")] = False
     deadline: Annotated[float, Flag("Time limit of grading one completion, in seconds.")] = 2.0
     workers: Annotated[int | None, Flag("Grading processes; default: one per core.", min=1)] = None
     calibrate: Annotated[bool, Flag("Also compare verifiers: the string, the rule, math_verify; gold with gold.")] = (
@@ -158,7 +158,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is exported, and how."""
+    """Options of `posttrain export`."""
 
     output: Annotated[Path | None, Flag("A new folder; default: exports/NAME.", "-o")] = None
     overwrite: Annotated[bool, Flag("Replace an earlier export, in the folder and on the hub.")] = False
@@ -186,7 +186,7 @@ PRECISIONS: dict[str, Precision] = {"int8": "int8", "int4": "int4", "nf4": "int4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """What a model is quantised to, and what the gate measures: `suite` before and after, else rows of `gate`."""
+    """The precision of a quantised model, and the data of its gate: `suite` before and after, else rows of `gate`."""
 
     to: Annotated[str, Flag("int8: LLM.int8; int4, or nf4: NF4 with double quantisation.")]
     output: Annotated[Path | None, Flag("A new folder; default: in the run, else in quantized_models/.", "-o")] = None
@@ -283,7 +283,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What is served, where, and how much of it at a time."""
+    """The models, the address and the limits of a server."""
 
     host: Annotated[str, Flag("Address to listen on; other than this machine's needs a key.")] = "127.0.0.1"
     port: Annotated[int, Flag("Port; 0: a free one.", min=0, max=65535)] = 8000
@@ -309,7 +309,7 @@ class ServeOptions:
 class TalkOptions:
     """Settings of a conversation in the terminal. None: the default."""
 
-    system_prompt: Annotated[str | None, Flag("What is said before the conversation.")] = None
+    system_prompt: Annotated[str | None, Flag("System prompt of the conversation.")] = None
     temperature: Annotated[float | None, Flag("Sampling temperature; 0: greedy. [default: 0.7]", min=0)] = None
     top_p: Annotated[float | None, Flag("Probability of the tokens that are sampled from.", min=0, max=1)] = None
     max_tokens: Annotated[int | None, Flag("Longest reply in tokens. [default: 512]", min=1)] = None

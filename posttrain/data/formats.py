@@ -143,7 +143,7 @@ def prompt(fields: Fields, template: Template) -> Row:
 
 
 def text(fields: Fields, template: Template) -> Row:
-    """`text`: a plain document, of which every token is trained."""
+    """`text`: a plain document; every token is trained."""
     return Row(None, text_of(field(fields, "text"), "text"))
 
 
@@ -171,7 +171,7 @@ def without_think_tags(text: str, strip: bool) -> str:
 
 
 def working_and_answer(solution: str, answer: str) -> tuple[str, str]:
-    """A problem's working and answer, from a solution and an answer, one of which may be empty."""
+    """A problem's working and answer, from a solution and an answer; one of the two may be empty."""
     if "####" in answer:
         working, _, last = answer.rpartition("####")
         return solution or working.rstrip(), last

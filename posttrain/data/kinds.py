@@ -1,7 +1,7 @@
 """The kinds of examples that methods train on: sequences, preference pairs, labelled completions, prompts alone.
 
-A kind knows what it needs of a row, how that is tokenised and stored in the cache, how it is cut to the length limits,
-and how an example is read from the stored columns. All other code of `posttrain.data` is the same for every kind.
+A kind defines what it needs of a row, how the row is tokenised, stored in the cache and cut to the length limits, and
+how an example is read from the stored columns. All other code of `posttrain.data` is the same for every kind.
 """
 
 import json
@@ -47,8 +47,8 @@ Item = Trained | Compared
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """A kind of example, and which of its tokens are trained. The methods are those of one sequence, of which the first
-    tokens may be a prompt.
+    """A kind of example, and which of its tokens are trained. The methods here are for one sequence, which may begin
+    with a prompt.
 
     `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise;
     `with_completions` keeps the data's completion of each prompt as the prompt's only child.
@@ -72,7 +72,7 @@ class Kind(ABC):
         return cls()
 
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:  # noqa: B027 (most kinds refuse none)
-        """Raise DataError for rows of another kind, if their format is to be inferred."""
+        """Raise DataError for rows of another kind; called when their format is inferred."""
 
     def shape(self, row: Row, fields: Fields) -> Row:
         """The parts of a row that are read. Raises RowError if it lacks one."""
@@ -103,7 +103,7 @@ class Kind(ABC):
             "heads": np.asarray(item.heads, np.int32),
             "weights": np.asarray(item.weights, np.float32),
             "label": row.label,
-        }  # of which the columns of `schema` are stored
+        }  # only the columns of `schema` are stored
 
     def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
         """The longest prompt that leaves `room` in `max_length` and in the model's positions; no limit if the data has
@@ -157,7 +157,7 @@ class Kind(ABC):
         )
 
     def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:  # noqa: B027 (most kinds refuse none)
-        """Raise DataError for examples of which nothing can be learned."""
+        """Raise DataError for examples from which nothing can be learned."""
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
         """Tokens of the longest sequence."""

@@ -32,7 +32,7 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own. `prompts` has
+    """Data ready for a recipe. `reports` has `train`, and each validation set with its own source. `prompts` has
     the prompts of the validation sets with rewards, for methods that train on completions."""
 
     kind: KindName

@@ -132,7 +132,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What the template loses of the rows, in words."""
+        """A sentence for everything that the template loses of the rows."""
         return [
             f"{self.name}: in {counted(count, 'row')} the chat template does not {_lost(name)}"
             for name, count in self.unwritten.items()

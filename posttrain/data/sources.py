@@ -308,7 +308,7 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedSplit:
-    """What was written for one split."""
+    """The rows and bytes written for one split."""
 
     name: str
     rows: int

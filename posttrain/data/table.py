@@ -122,12 +122,12 @@ class Table:
         return found
 
     def cut(self, prompt: Array, reply: Array, limits: Limits, heads_name: str = "heads") -> tuple[Array, Array, Array]:
-        """Truncate prompts of this many tokens: where each is read from, what is kept of those before, and the tokens
-        of `max_length` that are left for the reply.
+        """Truncate prompts of this many tokens. Returns where each is read from, the heads that it keeps, and the
+        tokens of `max_length` that are left for the reply.
 
-        A prompt has up to `max_prompt_length` tokens; where that leaves no room, as many as leave it to the reply, but
-        at least half of `max_length`. These include its begin token and the header of the turn that is cut, which are
-        kept: columns of begin tokens, start and stop of the header.
+        A prompt keeps up to `max_prompt_length` tokens; if that leaves no room for the reply, as many as do, but at
+        least half of `max_length`. They include its begin token and the header of the turn that is cut (`heads`):
+        columns of begin tokens, start and stop of the header.
         """
         most = np.full_like(prompt, limits.longest_prompt)
         if self.makes_room:
@@ -159,13 +159,13 @@ class Table:
 def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:
     """For `Table.cut`: the start, begin tokens, start and stop of the header."""
     begin, whole = (heads or [0])[0], None
-    for header, said in reversed([*zip(heads[1::2], heads[2::2], strict=True)]):
+    for header, body in reversed([*zip(heads[1::2], heads[2::2], strict=True)]):
         if begin + prompt - header <= most:
             whole = header  # the turn fits with its header
             continue
-        start = prompt - (most - begin - (said - header))
+        start = prompt - (most - begin - (body - header))
         if start < (prompt if whole is None else whole):
-            return start, begin, header, said
+            return start, begin, header, body
         break
     if whole is not None:
         return whole, begin, 0, 0
@@ -183,8 +183,8 @@ def read(values: Array, start: int, stop: int, head: Sequence[int] = ()) -> Arra
     """The values from `start` to `stop`, after those of the begin token and of the header."""
     if not any(head):
         return values[start:stop]
-    begin, header, said = head
-    return np.concatenate([values[:begin], values[header:said], values[start:stop]])
+    begin, header, body = head
+    return np.concatenate([values[:begin], values[header:body], values[start:stop]])
 
 
 def chunks(view: Array, split: Array, size: int) -> Array:

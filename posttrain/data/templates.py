@@ -23,7 +23,7 @@ R1_ZERO_PREAMBLE = (
     "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
     "i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
 )
-DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # a variable's, before the template
+DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # of a variable, before the template
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
@@ -36,7 +36,7 @@ ALPACA_PREAMBLE_INPUT = (
 @dataclass(frozen=True, slots=True)
 class Published:
     """A published template in Jinja, for a base model whose tokenizer has none: the text before a turn (`opening`), its
-    content with the stop token (`said`), the text after it (`closing`), and the opening of the next reply.
+    content with the stop token (`content`), the text after it (`closing`), and the opening of the next reply.
 
     It renders as the original: ChatML as OpenAI describes it, Llama 3 of meta-llama/Meta-Llama-3-8B-Instruct, Zephyr of
     HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. In addition, `{% generation %}` marks the assistant's
@@ -45,18 +45,18 @@ class Published:
     """
 
     opening: str
-    said: str
+    content: str
     closing: str
     reply: str
     tokens: tuple[str, ...] = ()
 
     @property
     def jinja(self) -> str:
-        said = f"{{{{ {self.said} }}}}"
+        content = f"{{{{ {self.content} }}}}"
         return (
             f"{{% for message in messages %}}{self.opening}"
-            f"{{% if message.role == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
-            f"{{% else %}}{said}{{% endif %}}{self.closing}"
+            f"{{% if message.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
+            f"{{% else %}}{content}{{% endif %}}{self.closing}"
             f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {self.reply} }}}}{{% endif %}}"
         )
 
@@ -113,7 +113,7 @@ class Template:
 
     @property
     def has_tags(self) -> bool:
-        """Whether it writes a solution's working between tags of its own, in which others have no place."""
+        """Whether it writes a solution's working between its own tags, so that other tags are removed."""
         return self.name in ("tags", "r1_zero") and self.strip_think is not None
 
     def compose(self, working: str, answer: str) -> str:
@@ -178,24 +178,24 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The date that the chat template writes: that of the settings, or today; None if it asks for none."""
+    """The date that the chat template writes: that of the settings, or today; None if it writes none."""
     if data.template == "none" or "strftime_now" not in str(tokenizer.chat_template):
         return None
     return data.date or date.today().isoformat()
 
 
 def _with_defaults(template: str | dict[str, str], values: Mapping[str, Any]) -> str | dict[str, str]:
-    """The template with defaults of its variables, saved with it: every program that renders it takes them, and what
-    a caller gives has priority. Of several templates, each. Replaces earlier defaults of the same names."""
+    """The template, or each of several, with defaults of its variables. They are saved with it, so every program that
+    renders it has them; a caller's values have priority. Replaces earlier defaults of the same names."""
     every = template if isinstance(template, dict) else {"": template}
     bare = {key: _without_defaults(text, values) for key, text in every.items()}
     for name in values:
         if not any(re.search(rf"\b{name}\b", text) for text in bare.values()):
             raise DataError(f"data.chat_template_kwargs: the chat template has no variable {name}; remove it")
-    # A line break after a tag is not written, and spaces before a tag at the start of a line neither.
+    # Neither a line break after a tag is written, nor spaces before a tag at the start of a line.
     lines = "".join(f"{{% set {n} = {n} if {n} is defined else {_literal(v)} %}}\n" for n, v in values.items())
-    found = {key: lines + text for key, text in bare.items()}
-    return found if isinstance(template, dict) else found[""]
+    defaulted = {key: lines + text for key, text in bare.items()}
+    return defaulted if isinstance(template, dict) else defaulted[""]
 
 
 def _without_defaults(template: str, names: Collection[str]) -> str:
@@ -207,7 +207,7 @@ def _without_defaults(template: str, names: Collection[str]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value of JSON as Jinja writes it."""
+    """A value of JSON as a literal of Jinja."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -258,7 +258,7 @@ def _text(text: str) -> str:
 
 
 def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
-    """What a built-in template writes: a preamble, a user's message, the opening of a reply, and of the next reply."""
+    """The parts of a built-in template: a preamble, a user's message, the opening of a reply, and of the next reply."""
     user = "{{ message.content + '\\n' }}"
     if name == "question_only":
         return "", user, "", ""

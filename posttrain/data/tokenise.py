@@ -34,7 +34,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A preference pair: prompt and replies; a prompt of its own for the rejected reply where the two differ."""
+    """A preference pair: prompt and replies; the rejected reply has its own prompt if the two differ."""
 
     prompt: Ids
     chosen: Ids
@@ -269,9 +269,9 @@ class Tokeniser:
                     longest.setdefault(start, start + len(header))
                     start = text.find(header, start + 1)
             for span in sorted(longest.items()):
-                header, said = (bisect_left(offsets, at, hi=prompt, key=itemgetter(0)) for at in span)
+                header, body = (bisect_left(offsets, at, hi=prompt, key=itemgetter(0)) for at in span)
                 if not positions or header >= positions[-1]:
-                    positions += [header, said]
+                    positions += [header, body]
         begins = item.ids[0] == self.tokenizer.bos_token_id
         return [int(begins), *positions] if begins or positions else ()
 

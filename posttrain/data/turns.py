@@ -179,11 +179,11 @@ def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | Non
     if fields:
         thinking = str(message[next(iter(fields))])
     else:
-        thinking, closed, said = (message.get("content") or "").partition("</think>")
+        thinking, closed, reply = (message.get("content") or "").partition("</think>")
         before, opened, thinking = thinking.partition("<think>")
         if not (opened and closed and thinking.strip()):
             return None
-        fields = {"content": before + opened + mark + closed + said}
+        fields = {"content": before + opened + mark + closed + reply}
     return None if thinking.strip() in text else {**message, **fields}
 
 
@@ -223,9 +223,9 @@ def _in_order(messages: Sequence[Message], text: str) -> bool:
     for message in messages:
         if message.get("tool_calls"):
             return False
-        said = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking is omitted by design
-        apart = "instruction" in message and said.strip() not in text  # the two fields of an Alpaca row
-        for piece in [message["instruction"], message.get("input") or ""] if apart else [said]:
+        reply = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking is omitted by design
+        apart = "instruction" in message and reply.strip() not in text  # the two fields of an Alpaca row
+        for piece in [message["instruction"], message.get("input") or ""] if apart else [reply]:
             start = text.find(piece.strip(), end)
             if start < 0:
                 return False

@@ -1,8 +1,8 @@
 """The memory of activations, by simulation: forward and backward of a few layers on fake tensors.
 
 A model of a few layers runs in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and
-checkpointing: its first one, one of every type, its last one, of which only some rows may be computed. The saved bytes
-are counted, and each further layer is assumed to save as much as the one of its type.
+checkpointing: the first layer, one of every type, and the last, which may be computed for some rows only. The saved
+bytes are counted, and each further layer is assumed to save as much as the simulated layer of its type.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def activations(
 
 
 class _OneKernel(PackedMask):
-    """Attention as on a GPU: one kernel takes the complete pack and saves no attention weights, so that the mask does
-    not matter for memory."""
+    """Attention as on a GPU: one kernel takes the complete pack and saves no attention weights, so the mask does not
+    matter for memory."""
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
         return []
@@ -127,8 +127,10 @@ def _simulate(
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the shape of torch's function, whose own rule for simulated tensors takes bfloat16 alone. a
-    (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients."""
+    """An empty tensor of the shape of torch's result; torch's own rule for simulated tensors takes bfloat16 only.
+
+    a (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients.
+    """
     return a.new_empty((len(offsets), a.shape[0], b.shape[1]) if b.ndim == 2 else (a.shape[0], b.shape[2]))
 
 

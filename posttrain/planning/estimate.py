@@ -55,7 +55,7 @@ class Estimate:
     """Bytes by part and at the peak. `host` is CPU memory used with a GPU; `allocator` is fragmentation of the heap.
 
     `resting` is used all the time, `updating` only during an update. `updating` may be less than its parts: gradients
-    are allocated while activations are freed, so that with one pack per step they are never complete at the same time.
+    are allocated while activations are freed, so with one pack per step the two are never complete at the same time.
     `engine` is the memory of generation besides the weights. With `keeps_engine` it is kept during updates; otherwise,
     as on a CPU, it is released before them.
     """

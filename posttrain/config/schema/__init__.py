@@ -1,1 +1,1 @@
-"""What settings are: every setting with its type, default and description."""
+"""Every setting with its type, default and description."""

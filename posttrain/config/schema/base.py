@@ -178,7 +178,7 @@ class MethodSettings(Settings):
 
     @property
     def prompts_teacher(self) -> bool:
-        """Whether its teacher has prompts of its own."""
+        """Whether its teacher has its own prompts."""
         return getattr(self, "teacher_system_prompt", None) is not None
 
     @property
