@@ -68,8 +68,8 @@ MODELS = frozenset({"ref_model", "teacher"})  # settings that name a model to co
 
 
 class MethodSettings(Settings):
-    """Settings of a method, and its facts: class variables and properties that shared code reads. What is computed for
-    it is in its recipe (posttrain/recipes/)."""
+    """Settings of a method, and its facts: class variables and properties that shared code reads. Its computation is in
+    its recipe (posttrain/recipes/)."""
 
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
