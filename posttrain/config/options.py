@@ -22,11 +22,13 @@ VARIABLES = "--chat-template-kwargs"
 Group = TypeVar("Group", bound=Settings)
 
 
-def from_flags(group: type[Group], options: Any = None, **given: Any) -> Group:
+def from_flags(group: type[Group], options: Any = None, **further: Any) -> Group:
     """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value. `options` may have
     further fields; those that are None are not given."""
     fields = {} if options is None else values_of(options)
-    values = {name: value for name, value in fields.items() if name in group.model_fields and value is not None} | given
+    values = {
+        name: value for name, value in fields.items() if name in group.model_fields and value is not None
+    } | further
     try:
         return group(**values)
     except ValidationError as error:
@@ -130,16 +132,16 @@ class EvalOptions:
     def of_suites(self) -> dict[str, Any]:
         """The settings of suites that are given."""
         names = ("template", "chat_template_kwargs", "prompt", "system_prompt", "rule", "stop")
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value not in (None, {}, ())}
+        settings = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in settings.items() if value not in (None, {}, ())}
 
     @property
     def swept(self) -> list[dict[str, float]]:
         """Every combination of the given temperatures and top_p; one without names if neither is given."""
-        given = {"temperature": self.temperature, "top_p": self.top_p}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p}
         named = {
             name: values if isinstance(values, Sequence) else (values,)
-            for name, values in given.items()
+            for name, values in sampling.items()
             if values is not None and values not in ((), [])
         }
         return [dict(zip(named, values, strict=True)) for values in itertools.product(*named.values())]

@@ -50,57 +50,57 @@ def prompts_of(
     """
     reader = Reader(data, tokenizer, Prompts(), behavior_version=behavior_version)
     layout = reader.layout_of_rows(records, name)
-    found: dict[int, Prompt | Malformed] = {}
+    results: dict[int, Prompt | Malformed] = {}
     rows, kept = [], []
     for record in records:
         try:
             rows.append(reader.row(record, layout))
             kept.append(record)
         except RowError as error:
-            found[record.row] = malformed_of(record, error)
+            results[record.row] = malformed_of(record, error)
     with reader.tokeniser(layout) as tokeniser:
         for record, row, item in zip(kept, rows, tokeniser.prompts(rows), strict=True):
             if isinstance(item, RowError):
-                found[record.row] = malformed_of(record, item)
+                results[record.row] = malformed_of(record, item)
             elif not len(item[1]):
-                found[record.row] = malformed_of(record, "the prompt has no tokens")
+                results[record.row] = malformed_of(record, "the prompt has no tokens")
             else:
                 facts = json.loads(facts_of(record, row, reader.template.turns))
-                found[record.row] = Prompt(record.row, item[0], list(item[1]), facts)
-    return [found[record.row] for record in records]
+                results[record.row] = Prompt(record.row, item[0], list(item[1]), facts)
+    return [results[record.row] for record in records]
 
 
 def stop_faults(
     tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], stop: Sequence[str], turns: bool
 ) -> list[str]:
     """Stop tokens that end nothing. With `turns` a chat template is used, whose end of turn must be one of them."""
-    found = []
+    faults = []
     text = tokenizer.eos_token
     if text is not None and text not in tokenizer.get_vocab():
-        found.append(
+        faults.append(
             f"The tokenizer's stop token {text!r} is not in its vocabulary, so no completion ends with it: add it "
             "there, or set eos_token in tokenizer_config.json to the token that the model writes."
         )
     for id in stop_token_ids:
         if id >= len(tokenizer):
-            found.append(
+            faults.append(
                 f"The stop token {id:,} of generation_config.json is not in the tokenizer's vocabulary of "
                 f"{len(tokenizer):,}: correct eos_token_id there."
             )
     if not stop_token_ids and not stop:
-        found.append(
+        faults.append(
             "There is no stop token, neither in the tokenizer nor in generation_config.json, so every completion runs "
             "to the limit: set eos_token_id in generation_config.json, or texts to stop at (rollout.stop, --stop)."
         )
     end = end_of_turn(tokenizer) if turns else None
     if end is not None and end[0] not in stop_token_ids and end[1] not in stop:
         known = ", ".join(repr(tokenizer.convert_ids_to_tokens(id)) for id in stop_token_ids if id < len(tokenizer))
-        found.append(
+        faults.append(
             f"The chat template ends a turn with {end[1]!r}, which is not a stop token ({known or 'there is none'}): "
             f"completions continue after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or stop "
             "at its text (rollout.stop, --stop)."
         )
-    return found
+    return faults
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
@@ -143,21 +143,21 @@ def completion_faults(
                 if split[0] != split[1]:
                     odd.setdefault(tag, []).append((" ".join(map(repr, split[0])), " ".join(map(repr, split[1]))))
                     break
-    found = []
+    faults = []
     if borders and len(borders) >= MANY * len(sampled):
-        found.append(
+        faults.append(
             f"{len(borders)} of {len(sampled)} prompts end in other tokens once their completion follows: "
             f"{borders[0][0]} becomes {borders[0][1]}. Let the prompt end where a token does, such as after a line "
             "break or a tag that is one token."
         )
     for tag, cases in odd.items():
         if len(cases) >= MANY * len(sampled):
-            found.append(
+            faults.append(
                 f"{len(cases)} of {len(sampled)} completions write {tag!r} as {cases[0][0]}, and it is tokenised "
                 f"as {cases[0][1]}: training on such texts teaches other tokens than are sampled. Choose tags that are "
                 "split in one way (data.tags), best of one token each."
             )
-    return found
+    return faults
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -170,9 +170,9 @@ def _shown(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _around(parts: Sequence[tuple[int, str]], start: int, end: int) -> list[str]:
     """The pieces that the characters from `start` to `end` lie in."""
-    found, position = [], 0
+    inside, position = [], 0
     for _, piece in parts:
         if position < end and position + len(piece) > start:
-            found.append(piece)
+            inside.append(piece)
         position += len(piece)
-    return found
+    return inside

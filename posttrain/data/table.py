@@ -116,10 +116,10 @@ class Table:
 
     def trained(self, row: int, stop: int) -> Array:
         """Which of the first `stop` tokens of a sequence are trained."""
-        found = np.zeros(stop, bool)
+        mask = np.zeros(stop, bool)
         for begin, end in self.lists["spans"][row].reshape(-1, 2):
-            found[begin:end] = True
-        return found
+            mask[begin:end] = True
+        return mask
 
     def cut(self, prompt: Array, reply: Array, limits: Limits, heads_name: str = "heads") -> tuple[Array, Array, Array]:
         """Truncate prompts of this many tokens. Returns where each is read from, the heads that it keeps, and the

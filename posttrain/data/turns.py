@@ -205,16 +205,16 @@ def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
         before = talk[:-1] or [question]
         jobs += [RenderRequest(whole), RenderRequest(before, generate=True), RenderRequest(before)]
     done = iter(renderer.render(jobs))
-    found: set[str] = set()
+    candidates: set[str] = set()
     for talk in talks:
         whole, opened, before = islice(done, 3)
         opening = _opening(opened, before)
-        found.add(opening)
+        candidates.add(opening)
         earlier = opened.text.removesuffix(opening).rpartition(str(number))[2] if len(talk) > 1 else begin
         start = whole.text.partition(mark)[0].rpartition(str(number))[2]
         if mark in whole.text and start.startswith(earlier):
-            found.add(start[len(earlier) :])
-    return tuple(sorted((header for header in found if header.strip()), key=len, reverse=True))
+            candidates.add(start[len(earlier) :])
+    return tuple(sorted((header for header in candidates if header.strip()), key=len, reverse=True))
 
 
 def _in_order(messages: Sequence[Message], text: str) -> bool:
@@ -253,10 +253,10 @@ def _called_otherwise(call: Any, mark: str) -> Any:
         return call
     if isinstance(call.get("function"), dict):
         return {**call, "function": _called_otherwise(call["function"], mark)}
-    given = call.get("arguments")
-    if isinstance(given, str):
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
         return {**call, "arguments": f'{{"{mark}": "{mark}"}}'}
-    return {**call, "arguments": {mark: mark}} if isinstance(given, dict) else call
+    return {**call, "arguments": {mark: mark}} if isinstance(arguments, dict) else call
 
 
 def common_prefix(left: Sequence, right: Sequence) -> int:

@@ -84,8 +84,8 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         meant = did_you_mean(whole, kinds) if isinstance(whole, str) else f"it must be one of {', '.join(kinds)}"
         yield path, f"is {show(whole)}; {meant}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
-        given = whole.get("type")
-        yield (*path, "type"), "is missing" if given is None else f"is {show(given)}; {did_you_mean(given, kinds)}"
+        value = whole.get("type")
+        yield (*path, "type"), "is missing" if value is None else f"is {show(value)}; {did_you_mean(value, kinds)}"
     else:
         yield path, wrong_value(problem["input"], annotation)
 
@@ -150,20 +150,20 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     return f"{start}; {prefix.rstrip('.') or 'a configuration'} has {', '.join(here)}"
 
 
-def did_you_mean(given: Any, words: Iterable[str]) -> str:
+def did_you_mean(value: Any, words: Iterable[str]) -> str:
     """The nearest word, if one is near, and all words."""
     words = list(words)
-    near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.6)
+    near = get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{meant}it is one of {', '.join(words)}"
 
 
-def wrong_value(given: Any, annotation: Any) -> str:
+def wrong_value(value: Any, annotation: Any) -> str:
     """The message about a value that its setting does not take: the value and what is expected."""
     words = choices(annotation)
-    if words and isinstance(given, str):
-        return f"is {show(given)}; {did_you_mean(given, words)}"
-    return f"is {show(given)}; it must be {expected(annotation)}"
+    if words and isinstance(value, str):
+        return f"is {show(value)}; {did_you_mean(value, words)}"
+    return f"is {show(value)}; it must be {expected(annotation)}"
 
 
 def show(value: Any) -> str:

@@ -49,25 +49,25 @@ def all_settings() -> list[Setting]:
     default and description, and again for others."""
     kinds = Literal[*METHOD_NAMES]
     kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for setting in _settings(RunConfig, ""):
         if setting.path == kind.path:
-            found[kind.path] = kind
+            settings[kind.path] = kind
             continue
         key = repr((setting.path, setting.annotation, setting.default, setting.description))
-        old = found.get(key)
-        found[key] = setting if old is None else replace(old, methods=old.methods + setting.methods)
-    return list(found.values())
+        old = settings.get(key)
+        settings[key] = setting if old is None else replace(old, methods=old.methods + setting.methods)
+    return list(settings.values())
 
 
 def known_paths() -> dict[str, list[str]]:
     """Last name of a setting -> the dotted paths that end in it."""
-    found: dict[str, list[str]] = {}
+    paths_of: dict[str, list[str]] = {}
     for setting in all_settings():
-        paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
+        paths = paths_of.setdefault(setting.path.rsplit(".", 1)[-1], [])
         if setting.path not in paths:
             paths.append(setting.path)
-    return found
+    return paths_of
 
 
 def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:

@@ -276,10 +276,10 @@ def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
             raise ConfigError(f"{where}: extends takes a file or preset, or a list of them")
         try:
             beside = path.parent / path_of(name)
-            found = beside if beside.is_file() else find(name) if preset_path(name) else find(beside)
+            extended = beside if beside.is_file() else find(name) if preset_path(name) else find(beside)
         except ConfigError as error:
             raise ConfigError(f"{where}: extends: {error}") from error
-        yield from _chain(found, (*seen, path.resolve()))
+        yield from _chain(extended, (*seen, path.resolve()))
     yield tree
 
 

@@ -137,11 +137,11 @@ def held_out_together(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 def _held_out(config: RunConfig) -> HeldOutRows | None:
     """The rows of the training data that validate the stage."""
-    data, given = config.data, config.data.validation
-    if given is None or not data.holds_out:
+    data, validation = config.data, config.data.validation
+    if validation is None or not data.holds_out:
         return None
     rows = {name: getattr(data, name) for name in ("source", "split", "max_rows", "skip_rows")}
-    return HeldOutRows(**rows, ratio=given.ratio, rows=given.rows, seed=config.seed)
+    return HeldOutRows(**rows, ratio=validation.ratio, rows=validation.rows, seed=config.seed)
 
 
 def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig:

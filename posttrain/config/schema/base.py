@@ -22,11 +22,11 @@ class Problems:
     """Collects the conflicts within a group of settings, to report all of them at once."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, str]] = []
+        self.conflicts: list[tuple[str, str]] = []
 
     def add(self, path: str, message: str) -> None:
         """Add a message about the field at `path` (dotted, relative to the group)."""
-        self.found.append((path, message))
+        self.conflicts.append((path, message))
 
 
 class Settings(BaseModel):
@@ -41,8 +41,8 @@ class Settings(BaseModel):
     def _has_no_conflicts(self) -> Self:
         problems = Problems()
         self.check(problems)
-        if problems.found:
-            raise SettingsConflict(problems.found)
+        if problems.conflicts:
+            raise SettingsConflict(problems.conflicts)
         return self
 
     def is_default(self, name: str) -> bool:

@@ -51,10 +51,10 @@ class ValidationConfig(Settings):
     max_rows: Positive | None = Field(default=None, description="Number of rows of `source` to use, from the start.")
 
     def check(self, problems: Problems) -> None:
-        given = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
-        if len(given) != 1:
+        named = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
+        if len(named) != 1:
             problems.add(
-                given[-1] if given else "", f"needs one of ratio, rows and source, not {' and '.join(given) or 'none'}"
+                named[-1] if named else "", f"needs one of ratio, rows and source, not {' and '.join(named) or 'none'}"
             )
         if self.source is None and (self.max_rows is not None or self.split != "test"):
             problems.add("split" if self.split != "test" else "max_rows", "is read with source only")
