@@ -258,7 +258,9 @@ class Trials:
         try:
             for _ in range(1 if self.peaks else 2):  # the first step allocates the optimizer's moments
                 self._step.take(packs)
-            peak = self._peak()
+            # on a GPU all memory that torch has reserved, which must fit too
+            on_gpu = self.device.type == "cuda"
+            peak = torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -272,11 +274,6 @@ class Trials:
         self.console.print(f"tokens_per_pack {size:,}: {peak / GIB:.2f} GiB at the peak")
         self.peaks[size] = peak
         return True
-
-    def _peak(self) -> int:
-        """The measured peak; on a GPU including all memory reserved by torch, which must fit too."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
 
     def _with_engine(self, peak: int, size: int) -> int:
         """The peak including the estimated memory of generation, during or before the update."""
