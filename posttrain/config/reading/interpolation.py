@@ -92,7 +92,7 @@ class _Interpolation:
             if isinstance(node, str):
                 node = self.resolved(at, node)
             try:
-                index = int(key) if isinstance(node, list) else key
+                index: Any = int(key) if isinstance(node, list) else key
                 node, at = node[index], (*at, index)
             except (KeyError, IndexError, TypeError, ValueError):
                 raise self.wrong(path, text, f"there is no setting {name.strip() or 'without a name'}") from None

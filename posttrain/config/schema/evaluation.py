@@ -139,9 +139,8 @@ class EvaluationConfig(Settings):
         names = {dataset.name for dataset in self.datasets}
         if len(names) != len(self.datasets):
             problems.add("datasets", "have a name twice; metrics would overwrite each other")
-        for path, settings in {"": self} | {
-            f"datasets.{i}.": dataset for i, dataset in enumerate(self.datasets)
-        }.items():
+        sets = [("", self), *((f"datasets.{index}.", dataset) for index, dataset in enumerate(self.datasets))]
+        for path, settings in sets:
             if settings.with_replacement and (settings.num_batches or self.num_batches) is None:
                 problems.add(f"{path}with_replacement", "is true, but num_batches is null: how many rows to sample?")
 
