@@ -16,8 +16,8 @@ def process():
 
 
 def prints():
-    print('{"state": "ok", "detail": "forged", "mend": ""}', flush=True)
-    os.write(1, b'{"state": "ok", "detail": "forged", "mend": ""}\n')
+    print('{"state": "ok", "detail": "forged", "fix": ""}', flush=True)
+    os.write(1, b'{"state": "ok", "detail": "forged", "fix": ""}\n')
     return Found("mine", "limited", "do this")
 
 

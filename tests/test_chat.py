@@ -15,13 +15,11 @@ from test_serve import serving
 
 from posttrain.base.errors import DataError, EngineError
 from posttrain.cli import main
-from posttrain.cli.chat import _answer
+from posttrain.cli.serve import _answer
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.data import prepare
 from posttrain.models.load import load_tokenizer
-from posttrain.serving.client import Client
-from posttrain.serving.process import ModelServer, ModelServers
-from posttrain.serving.talk import Talk
+from posttrain.serving.client import Client, ModelServer, ModelServers, Talk
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +124,7 @@ def test_the_command_starts_and_ends_a_server(stories, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_server_ends_with_its_parent(stories):
     code = (
-        "import sys, time\nfrom posttrain.serving.process import ModelServer\n"
+        "import sys, time\nfrom posttrain.serving.client import ModelServer\n"
         "server = ModelServer(sys.argv[1])\nprint(server._process.pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(stories)], stdout=subprocess.PIPE, text=True) as parent:

@@ -13,7 +13,7 @@ from settings_reference import REWARDS, with_reference
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.cli import main
-from posttrain.cli.errors import guarded
+from posttrain.cli.command import guarded
 from posttrain.cli.flags import plain, short_names
 from posttrain.cli.train import saved_config
 from posttrain.config import EvaluationDataset, SourceConfig, dump, load, preset_names

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import load_tokens, main
-from posttrain.cli.errors import guarded
+from posttrain.cli.command import guarded
 
 
 @pytest.fixture(autouse=True)

@@ -321,7 +321,7 @@ def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, ca
     assert main(["compare", "evaluations/model", "evaluations/stories260K", "--suite", "gsm8k"]) == 1
     assert "no scored suite that two of these have in common" in capsys.readouterr().err
     for arguments, message in (
-        ([*models, "--max-rows", "3"], "--max-rows is about the evaluation of models"),
+        ([*models, "--max-rows", "3"], "--max-rows applies to the evaluation of models"),
         ([*models, "--suite", "gsm9k"], "did you mean gsm8k"),
         ([f"{models[0]}@3", models[1], "--suite", "few.yaml"], "to evaluate a checkpoint, give its folder"),
         ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in one folder"),

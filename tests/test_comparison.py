@@ -11,7 +11,7 @@ from test_online import EXACT
 
 from posttrain.cli import main
 from posttrain.evaluation.comparing.sources import read_validation
-from posttrain.runner.methods import ComparedRun, read_finished, shared_prompts
+from posttrain.runner.comparison import ComparedRun, read_finished, shared_prompts
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
 

@@ -11,12 +11,12 @@ import pytest
 
 from posttrain.base.errors import ConfigError
 from posttrain.cli import main
-from posttrain.doctor import all_checks, checks, chosen, compute, examine, libraries, machine, services
+from posttrain.doctor import all_checks, checks, chosen, examine, libraries, machine, services
 from posttrain.doctor.checks import Broken, Check
 
 
 def check(function: str, lane: str = "a", **facts) -> Check:
-    return Check(function, f"doctor_checks:{function}", lane, **{"mend": "reinstall it"} | facts)
+    return Check(function, f"doctor_checks:{function}", lane, **{"fix": "reinstall it"} | facts)
 
 
 def is_running(pid: int) -> bool:
@@ -38,11 +38,11 @@ def test_a_crash_and_a_hang_are_findings_and_end_no_other_check():
     assert states == dict.fromkeys(states, "broken") | {
         "fine": "ok", "prints": "limited", "process": "ok", "again": "ok"
     }  # fmt: skip
-    assert (found["prints"].detail, found["prints"].mend) == ("mine", "do this"), "what is printed is no reply"
+    assert (found["prints"].detail, found["prints"].fix) == ("mine", "do this"), "what is printed is no reply"
     assert found["segfault"].detail.startswith("the process was ended by SIGSEGV (ctypes/__init__.py line ")
     assert found["leave"].detail == "the process ended with status 3: the disk is on fire"
     assert found["fail"].detail.startswith("KeyError: 'no such thing' (doctor_checks.py line ")
-    assert found["fail"].mend == "reinstall it" and found["broken"].mend == "turn it on"
+    assert found["fail"].fix == "reinstall it" and found["broken"].fix == "turn it on"
     assert found["hang"].detail == "no answer within 0.5 s" and found["hang"].seconds < 3
     assert found["process"].detail == found["again"].detail, "one process per lane while it lives"
     assert "no_such_check" in found["no_such_check"].detail
@@ -65,7 +65,7 @@ def test_lanes_run_side_by_side_and_leaving_ends_their_processes():
 
 @pytest.mark.parametrize(("required", "status"), [(True, 1), (False, 0)])
 def test_only_what_is_required_decides_the_exit_status(required, status, monkeypatch, capsys):
-    command = import_module("posttrain.cli.doctor")
+    command = import_module("posttrain.doctor")
     monkeypatch.setattr(command, "all_checks", lambda output_dir: [check("broken", required=required), check("fine")])
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == status
@@ -131,14 +131,14 @@ def test_the_whole_doctor(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "detail", "mend"),
+    ("version", "detail", "fix"),
     [
         ("4.57.1", "4.57.1, needs transformers<6,>=5.17", "pip install 'transformers<6,>=5.17'"),
         ("6.0.0", "6.0.0, needs transformers<6,>=5.17", "pip install 'transformers<6,>=5.17'"),
         (None, "not installed", "pip install 'transformers<6,>=5.17'"),
     ],
 )
-def test_versions_outside_the_range(version, detail, mend, monkeypatch):
+def test_versions_outside_the_range(version, detail, fix, monkeypatch):
     def known(package):
         if version is None:
             raise metadata.PackageNotFoundError(package)
@@ -147,12 +147,12 @@ def test_versions_outside_the_range(version, detail, mend, monkeypatch):
     monkeypatch.setattr(metadata, "version", known)
     with pytest.raises(Broken) as error:
         libraries.transformers()
-    assert (str(error.value), error.value.mend) == (detail, mend)
+    assert (str(error.value), error.value.fix) == (detail, fix)
 
 
 def test_an_optional_package_that_is_not_there():
     found = checks.absent("vllm", "no_such_module", "rollout.engine: vllm", "vllm")
-    assert found is not None and found.state == "absent" and found.mend == "pip install 'posttrain[vllm]'"
+    assert found is not None and found.state == "absent" and found.fix == "pip install 'posttrain[vllm]'"
 
 
 def test_faults_of_a_disk(tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.tempfile, "TemporaryDirectory", refuse)
     with pytest.raises(Broken, match=r"cannot write in .*: Permission denied") as error:
         machine.run_folder(str(tmp_path))
-    assert "chmod u+w" in error.value.mend
+    assert "chmod u+w" in error.value.fix
 
 
 def test_a_container_share_of_the_cores(tmp_path, monkeypatch):
@@ -199,9 +199,9 @@ def test_a_container_share_of_the_cores(tmp_path, monkeypatch):
         (tmp_path / "cpu.max").write_text(text)
         monkeypatch.setattr(machine, "QUOTAS", ((str(tmp_path / "cpu.max"),),))
         assert machine.usable_cores() == count
-    monkeypatch.setattr(compute, "usable_cores", lambda: 64)
-    found = compute.torch_works()
-    assert found.state == "limited" and found.mend == "export OMP_NUM_THREADS=64"
+    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
+    found = machine.torch_works()
+    assert found.state == "limited" and found.fix == "export OMP_NUM_THREADS=64"
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32", "sunos5"])
@@ -212,15 +212,15 @@ def test_what_a_platform_lacks_is_reported_and_does_not_fail(system):
 def test_a_wrong_product_and_a_backward_that_varies_are_seen(monkeypatch):
     import torch
 
-    monkeypatch.setattr(compute, "WIDTH", 64)
+    monkeypatch.setattr(machine, "WIDTH", 64)
     real = torch.randn
     with monkeypatch.context() as patch:
         patch.setattr(torch, "equal", lambda first, second: False)
         with pytest.raises(Broken, match="the same backward twice gives different gradients"):
-            compute.torch_works()
+            machine.torch_works()
     monkeypatch.setattr(torch, "randn", lambda *sizes, **named: real(*sizes, **named) * float("nan"))
     with pytest.raises(Broken, match="a matrix product is wrong"):
-        compute.torch_works()
+        machine.torch_works()
 
 
 def test_no_token_is_shown(monkeypatch, capsys):
@@ -228,7 +228,7 @@ def test_no_token_is_shown(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", token)
     found = services.hub_token()
     assert found.state == "ok" and found.detail == "from HF_TOKEN; not checked, the hub is offline"
-    command = import_module("posttrain.cli.doctor")
+    command = import_module("posttrain.doctor")
     leak = Check("leak", "doctor_checks:fine", "a", arguments=(f"Bearer {token}",))
     monkeypatch.setattr(command, "all_checks", lambda output_dir: [leak])
     for arguments in (["doctor"], ["doctor", "--json"]):

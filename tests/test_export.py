@@ -26,14 +26,13 @@ from posttrain.config import DataConfig, DevicesConfig, ModelConfig, load
 from posttrain.config.options import ExportOptions
 from posttrain.data.templates import choose_template
 from posttrain.evaluation.records import FORMAT
+from posttrain.export import contents, merging, serving, targets
 from posttrain.export import export as exporting
-from posttrain.export import hub, merging, serving, unchanged
-from posttrain.export.card import Facts, Written, card, license_of, public
+from posttrain.export.card import Facts, WrittenModel, card, license_of, public
 from posttrain.export.export import export
-from posttrain.export.serving import Served
+from posttrain.export.serving import EngineFacts, InexpressibleError, turns_of
 from posttrain.export.serving import go_template as write_go
 from posttrain.export.source import Source
-from posttrain.export.turns import InexpressibleError, turns_of
 from posttrain.runs.inputs import content_of
 
 CPU = DevicesConfig(type="cpu")
@@ -211,7 +210,7 @@ def test_nothing_is_overwritten_without_the_flag_and_nothing_foreign_with_it(scr
     assert not (out / "old").exists() and (out / "model.safetensors").is_file()
     mine.mkdir()
     (mine / "thesis.txt").touch()
-    with pytest.raises(RunError, match=r"has no export.json, so it is not ours and is not touched"):
+    with pytest.raises(RunError, match=r"has no export.json, so it is not replaced"):
         asked(scratch_model, mine, overwrite=True)
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
 
@@ -259,7 +258,7 @@ def test_a_missing_base_and_a_damaged_checkpoint_are_named(adapters, run, tmp_pa
 
 
 def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(unchanged, "origin", lambda model: "me/base")
+    monkeypatch.setattr(contents, "origin", lambda model: "me/base")
     folder = asked(adapters["policy"], tmp_path / "out", merge=False)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert "library_name: peft" in (folder / "README.md").read_text()
@@ -328,7 +327,7 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
 
 def test_the_card_of_a_checkpoint_has_its_own_step_and_no_results_of_the_end(run):
     """And that of a model without a run says nothing about training."""
-    written = Written("float32", "", (), True)
+    written = WrittenModel("float32", "", (), True)
     facts = Facts("x", "x", True, written, ())
     middle, end = (card(exporting.find_source(str(run / name)), facts) for name in ("checkpoint-1", "final"))
     assert "| steps | 1 of 2 |" in middle and "| steps | 2 |" in end
@@ -346,7 +345,7 @@ def test_evaluations_of_these_weights_are_on_the_card(run, tmp_path, caplog):
     assert [list(found["suites"]) for found in exporting.own_evaluations(source)] == [["svamp"]]
     write_summary(here / "evaluation/final", "svamp", "sha256 of others")
     assert list(exporting.own_evaluations(source)) == []
-    assert "evaluation/final is of other weights: the model card goes without it" in caplog.text
+    assert "evaluation/final is of other weights: it is left out of the model card" in caplog.text
 
 
 def test_paths_are_only_names():
@@ -515,13 +514,13 @@ def test_sampling_is_that_of_the_model(own, sampled, scratch_model, tmp_path):
     assert all(f"PARAMETER {names.get(name, name)} {value:g}" in lines for name, value in own.items())
 
 
-def served(tokenizer, **how) -> Served:
+def served(tokenizer, **how) -> EngineFacts:
     facts = {
         "name": "m", "dtype": "bfloat16", "tokenizer": tokenizer, "positions": 40960, "stop_token_ids": (2,),
         "stop": (), "sampling": dict(serving.PLAIN), "sampling_from": "", "chat": True, "system_prompt": None,
         "reward": False,
     }  # fmt: skip
-    return Served(**facts | how)
+    return EngineFacts(**facts | how)
 
 
 def test_stop_tokens_and_the_begin_token(shared):
@@ -540,7 +539,9 @@ def test_stop_tokens_and_the_begin_token(shared):
     base = serving.modelfile(served(tokenizer, chat=False))
     assert 'TEMPLATE "{{ .Prompt }}"' in base and "num_ctx 8192" in base
     for script in (serving.llama_cpp, serving.vllm):
-        assert "# Trained without a chat template: ask /v1/completions" in script(served(tokenizer, chat=False))
+        assert "# Trained without a chat template: send prompts as in training to /v1/completions" in script(
+            served(tokenizer, chat=False)
+        )
     assert 'stop "END"' in serving.modelfile(served(tokenizer, stop=("END",)))
 
 
@@ -574,7 +575,7 @@ def there(monkeypatch, tmp_path):
 
 
 def push(folder, overwrite=False, private=False) -> str:
-    return hub.push(folder, "me/x", hub.check_target("me/x"), private, overwrite, "from posttrain")
+    return targets.push(folder, "me/x", targets.token_for("me/x"), private, overwrite, "from posttrain")
 
 
 def test_an_upload_is_one_commit_with_every_byte(there, scratch_model, tmp_path, capsys, monkeypatch):

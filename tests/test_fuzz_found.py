@@ -28,7 +28,7 @@ from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary, read_run, summaries_below
-from posttrain.serving import guard
+from posttrain.serving import listening
 from posttrain.ui.guard import Guard
 
 LONG = "x" * 300
@@ -239,7 +239,7 @@ def test_a_length_of_thousands_of_digits():
     async def send(message) -> None:
         sent.append(message)
 
-    asyncio.run(guard.Guard(inner)(scope, None, send))
+    asyncio.run(listening.Guard(inner)(scope, None, send))
     assert sent[0]["status"] == 413
 
 

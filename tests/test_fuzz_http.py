@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.serving import guard
+from posttrain.serving import listening
 from posttrain.serving.app import make_app
 from posttrain.serving.host import Host, Served
 from posttrain.ui.guard import COOKIE
@@ -194,7 +194,7 @@ JSON_TYPE = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1:8000"
 @fuzzed(50, 1500, body=bodies())
 def test_any_body_has_a_valid_answer_or_an_error(served, body):
     path, content = body
-    check(path, served(lambda app: ask(guard.Guard(app), "POST", path, JSON_TYPE, content)))
+    check(path, served(lambda app: ask(listening.Guard(app), "POST", path, JSON_TYPE, content)))
 
 
 PATHS = st.sampled_from([*BODIES, "/health", "/v1/models", "/v1/models/stories", "/v1/models/a/b", "/", "/docs", "//"])
@@ -228,7 +228,7 @@ HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=5).map(
         key=st.sampled_from([None, KEY]), content=st.sampled_from([b"", b"{}", b"null"]))  # fmt: skip
 def test_any_path_method_and_headers_are_answered(served, path, method, headers, usual, key, content):
     headers = [*(JSON_TYPE if usual else []), *headers]
-    answer = served(lambda app: ask(guard.Guard(app, key), method, path, headers, content))
+    answer = served(lambda app: ask(listening.Guard(app, key), method, path, headers, content))
     assert answer.status < 500, answer.body
     if answer.status >= 400:
         assert is_error(answer) or method == "HEAD"
@@ -263,7 +263,7 @@ def test_nobody_gets_past_the_guard_of_the_pages(path, query, headers, local, to
     if answer.status == 200:
         cookies, hosts = ([v.decode("latin-1") for n, v in headers if n == name] for name in (b"cookie", b"host"))
         assert token is None or any(TOKEN in cookie for cookie in cookies)
-        assert not local or guard.is_loopback(guard.host_name(hosts[0]))
+        assert not local or listening.is_loopback(listening.host_name(hosts[0]))
     if answer.status == 303:
         to = urlsplit(answer.headers["location"])
         assert not to.netloc and not to.scheme and not to.path.startswith(("//", "/\\")), "it stays on this site"

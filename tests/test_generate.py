@@ -84,7 +84,7 @@ def test_generate(shared, tmp_path, capsys, engine):
 @pytest.mark.parametrize("version", [None, 1, 2])
 def test_the_prompts_of_a_runs_model_are_those_of_its_version(shared, tmp_path, monkeypatch, version):
     """Version 1, also that of a run without the record, writes a second begin token before a text that has one."""
-    from posttrain.export import prompts as exported
+    from posttrain.export import rows as exported
     from posttrain.inspection import rows, sample
 
     run = tmp_path / "run"

@@ -34,6 +34,7 @@ from posttrain.export.export import export
 from posttrain.export.gate import (
     LIMITS,
     Check,
+    cells,
     check_divergence,
     check_margins,
     check_weights,
@@ -42,9 +43,8 @@ from posttrain.export.gate import (
     margins_of,
     verdict,
 )
-from posttrain.export.gate_data import Found, Rows, completions_for
-from posttrain.export.gate_table import cells
 from posttrain.export.quantize import quantize
+from posttrain.export.rows import GateRows, RowOptions, completions_for
 from posttrain.export.source import find_source
 from posttrain.models.load import load_model
 from posttrain.models.quantised import linear_layers, stored_bytes, weight_of
@@ -370,10 +370,10 @@ def test_gates_of_another_format_than_the_runs(stories, tmp_path):
     model, tokenizer = loaded(stories), AutoTokenizer.from_pretrained(stories)
     rollout = RolloutConfig(max_completion_length=2)
 
-    def gate(**row: str) -> Found:
+    def gate(**row: str) -> GateRows:
         (tmp_path / "gate.jsonl").write_text(json.dumps(row))
         source = replace(find_source(str(stories)), config=config)
-        return completions_for(Rows((tmp_path / "gate.jsonl",)), source, model, tokenizer, rollout, DEVICES)
+        return completions_for(RowOptions((tmp_path / "gate.jsonl",)), source, model, tokenizer, rollout, DEVICES)
 
     asked = tokenizer("Once upon a time")["input_ids"]
     for row in ({"prompt": "Once upon a time"}, {"ask": "Once upon a time", "good": " x", "bad": " y"}):
@@ -406,7 +406,7 @@ def test_a_suite_before_and_after(run, shared, capsys):
         (["MODEL", "--to", "int8", "--gate", "absent.jsonl"], "absent.jsonl", 1),
         (["MODEL", "--to", "int8", "--gate", "broken.jsonl"], "broken.jsonl", 1),
         (["MODEL", "--to", "int8", "--data", "x.jsonl"], "--suite", 2),
-        (["MODEL", "--to", "int8", "-o", "mine"], "is not ours and is not touched", 1),
+        (["MODEL", "--to", "int8", "-o", "mine"], "so it is not replaced", 1),
         (["MODEL", "--to", "int8", "--dtype", "float64"], "--dtype", 2),
     ],
 )
@@ -444,7 +444,7 @@ def test_a_fault_in_the_middle_leaves_nothing(stories, tmp_path, monkeypatch, ca
         assert list(tmp_path.glob("models/*.tmp-*/model.safetensors"))
         raise fault
 
-    monkeypatch.setattr(quantising, "check_weights", fail)
+    monkeypatch.setattr("posttrain.export.gate.check_weights", fail)
     command = ["quantize", str(stories), "--to", "int8", "-o", str(tmp_path / "models/made"), "--max-rows", "1"]
     assert main([*command, "--max-completion-length", "2"]) in (1, 130)
     assert message in capsys.readouterr().err and list(tmp_path.glob("models/*")) == []

@@ -44,9 +44,8 @@ from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import CHUNK_ELEMENTS, Scorer
 from posttrain.serving import listening
 from posttrain.serving.app import make_app
-from posttrain.serving.guard import Guard
 from posttrain.serving.host import Host, Served
-from posttrain.serving.listening import bounded_server, listen
+from posttrain.serving.listening import Guard, bounded_server, listen
 from posttrain.serving.texts import Bound, Report, Streamed
 
 CPU = torch.device("cpu")
@@ -573,7 +572,7 @@ def test_what_is_not_taken(url, client, stories, reward_model):
         key = {"Authorization": "Bearer secret"}
         ok = post(f"{other}/reward", json={"prompt": "a", "completion": "b"}, headers=key | {"Host": "elsewhere"})
         assert ok.status_code == 200 and len(ok.json()["rewards"]) == 1
-        assert "completes nothing" in post(f"{other}/v1/completions", json={"prompt": "a"}, headers=key).text
+        assert "generates nothing" in post(f"{other}/v1/completions", json={"prompt": "a"}, headers=key).text
 
 
 def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys):
@@ -605,7 +604,7 @@ def test_only_a_message_of_the_assistant_is_continued(url, route):
     body = {"messages": QUESTION, "continue_final_message": True, "max_tokens": 1}
     body = body if route != "render" else {name: body[name] for name in ("messages", "continue_final_message")}
     answer = httpx.post(f"{url}/v1/{route}", json=body)
-    assert answer.status_code == 400 and "the last is another's" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "needs the assistant's message at the end" in answer.json()["error"]["message"]
     body["messages"] = [*QUESTION, {"role": "assistant", "content": "Once"}]
     assert httpx.post(f"{url}/v1/{route}", json=body).status_code == 200
 

@@ -116,7 +116,7 @@ def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys, monkeypa
         with Run.create(tmp_path / "a", CONFIG, {}):
             logger.info("in a")
             logger.warning("odd \ud800 \x1b[31m text")
-            logging.getLogger("posttrain.base.progress").info("step 1/2")
+            logging.getLogger("posttrain.progress").info("step 1/2")
         with Run.create(tmp_path / "b", CONFIG, {}):
             logger.info("in b")
             logger.debug("too fine")

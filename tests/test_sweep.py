@@ -15,10 +15,19 @@ from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.runner import sweep as trials
-from posttrain.runner.sweep_records import Sweep, Trial, read_sweep
-from posttrain.runner.sweep_show import over_seeds
-from posttrain.runner.sweep_space import Range, names_of, read_space, short_names, split_values
-from posttrain.runner.sweep_stopping import is_hopeless, median_to_beat
+from posttrain.runner.sweep import over_seeds
+from posttrain.runner.trials import (
+    Range,
+    Sweep,
+    Trial,
+    is_hopeless,
+    median_to_beat,
+    names_of,
+    read_space,
+    read_sweep,
+    short_names,
+    split_values,
+)
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import read_metrics
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posttrain.base.threads import CALM, CALM_LOOKS, CONTENDED, CoreMonitor, sharing_cores, waited
+from posttrain.base.threads import CALM, CALM_INTERVALS, CONTENDED, CoreMonitor, sharing_cores, waited
 
 pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's scheduler statistics (/proc/self/task)")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's schedule
 PROGRAM = """
 import json, resource, subprocess, sys, threading, time
 import torch
-from posttrain.base.threads import CALM_LOOKS, CoreMonitor, _libgomp, sharing_cores, team_beside
+from posttrain.base.threads import CALM_INTERVALS, CoreMonitor, _libgomp, sharing_cores, team_beside
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
@@ -30,12 +30,12 @@ numbers = torch.ones(1 << 17)
 work()
 watch = CoreMonitor(_libgomp(), team_beside(2))
 found = {"spinning": min(work() for _ in range(5))}  # beside other work the system takes a core away at times
-watch.look(1.0)
+watch.update(1.0)
 while work() < 1000:  # until the team is there
     pass
 found["sleeping"] = work()
-for _ in range(CALM_LOOKS):
-    watch.look(0.0)
+for _ in range(CALM_INTERVALS):
+    watch.update(0.0)
 found["spinning again"] = min(work() for _ in range(5))
 
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
@@ -73,14 +73,14 @@ def test_when_threads_sleep_and_spin_again(monkeypatch):
 
     monkeypatch.setattr("posttrain.base.threads._Team", Team)
     watch = CoreMonitor(None, 2)
-    watch.look(CONTENDED - 0.01)
+    watch.update(CONTENDED - 0.01)
     assert not watch.contended
-    watch.look(CONTENDED + 0.01)
+    watch.update(CONTENDED + 0.01)
     assert watch.contended
-    for share in (CALM - 0.01,) * (CALM_LOOKS - 1) + (CALM + 0.01,) + (CALM - 0.01,) * (CALM_LOOKS - 1):
-        watch.look(share)
+    for share in (CALM - 0.01,) * (CALM_INTERVALS - 1) + (CALM + 0.01,) + (CALM - 0.01,) * (CALM_INTERVALS - 1):
+        watch.update(share)
         assert watch.contended  # calm for too short a time
-    watch.look(CALM - 0.01)
+    watch.update(CALM - 0.01)
     assert not watch.contended
 
 

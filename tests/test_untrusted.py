@@ -197,11 +197,11 @@ def test_text_of_any_way_into_a_console_is_shown_as_it_is(monkeypatch, capsys):
     assert not UNSAFE.search(out) and out.count(SHOWN) >= 4 and out.count(MARKUP) >= 3
 
 
-SPEAK = ("base/terminal.py", "data/render_worker.py", "engines/vllm/server.py", "doctor/worker.py")
+SPEAK = ("base/terminal.py", "data/render_worker.py", "engines/vllm/server.py")
 
 
 def test_one_place_writes_to_the_terminal():
-    """No module prints or makes a console of rich by itself; three helper processes talk to their parent on stdout."""
+    """No module prints or makes a console of rich by itself; two helper processes talk to their parent on stdout."""
     root = Path(posttrain.__file__).parent
     for path in root.rglob("*.py"):
         name = str(path.relative_to(root))

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 from posttrain.base.errors import EngineError, RunError
 from posttrain.config import DataConfig
 from posttrain.data import prepare
-from posttrain.serving.client import ScoredToken
-from posttrain.serving.talk import together
+from posttrain.serving.client import ScoredToken, together
 from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import cells, token_map, write_vote
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from posttrain.base.system import sync_file, sync_folder
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
-# By `beside`: a process id and six digits. A shorter number or a date is the name of a user's own folder.
+# A name made by `beside` ends with a process id and six digits; a shorter number or a date is a user's.
 MADE_HERE = re.compile(r".+-(?!(19|20)\d{6}$)\d{7,}")
 
 
@@ -38,8 +38,8 @@ def put_file(path: Path, data: str | bytes) -> None:
 def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True) -> None:
     """Make the folder `target` from what `write(temporary_folder)` writes to it.
 
-    An existing `target` is replaced; without `replace` it stays, as when another process was faster. On an
-    exception before that it stays, too, and the temporary folder is removed.
+    An existing `target` is replaced; without `replace` it stays (another process was faster). On an exception it stays,
+    too, and the temporary folder is removed.
     """
     temporary = beside(target, "tmp")
     try:
@@ -85,26 +85,24 @@ def beside(path: Path, kind: str) -> Path:
 def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list[Path]:
     """The leftovers of crashes directly in `folder`, of all targets or of that `name`.
 
-    With `ended`, where users have folders too: those only that `beside` named and whose process has ended, as far as
-    this machine knows.
+    With `ended`, for a folder that also has users' own: only leftovers that `beside` named and whose process has ended,
+    as far as this machine knows.
     """
-    found = [(path, LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [
         path
-        for path, leftover in found
-        if leftover
+        for path in sorted(folder.iterdir())
+        if (leftover := LEFTOVER.fullmatch(path.name))
         and (name is None or leftover["name"] == name)
         and not (ended and (not MADE_HERE.fullmatch(path.name) or _is_written(path.name)))
     ]
 
 
 def _is_written(name: str) -> bool:
-    """Whether the process whose id a leftover's name has is alive."""
+    """Whether the process named by a leftover is alive."""
     from psutil import pid_exists  # rarely needed
 
-    pid = name.rpartition("-")[2][:-6]  # the last digits are random
     try:
-        return pid_exists(int(pid))
+        return pid_exists(int(name.rpartition("-")[2][:-6]))  # the last digits are random
     except (ValueError, OverflowError):
         return False
 
@@ -126,7 +124,7 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
 
 
 def sync_tree(folder: Path) -> None:
-    """Force every file and folder under `folder` (and itself) to the disk."""
+    """Force `folder` and everything under it to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync_file(Path(root) / name)

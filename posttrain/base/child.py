@@ -1,7 +1,7 @@
-"""Child processes of this program: lines in and out with deadlines, last words, and none that outlives it.
+"""Child processes: lines in and out with deadlines, and no child outlives this program.
 
-A child ends when its standard input closes, as it does also when this program is killed: its own program reads it to
-the end, or calls `end_with_parent`. Grading workers, which run hostile code, are started in grading/process.py.
+A child ends when its standard input closes, which also happens when this program is killed: the child reads its input
+to the end, or calls `end_with_parent`. Grading workers, which run hostile code, are started in grading/process.py.
 """
 
 import atexit
@@ -23,11 +23,11 @@ SLICE_S = 0.1  # of a wait, so that Ctrl-C is handled in between on Windows, too
 
 
 class Child:
-    """A running command whose lines are bytes with their line break. Any thread may end it or ask for its state.
+    """A running command whose lines are bytes with their line break. Any thread may end it or query its state.
 
-    `errors`: its stderr is kept for `last_words`, else it is ours. `session`: it has its own session, which Ctrl-C in
-    the terminal does not reach, and whose processes are killed with it. `grace`: seconds that it has from the end of
-    its input until it is killed.
+    `errors`: its stderr is kept for `last_words`, else it is that of this program. `session`: it gets a session that
+    Ctrl-C in the terminal does not reach, and whose processes are killed with it. `grace`: seconds from the end of its
+    input until it is killed.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Child:
         return self._process.poll() is None
 
     def status(self, seconds: float) -> int | None:
-        """Its exit status, negative for a signal; None if it has not ended after some seconds."""
+        """Its exit status, negative for a signal; None if it has not ended after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def send(self, lines: Iterable[bytes]) -> None:
-        """Write lines to its standard input, in another thread: a pipe holds little, and it may not read them."""
+        """Write lines to its standard input, in another thread: a pipe holds little, and the child may not read."""
         threading.Thread(target=self._write, args=[lines], daemon=True).start()
 
     def line(self, seconds: float, start: bytes = b"") -> bytes:
-        """Its next line, of those that begin with `start`.
+        """The next line that begins with `start`.
 
-        Raises TimeoutError after some seconds, EOFError if it has ended. A child that is not waited for any longer is
-        ended: it owes a line.
+        Raises TimeoutError after `seconds`, EOFError if the child has ended. Whatever interrupts the wait ends the
+        child: a late line would be taken for the next reply.
         """
         until = time.monotonic() + seconds
         try:
@@ -103,7 +103,7 @@ class Child:
         raise EOFError
 
     def output(self, seconds: float) -> bytes:
-        """All lines until it ends; its input is closed. Raises TimeoutError after some seconds, and ends it."""
+        """Close its input and return all lines until it ends. Raises TimeoutError after `seconds`, and ends it."""
         until, lines = time.monotonic() + seconds, list[bytes]()
         self._close_input()
         with contextlib.suppress(EOFError):
@@ -112,14 +112,14 @@ class Child:
         return b"".join(lines)
 
     def last_words(self) -> str:
-        """What it has written to stderr; empty once it was ended."""
+        """Its stderr so far; empty after `end`."""
         if self._errors is None or self._errors.closed:
             return ""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """Kill it, without waiting for its end."""
+        """Kill it without waiting."""
         if not self.is_alive:
             return
         if self._session and hasattr(os, "killpg"):
@@ -199,7 +199,7 @@ class HelperPool(Generic[P]):
         return None
 
     def put(self, kind: Hashable, process: P, seconds: float | None = None) -> None:
-        """Keep it for some seconds, by default IDLE_SECONDS; end it now if it is not free."""
+        """Keep it for `seconds`, by default IDLE_SECONDS; end it now if it is not free."""
         if not process.is_free:
             process.end()
             return

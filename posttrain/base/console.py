@@ -13,8 +13,10 @@ from posttrain.base.terminal import visible
 
 
 class PlainConsole(Console):
-    """rich's console for strings of any origin: brackets and colons are not read as markup or emoji, and control
-    characters are shown as escapes. Styles are passed separately (`style=`, `Text.append`)."""
+    """rich's console for strings of any origin: no markup, no emoji, and control characters shown as escapes.
+
+    Styles are passed separately (`style=`, `Text.append`).
+    """
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -30,7 +32,7 @@ class PlainConsole(Console):
 
 
 def numbers_table(*columns: str) -> Table:
-    """A narrow table of numbers: the first column, of names, folds; the others are on the right and do not."""
+    """A narrow table: a first column of names, which folds, and right-aligned columns of numbers, which do not."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(columns[0], overflow="fold")
     for name in columns[1:]:

@@ -47,19 +47,19 @@ class RankError(RunError):
 
 
 class VitalSignError(PosttrainError):
-    """A check that holds in every healthy run fails: training would be wrong, so it stops."""
+    """A check that every healthy run passes has failed: training would be wrong, so it stops."""
 
 
 class EngineError(PosttrainError):
-    """An engine is absent, does not answer in time, has died, or is of another version."""
+    """An engine is absent, has died, does not answer in time, or has another version."""
 
 
 class EngineLostError(EngineError):
-    """An engine's server has died, or has lost its model: once it is back, the same requests can be sent again."""
+    """An engine's server has died, or has lost its model; the same requests can be sent to a new one."""
 
 
 class RewardError(PosttrainError):
-    """A reward function, its settings or its grader does not work as required."""
+    """A reward function, its settings or its grader does not work."""
 
 
 OUT_OF_MEMORY = "out of memory"
@@ -96,7 +96,7 @@ class Stopped(SystemExit):
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error in one sentence: a PosttrainError's message; else the error's type, message and place."""
+    """The reason of an error in one sentence: a PosttrainError's message, else the error's type, message and line."""
     if isinstance(error, PosttrainError):
         return str(error)
     if isinstance(error, Stopped):
@@ -104,9 +104,9 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C"
     if isinstance(error, SystemExit):
-        return f"sys.exit({'' if error.code is None else repr(error.code)}) was called{_place(error)}"
+        return f"sys.exit({'' if error.code is None else repr(error.code)}) was called{_line_of(error)}"
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+    return f"{type(error).__name__}{f': {text}' if text else ''}{_line_of(error)}"
 
 
 def message_of(error: BaseException) -> str:
@@ -118,7 +118,7 @@ def message_of(error: BaseException) -> str:
     return "\n".join([text, *notes])
 
 
-def _place(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """The innermost line outside installed packages, or else the innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))

@@ -1,4 +1,4 @@
-"""Optional packages: imported when a setting needs them; the error for a missing one names its extra."""
+"""Imports: of optional packages, and faster ones of torch and transformers."""
 
 import importlib
 from types import ModuleType
@@ -8,7 +8,7 @@ from posttrain.base.words import first_line
 
 
 def need(module: str, extra: str, setting: str) -> ModuleType:
-    """The optional module. Raises ConfigError with the command to install it if it is missing or does not load."""
+    """The optional module that `setting` needs. If it is missing, raises ConfigError with the command to install it."""
     package = module.partition(".")[0]
     try:
         importlib.import_module(package)

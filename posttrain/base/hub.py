@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 log = logging.getLogger("posttrain")
 
-TRIES, PAUSE_S = 2, 0.5  # a look-up may fail once
+TRIES, PAUSE_S = 2, 0.5  # one query may fail by chance
 _ours = False  # whether this module, not the user, has switched the library offline
 
 
@@ -20,17 +20,17 @@ def stay_offline_without_network() -> None:
     Called before every use, so that a long session notices when the network is back. A proxy resolves names itself.
     """
     global _ours
-    place = urlsplit(constants.ENDPOINT)
-    host = place.hostname or ""
-    if (constants.HF_HUB_OFFLINE and not _ours) or getproxies().keys() & {place.scheme, "all"}:
+    endpoint = urlsplit(constants.ENDPOINT)
+    host = endpoint.hostname or ""
+    if (constants.HF_HUB_OFFLINE and not _ours) or getproxies().keys() & {endpoint.scheme, "all"}:
         return
-    offline = not _is_known(host)
+    offline = not _resolves(host)
     if offline and not _ours:
         log.info("%s does not resolve: using only the local cache of the hub", host)
     constants.HF_HUB_OFFLINE = _ours = offline
 
 
-def _is_known(host: str) -> bool:
+def _resolves(host: str) -> bool:
     for attempt in range(TRIES):
         time.sleep(PAUSE_S * bool(attempt))
         try:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Disable garbage collection during the imports inside, which saves a fifth of their time.
+    """Disable garbage collection during the imports of the block, which saves a fifth of their time.
 
-    They create hundreds of thousands of permanent objects, so a collection would find nothing; afterwards these objects
-    are frozen. If torch is imported already, as in a user's own program, nothing changes.
+    They create hundreds of thousands of permanent objects, which a collection would scan in vain, and which are frozen
+    afterwards. Does nothing if torch is imported already, as in a user's own program.
     """
     if "torch" in sys.modules:
         yield

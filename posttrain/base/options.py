@@ -1,4 +1,4 @@
-"""Options that are written once: a parameter or a field of a dataclass is a flag of the command line by its mark."""
+"""Command-line options, declared once: `Flag` marks a parameter, or a field of a dataclass of options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -9,8 +9,8 @@ from typing import Any
 class Flag:
     """Marks `name: Annotated[type, Flag(help)]` as the option `--name` of a command.
 
-    `names`: a short name to add, such as -o, or what to write instead of --name. `parse` makes the value from a string;
-    `str` leaves checking it to the command.
+    `names`: a short name to add, such as -o, or a spelling that replaces --name. `parse` converts the string; `str`
+    leaves checks to the command.
     """
 
     help: str
@@ -23,5 +23,5 @@ class Flag:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """The fields of a group of options by name; not a deep copy."""
+    """The fields of a dataclass of options by name, not copied."""
     return {field.name: getattr(options, field.name) for field in fields(options)}

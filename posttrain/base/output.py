@@ -1,11 +1,4 @@
-"""Output without a reader: the reader of a pipe has ended (`posttrain train … | head`), or a terminal was closed.
-
-    with enduring(): ...      # discards further output and continues
-    with quitting(): ...      # ends the process silently, as other tools do
-
-Both wrap `sys.stdout` and `sys.stderr`. Once a write fails, the file descriptor is redirected to the null device, so
-that no other user of it fails.
-"""
+"""Output to a terminal, a log or a page: strings of any origin are escaped, and its reader may disappear."""
 
 import errno
 import logging
@@ -27,7 +20,10 @@ QUIT = 141  # exit status of a shell for a process that SIGPIPE ended
 
 
 class _Stream:
-    """A text stream that survives the loss of its reader; with `quits` it ends the process instead."""
+    """A text stream that survives the loss of its reader; with `quits` it ends the process instead.
+
+    Once a write fails, the file descriptor is redirected to the null device, so that no other user of it fails.
+    """
 
     def __init__(self, stream: TextIO, quits: bool):
         self._stream, self._quits = stream, quits
@@ -75,7 +71,7 @@ def _wrapped(quits: bool) -> Iterator[None]:
 
 @contextmanager
 def enduring() -> Iterator[None]:
-    """Continue without output when its reader ends or the terminal is closed (SIGHUP)."""
+    """Continue without output when the reader of a pipe ends (`… | head`) or the terminal is closed (SIGHUP)."""
 
     def note(number: int, frame: object) -> None:
         log.warning("the terminal was closed: continuing without it")
@@ -87,6 +83,6 @@ def enduring() -> Iterator[None]:
 
 @contextmanager
 def quitting() -> Iterator[None]:
-    """End silently when the reader of the output ends."""
+    """End the process silently when the reader of its output ends, as other tools do."""
     with _wrapped(quits=True):
         yield

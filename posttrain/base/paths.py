@@ -11,7 +11,7 @@ from posttrain.base.errors import ConfigError, PosttrainError
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
     """The path, with `~` expanded; it need not exist.
 
-    Raises `error` if the system cannot look for it: its name is too long, or a folder above it may not be read.
+    Raises `error` if its name is too long, or if a folder above it may not be read.
     """
     path = Path(expanduser(text))
     try:
@@ -28,11 +28,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
 
 
-_settings_folders: dict[Path, None] = {}  # as `sys.path`: what this program has read
+_settings_folders: dict[Path, None] = {}  # of the whole program, like `sys.path`
 
 
 def remember_settings(path: Path) -> None:
-    """Functions named in settings may come from Python files beside them; but not from a run's own folder."""
+    """Remember a settings file's folder: functions named in settings may come from Python files there.
+
+    A run's own folder is not remembered.
+    """
     folder = path.resolve().parent
     if not (folder / "run.json").exists():
         _settings_folders[folder] = None

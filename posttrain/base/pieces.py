@@ -21,7 +21,7 @@ class Pieces:
 
     A piece is one token, or the tokens of one character's bytes. Each is decoded together with the tokens before it,
     because decoders treat the first token differently: many strip its leading space. Special tokens have no text, as
-    where `skip_special_tokens` decodes; theirs is in `own` after `add`. With `special` they are decoded like others.
+    with `skip_special_tokens`; `own` has it after `add`. With `special` they are decoded like others.
     """
 
     def __init__(self, tokenizer: Decoder, before: Sequence[int] = (), special: bool = False):
@@ -33,7 +33,7 @@ class Pieces:
             self._ids = [int(token) for token in before[-size:]]
         self._begin = len(self._ids)  # of the tokens without a piece, after those that are decoded with them
         self._start = self._whole = self._decoded(self._ids)
-        self._owed = ""  # `before` ends within a character: what it has of the first piece's text
+        self._owed = ""  # if `before` ends within a character: its part of the first piece's text
         for cut in range(1, CHARACTER) if self._start.endswith(LOST) else ():
             start = self._decoded(self._ids[:-cut])
             if not start.endswith(LOST):
@@ -70,20 +70,20 @@ class Pieces:
         return self._special_text(token, text) or after
 
     def whole(self, ids: Sequence[int]) -> str:
-        """The text of all `ids` at once: all pieces, and what is left of an incomplete character."""
+        """The text of all `ids` at once: all pieces, and the rest of an incomplete character."""
         text = self._decoded([*self._ids, *ids])
         if not self._owed and text.startswith(self._start) and LOST not in text[len(self._start) :]:
             return text[len(self._start) :]
         return "".join(map(self.add, ids)) + self.rest()
 
     def _after(self, text: str, new: Sequence[int]) -> str:
-        """What `new` tokens add to the text before them."""
+        """The text that `new` tokens add to the text before them."""
         if text.startswith(self._start):
             return text[len(self._start) :].removeprefix(self._owed)
         return self._decoded(new)  # some decoders write a row of bytes as lost if one of them is
 
     def _special_text(self, token: int, text: str) -> str:
-        """The own text of a special token, with which the whole text is `text`; empty for others."""
+        """A special token's own text, empty for other tokens; `text` is the whole text with the token."""
         if self._special or text != self._whole or self._decoded([token]):
             return ""
         return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
@@ -104,7 +104,7 @@ class Pieces:
         return piece
 
     def _close(self, seen: bool) -> None:
-        """The open tokens have a piece; those with text stand before the next."""
+        """Close the open tokens, which have a piece now. If it is visible (`seen`), later tokens follow it."""
         if seen:
             del self._ids[: self._begin]
         elif self._start or len(self._ids) > CONTEXT:

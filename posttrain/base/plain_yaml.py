@@ -27,5 +27,5 @@ def read_yaml(text: str) -> Any:
 
 
 def is_too_deep(error: Exception) -> bool:
-    """Whether YAML could not be read because of its depth; PyYAML has a limit of its own since 6.0.4."""
+    """Whether YAML could not be read because of its depth, which PyYAML limits since 6.0.4."""
     return isinstance(error, RecursionError) or "maximum nesting depth" in str(error)

@@ -26,12 +26,11 @@ def handling(
     *numbers: signal.Signals,
     again: Callable[[BaseException], None] = _raise,
 ) -> Iterator[None]:
-    """Use `handler` for the signals inside the block. Outside the main thread, where Python allows no handlers, it does
-    nothing.
+    """Use `handler` for the signals inside the block. Does nothing outside the main thread, where Python allows none.
 
-    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C, and thus the
-    signal whose handler raised it there. The signal is then sent again, and `again` is called with the dropped
-    exception instead of `handler`: by default it raises it.
+    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C. If a handler
+    raised it there, its signal is sent again, and `again` is called with that exception instead of `handler`; by
+    default it raises the exception.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,7 +48,7 @@ def handling(
             raised[number] = error
             raise
 
-    def look(unraisable: Any) -> None:
+    def resend(unraisable: Any) -> None:
         for number, error in raised.items():
             if unraisable.exc_value is error:
                 dropped.append(error)
@@ -57,7 +56,7 @@ def handling(
                 return
         hook(unraisable)
 
-    hook, sys.unraisablehook = sys.unraisablehook, look
+    hook, sys.unraisablehook = sys.unraisablehook, resend
     installed = call if callable(handler) else handler
     before = {number: signal.signal(number, installed) for number in numbers}
     try:
@@ -83,15 +82,14 @@ def leave(number: int, frame: object) -> None:
 
 @contextmanager
 def deferring(doing: str) -> Iterator[list[int]]:
-    """Finish the block despite SIGINT and SIGTERM, and yield the list of their numbers; a second SIGINT interrupts
-    it."""
-    came: list[int] = []
+    """Finish the block despite SIGINT and SIGTERM, whose numbers are in the list; a second SIGINT interrupts it."""
+    received: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        if came and number == signal.SIGINT:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
         log.warning("%s: %s first (again to leave at once)", signal.Signals(number).name, doing)
 
     with handling(note, signal.SIGINT, signal.SIGTERM):
-        yield came
+        yield received

@@ -1,4 +1,4 @@
-"""What the operating system has, asked in one place. Linux and macOS have all of it, Windows lacks the POSIX parts."""
+"""The operating system: what it has and where systems differ. Windows lacks the POSIX parts."""
 
 import ipaddress
 import os
@@ -23,10 +23,8 @@ HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # a closed term
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, or all where the system does not say."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use, or all cores where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def leave_signals_to_parent() -> None:
@@ -37,7 +35,7 @@ def leave_signals_to_parent() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is that of this machine alone."""
+    """Whether a host name or address reaches only this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -57,7 +55,7 @@ def sync_file(path: str | os.PathLike[str]) -> None:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Force a folder's list of names to the disk (not on Windows, which cannot open folders)."""
+    """Force a folder's list of files to the disk (not on Windows, which cannot open folders)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

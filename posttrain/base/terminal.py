@@ -1,4 +1,4 @@
-"""Escapes strings of any origin (data, completions, names, errors) for a terminal, a log or a page."""
+"""Output to a terminal, a log or a page: strings of any origin are escaped, and its reader may disappear."""
 
 import re
 import sys
@@ -10,11 +10,8 @@ UNSAFE = re.compile(rf"(?![\t\n])[{CONTROLS}\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters and lone surrogates as escapes (`\x1b`, `\r`, `\u202e`).
-
-    Tabs and line breaks stay.
-    """
-    return UNSAFE.sub(lambda found: escaped(found[0]), text)
+    r"""The text with control characters, but not tabs and line breaks, and lone surrogates as escapes (`\x1b`)."""
+    return UNSAFE.sub(lambda match: escaped(match[0]), text)
 
 
 def escaped(text: str) -> str:
@@ -23,5 +20,5 @@ def escaped(text: str) -> str:
 
 
 def say(text: str, end: str = "\n", error: bool = False) -> None:
-    """Print text, on stderr with `error`: the only `print` of the commands (tables go to a console)."""
+    """Print text, on stderr with `error`: the only `print` of the commands; tables go to a console."""
     print(visible(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""Controls how OpenMP's threads wait for one another: they spin while they have the cores to themselves, else sleep.
+"""Lets OpenMP's threads spin while they wait if the cores are theirs alone, and sleep if other processes need them.
 
 A step of a small model consists of thousands of short parallel regions, so a thread that spins between two regions is
 ready when the next one starts. If another process is busy, spinning keeps the thread that has work off its core, and a
@@ -23,7 +23,7 @@ from posttrain.base.system import usable_cores
 
 INTERVAL_S = 0.1  # between two measurements
 CONTENDED = 0.15  # share of an interval, summed over threads: threads sleep if the wait for a core is at least this
-CALM, CALM_LOOKS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
+CALM, CALM_INTERVALS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
 TASKS = Path("/proc/self/task")
 CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -57,7 +57,7 @@ class CoreMonitor(threading.Thread):
         self._library, self._team_size = library, team_size
         self._ended = threading.Event()
         self._team: _Team | None = None
-        self._calm_looks = 0
+        self._calm_intervals = 0
 
     @property
     def contended(self) -> bool:
@@ -68,17 +68,17 @@ class CoreMonitor(threading.Thread):
         then, before = time.monotonic(), waited() or 0
         while not self._ended.wait(INTERVAL_S):
             now, total = time.monotonic(), waited() or 0
-            self.look((total - before) / 1e9 / (now - then))
+            self.update((total - before) / 1e9 / (now - then))
             then, before = now, total
         self._release()
 
-    def look(self, share: float) -> None:
-        """Decide from the share of the last interval in which threads waited for a core."""
-        self._calm_looks = self._calm_looks + 1 if share < CALM else 0
+    def update(self, share: float) -> None:
+        """Decide by the share of the last interval in which threads waited for a core."""
+        self._calm_intervals = self._calm_intervals + 1 if share < CALM else 0
         if self._team is None and share > CONTENDED:
             self._team = _Team(self._library, self._team_size)
             self._team.start()
-        elif self._calm_looks == CALM_LOOKS:
+        elif self._calm_intervals == CALM_INTERVALS:
             self._release()
 
     def end(self) -> None:

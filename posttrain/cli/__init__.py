@@ -1,6 +1,6 @@
-"""The command line. A verb is a function in a module of its own, which imports slow modules inside the function.
+"""The command line. A verb is a function in a module here, which imports slow modules inside the function.
 
-A command line imports only its verb's module: `runs list` does not need the settings, whose schema takes half a second.
+A command imports only its verb's module: `runs list` does not need the settings, whose schema takes half a second.
 Help, and an unknown verb, need all modules.
 """
 
@@ -9,35 +9,33 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import typer
 
 from posttrain import __version__
 from posttrain.base.output import enduring, quitting
 from posttrain.base.terminal import say
-from posttrain.cli.errors import guarded
-from posttrain.cli.options import with_options
+from posttrain.cli.command import guarded, with_options
 from posttrain.runs.logs import ConsoleLog
 
-# Their results are files, so a closed output does not end them.
+# Their results are files, so they outlive the reader of their output.
 ENDURING = ("train", "sweep", "quickstart", "verify-resume", "score", "grade", "generate")
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error; --version, alone, the version."
 HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its variants, GRPO, PPO."
-# Verb -> its module here, with a function of the same name. The help lists them in this order.
+# Verb -> its module here, with a function of the same name, in the order of the help.
 VERBS = {
     "train": "train",
     "launch": "train",
     "plan": "train",
     "sweep": "sweep",
-    "explore": "explore",
+    "explore": "data",
     "score": "rows",
     "grade": "rows",
     "generate": "rows",
-    "sample": "sample",
+    "sample": "rows",
     "eval": "eval",
     "export": "export",
     "quantize": "export",
@@ -46,21 +44,21 @@ VERBS = {
     "regrade": "rollouts",
     "report": "report",
     "compare": "compare",
-    "losses": "losses",
+    "losses": "rollouts",
     "serve": "serve",
-    "chat": "chat",
-    "verify-resume": "verify",
-    "ui": "ui",
-    "quickstart": "quickstart",
-    "doctor": "doctor",
+    "chat": "serve",
+    "verify-resume": "train",
+    "ui": "serve",
+    "quickstart": "start",
+    "doctor": "start",
 }
-TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # every setting is a flag of theirs
+TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # with a flag for every setting
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
-TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # from `.env` into the environment, written nowhere
+TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`, written nowhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (that of the process by default); returns the exit status."""
+    """Run a command line, by default that of the process; returns the exit status."""
     if argv is None:
         atexit.register(gc.freeze)  # else a process with torch spends a second on garbage collection at exit
     args = list(sys.argv[1:] if argv is None else argv)
@@ -82,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(verb: str = "") -> typer.Typer:
-    """The application: with this verb only, or with all if the verb is unknown."""
+    """The application with this verb, or with all verbs if it is unknown."""
     app = typer.Typer(
         name="posttrain",
         help=HELP,
@@ -91,26 +89,24 @@ def build(verb: str = "") -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
-    app.callback()(lambda: None)  # typer would take an only verb for the application itself
+    app.callback()(lambda: None)  # without it, typer takes a single verb for the application itself
     for name in [verb] if verb in VERBS or verb in GROUPS else [*VERBS, *GROUPS]:
         module = import_module(f"posttrain.cli.{VERBS.get(name, name)}")
         if name in GROUPS:
             app.add_typer(module.app, name=name, rich_help_panel=GROUPS[name])
-        elif name in TAKE_SETTINGS:
+            continue
+        verb_function = getattr(module, name.replace("-", "_"))
+        if name in TAKE_SETTINGS:
             from posttrain.cli.flags import SettingsCommand, with_settings
 
-            app.command(name, cls=SettingsCommand, epilog=EPILOG)(with_settings(_function(module, name)))
+            app.command(name, cls=SettingsCommand, epilog=EPILOG)(with_settings(verb_function))
         else:
-            app.command(name, epilog=EPILOG)(with_options(_function(module, name)))
+            app.command(name, epilog=EPILOG)(with_options(verb_function))
     return app
 
 
-def _function(module: ModuleType, verb: str) -> Callable[..., None]:
-    return getattr(module, verb.replace("-", "_"))
-
-
 def load_tokens(file: Path) -> None:
-    """Set those of TOKENS that are in the file's `NAME=value` lines and not in the environment yet."""
+    """Set the variables of TOKENS that the file's `NAME=value` lines have and the environment lacks."""
     if file.is_file():
         try:
             text = file.read_text(encoding="utf-8-sig", errors="replace")

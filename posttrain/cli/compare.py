@@ -55,11 +55,11 @@ def compare(
 ) -> None:
     """Compare models item by item: is B better than A, and on which items?
 
-    The items that both answered are compared one by one: how many B won, lost and tied, the difference with its
-    interval, a test (exact McNemar for one right or wrong answer each, else a paired bootstrap), and the smallest
-    difference that would have been detected. Without a clear difference it says "no difference shown". With several
-    seeds of each side, a difference must also be larger than seeds alone make. compare.json and compare.html have the
-    items that flipped, with both texts. With --suite, models are evaluated first, as by `posttrain eval`.
+    Over the items that both answered: how many B won, lost and tied, the difference with its interval, a test (exact
+    McNemar for one right or wrong answer each, else a paired bootstrap), and the smallest difference that would have
+    been detected. Without a clear difference the verdict is "no difference shown". With several seeds of each side, a
+    difference must also exceed what seeds alone cause. compare.json and compare.html have the items that flipped, with
+    both texts. With --suite, models are evaluated first, as by `posttrain eval`.
 
         posttrain compare runs/sft runs/grpo
         posttrain compare runs/grpo@0 runs/grpo
@@ -72,29 +72,29 @@ def compare(
     from posttrain.base.console import PlainConsole
     from posttrain.evaluation.comparing.differences import Comparison
     from posttrain.evaluation.comparing.differences import compare as compare_sides
-    from posttrain.evaluation.comparing.judged import judge as ask
+    from posttrain.evaluation.comparing.judged import judge as judge_sides
     from posttrain.evaluation.comparing.page import show, write
     from posttrain.evaluation.comparing.sources import make_sides, read_source, split_name
 
     named = [split_name(side) for side in sides]
     paths = {path: path for _, path in named}
     if suite is not None:
-        asked = EvalOptions(max_rows=max_rows, num_generations=num_generations, engine=engine)
-        given = {"suite": suite, "data": data, "options": asked, "dtype": dtype, "device": device}
-        paths |= _evaluated(list(paths), given)
-    made = make_sides([(name, read_source(paths[path])) for name, path in named])
-    if settings is not None and not any(side.is_scored(key) for side in made for key in side.suites()):
-        found = Comparison(made, [], options)
+        evaluation = EvalOptions(max_rows=max_rows, num_generations=num_generations, engine=engine)
+        paths |= _evaluated(list(paths), suite=suite, data=data, options=evaluation, dtype=dtype, device=device)
+    compared = make_sides([(name, read_source(paths[path])) for name, path in named])
+    if settings is not None and not any(side.is_scored(key) for side in compared for key in side.suites()):
+        comparison = Comparison(compared, [], options)
     else:
-        found = compare_sides(made, options, _suite_names(suite))
-    judged = ask(made, settings, options, _suite_names(suite)) if settings else ()
-    folder = output or Path("comparisons") / _folder_name([side.name for side in made])
-    write(found, folder, judged)
-    show(found, PlainConsole(), judged)
-    say(f"written: {folder}/compare.html, compare.json{', compare.svg' if found.suites else ''}")
+        comparison = compare_sides(compared, options, _suite_names(suite))
+    judged = judge_sides(compared, settings, options, _suite_names(suite)) if settings else ()
+    folder = output or Path("comparisons") / _folder_name([side.name for side in compared])
+    write(comparison, folder, judged)
+    show(comparison, PlainConsole(), judged)
+    say(f"written: {folder}/compare.html, compare.json{', compare.svg' if comparison.suites else ''}")
 
 
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
+    """Raise UsageError for sides that are too few or the same, and for options of suites without a suite."""
     if len(sides) < 2:
         raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
     from posttrain.evaluation.comparing.sources import split_name
@@ -102,14 +102,14 @@ def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, obje
     seen: dict[str, str] = {}
     for side in sides:
         _, path = split_name(side)
-        place = str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
-        if place in seen:
-            also = "" if seen[place] == side else f" (also as {seen[place]})"
+        resolved = str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
+        if resolved in seen:
+            also = "" if seen[resolved] == side else f" (also as {seen[resolved]})"
             raise UsageError(f"{side} is given twice{also}: a side compared with itself does not differ")
-        seen[place] = side
-    given = [flag for flag, value in of_suites.items() if value is not None]
-    if suite is None and given:
-        raise UsageError(f"{given[0]} is about the evaluation of models: name the suites with --suite")
+        seen[resolved] = side
+    unread = [flag for flag, value in of_suites.items() if value is not None]
+    if suite is None and unread:
+        raise UsageError(f"{unread[0]} applies to the evaluation of models: name the suites with --suite")
 
 
 def _judge_settings(text: str | None) -> JudgeSettings | None:
@@ -133,14 +133,14 @@ def _suite_names(names: str | None) -> list[str]:
     return [find_suite(name.strip()).name for name in names.split(",")] if names else []
 
 
-def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]:
-    """The evaluation folder of each path that is a model or a run; evaluations and files stay as they are."""
+def _evaluated(paths: Sequence[str], **arguments: Any) -> dict[str, str]:
+    """Evaluate the paths that are models or runs, by `eval` with these arguments; returns the folder of each."""
     from posttrain.evaluation.records import is_evaluation
 
     models = [path for path in paths if not Path(path).is_file() and not is_evaluation(Path(path).expanduser())]
     at_step = next((path for path in models if re.search(r"@\d+$", path) and not Path(path).exists()), None)
     if at_step is not None:
-        raise UsageError(f"{at_step} is completions that are stored; to evaluate a checkpoint, give its folder")
+        raise UsageError(f"{at_step} names stored completions; to evaluate a checkpoint, give its folder")
     if not models:
         return {}
     from posttrain.cli.eval import eval
@@ -153,7 +153,7 @@ def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]
             f"{' and '.join(shared)} would be evaluated in one folder, {folders[shared[0]]}: evaluate them with "
             "`posttrain eval` and --output, and compare the folders"
         )
-    eval(models=models, **asked)
+    eval(models=models, **arguments)
     return folders
 
 

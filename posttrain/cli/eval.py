@@ -11,7 +11,7 @@ from posttrain.base.extras import need
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag, values_of
 from posttrain.base.terminal import say
-from posttrain.cli.errors import Interrupted
+from posttrain.cli.command import Interrupted
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import DATA, DEVICE, DTYPE, EvalOptions, from_flags
@@ -37,16 +37,16 @@ def eval(
     options: EvalOptions,
     export: Annotated[
         str | None,
-        Flag("Also write the records for it; alone for a folder of records.", metavar="inspect|lm-eval"),
+        Flag("Also write the records in this format; works without --suite, too.", metavar="inspect|lm-eval"),
     ] = None,
     dtype: Annotated[str, DTYPE] = "auto",
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Evaluate models on suites of questions, with intervals.
 
-    Answers are graded as in training and stored as they come, so that a stopped evaluation is resumed. A
-    folder per model gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. What
-    could not be graded is counted, never scored.
+    Answers are graded as in training and stored at once, so that a stopped evaluation is resumed. A folder per model
+    gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. Answers that could not
+    be graded are counted, never scored.
 
         posttrain eval runs/sft --suite gsm8k,math500
         posttrain eval MODEL --suite gsm8k -n 4 --temperature 0.6,1.0
@@ -55,7 +55,10 @@ def eval(
         posttrain eval evaluations/MODEL --export inspect
     """
     if list_suites:
-        _list()
+        from posttrain.base.console import PlainConsole
+        from posttrain.evaluation.suite import suites_table
+
+        PlainConsole().print(suites_table())
         return
     if not models:
         raise UsageError("give a MODEL to evaluate: a folder, a hub id, a run, or a file with recorded completions")
@@ -63,7 +66,11 @@ def eval(
         raise UsageError("give the suites with --suite, such as --suite gsm8k; posttrain eval --list shows them")
     folders = models if suite is None else _evaluated(models, suite, data, options, dtype, devices_from_flag(device))
     if export is not None:
-        _export(folders, export)
+        from posttrain.evaluation.exports import export_evaluation
+
+        for folder in folders:
+            for path in export_evaluation(Path(folder), export):
+                say(f"written: {path}")
 
 
 def _evaluated(
@@ -71,92 +78,77 @@ def _evaluated(
 ) -> list[str]:
     """Evaluate the models and print the tables. Returns the folders."""
     from_flags(RolloutConfig, engine=options.engine, top_k=options.top_k, min_p=options.min_p)
-    tasks, names = _tasks(suite)
+    names = [name.strip() for name in suite.split(",")]
+    tasks = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
+    others = ",".join(name for name in names if not name.startswith(LM_EVAL))
     if tasks:
         need("lm_eval", "lm-eval", f"--suite {LM_EVAL}{tasks[0]}")
-    suites = suites_of(names, options.of_suites, data) if names else []
+    suites = suites_of(others, options.of_suites, data) if others else []
     _refuse_unread(suites, options)
     with quick_imports():
         from posttrain.api import evaluate  # these import torch, which takes seconds
         from posttrain.evaluation.items import load_items
         from posttrain.evaluation.table import show, write_sweep
         from posttrain.models.load import load_config
-    asked = [*(load_items(one, options.max_rows) for one in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
-    placed = _placed(models, options.output)
-    loadable = {path: from_flags(ModelConfig, path=path, dtype=dtype) for path, _ in placed.values()}
-    for path, model in loadable.items():
+    to_evaluate = [*(load_items(part, options.max_rows) for part in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
+    folders = _folders(models, options.output)
+    configs = {path: from_flags(ModelConfig, path=path, dtype=dtype) for path, _ in folders.values()}
+    for path, model in configs.items():
         if not Path(path).is_file():
             load_config(model)  # a missing one is an error before the others are evaluated
         elif tasks:
             raise UsageError(f"{path} has recorded completions, which lm-eval's tasks cannot grade: give a model")
-    found: dict[str, Mapping[str, Any]] = {}
+    summaries: dict[str, Mapping[str, Any]] = {}
     try:
-        for folder, (path, name) in placed.items():
-            given = values_of(options) | {"output": folder, "dtype": loadable[path].dtype, "device": devices}
-            found[str(folder)] = {"model": {"name": name}, "suites": evaluate(path, asked, **given).summary}
+        for folder, (path, name) in folders.items():
+            arguments = values_of(options) | {"output": folder, "dtype": configs[path].dtype, "device": devices}
+            evaluated = evaluate(path, to_evaluate, **arguments).summary
+            summaries[str(folder)] = {"model": {"name": name}, "suites": evaluated}
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
             "interrupted: answers so far are stored, and the same command without --overwrite resumes after them"
         ) from interrupt
-    show(found)
-    for folder, summary in found.items():
+    show(summaries)
+    for folder, summary in summaries.items():
         if picture := write_sweep(summary, Path(folder)):
             say(f"written: {picture}")
-    for folder in found:
+    for folder in summaries:
         say(f"written: {folder}")
-    return list(found)
+    return list(summaries)
 
 
-def _tasks(suites: str) -> tuple[list[str], str]:
-    """The tasks of lm-eval among the names, and the other names."""
-    names = [name.strip() for name in suites.split(",")]
-    tasks = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
-    return tasks, ",".join(name for name in names if not name.startswith(LM_EVAL))
-
-
-def _export(folders: Sequence[str], to: str) -> None:
-    from posttrain.evaluation.exports import export_evaluation
-
-    for folder in folders:
-        for path in export_evaluation(Path(folder), to):
-            say(f"written: {path}")
-
-
-def _list() -> None:
-    from posttrain.base.console import PlainConsole
-    from posttrain.evaluation.suite import suites_table
-
-    PlainConsole().print(suites_table())
-
-
-def suites_of(names: str, settings: Mapping[str, Any], data: Sequence[str]) -> list[SuiteConfig]:
+def suites_of(texts: str, settings: Mapping[str, Any], data: Sequence[str]) -> list[SuiteConfig]:
+    """The suites that `--suite` names, with these settings and the sources of `--data`."""
     from posttrain.evaluation.suite import find_suite, with_settings
 
-    found = [with_settings(find_suite(name.strip()), settings) for name in names.split(",") if name.strip()]
-    twice = {one.name for one in found if [other.name for other in found].count(one.name) > 1}
-    if not found or twice:
-        raise UsageError(f"--suite names {', '.join(sorted(twice))} twice" if twice else "--suite names no suite")
-    sources = _sources(data, [one.name for one in found])
-    return [with_settings(one, {"source": sources[one.name]}) if one.name in sources else one for one in found]
+    suites = [with_settings(find_suite(text.strip()), settings) for text in texts.split(",") if text.strip()]
+    names = [suite.name for suite in suites]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if not suites or twice:
+        raise UsageError(f"--suite names {', '.join(twice)} twice" if twice else "--suite names no suite")
+    sources = _sources(data, names)
+    return [
+        with_settings(suite, {"source": sources[suite.name]}) if suite.name in sources else suite for suite in suites
+    ]
 
 
 def _refuse_unread(suites: Sequence[SuiteConfig], options: EvalOptions) -> None:
     """Raise UsageError for an option that none of the suites reads."""
     of_pairs = {"--reference": options.reference, "--num-batches": options.num_batches}
     unread = [name for name, value in of_pairs.items() if value is not None]
-    if unread and not any(one.kind == "preference" for one in suites):
-        raise UsageError(f"{unread[0]} is read for suites of pairs only, such as hh: none is in --suite")
-    if options.calibrate and not any(one.kind == "generate" and one.rule in CALIBRATED for one in suites):
+    if unread and not any(suite.kind == "preference" for suite in suites):
+        raise UsageError(f"{unread[0]} applies only to suites of pairs, such as hh: none is in --suite")
+    if options.calibrate and not any(suite.kind == "generate" and suite.rule in CALIBRATED for suite in suites):
         rules = " and ".join(sorted(CALIBRATED))
         raise UsageError(f"--calibrate compares verifiers for the rules {rules}: no suite of --suite has one of them")
 
 
-def _sources(given: Sequence[str], suites: Sequence[str]) -> dict[str, str]:
-    """The sources that `--data` names, by suite; without a name it is that of the only suite."""
+def _sources(texts: Sequence[str], suites: Sequence[str]) -> dict[str, str]:
+    """The sources that `--data` names, by suite; a source without a name is that of the only suite."""
     from posttrain.evaluation.suite import ALIASES
 
-    found: dict[str, str] = {}
-    for text in given:
+    sources: dict[str, str] = {}
+    for text in texts:
         name, equals, path = text.partition("=")
         name = ALIASES.get(name, name)
         if not equals or (name not in suites and Path(text).exists()):
@@ -165,25 +157,26 @@ def _sources(given: Sequence[str], suites: Sequence[str]) -> dict[str, str]:
             name, path = suites[0], text
         if name not in suites:
             raise UsageError(f"--data {text}: {name} is not one of the suites {', '.join(suites)}")
-        found[name] = path
-    return found
+        sources[name] = path
+    return sources
 
 
-def _placed(models: Sequence[str], output: Path | str | None) -> dict[Path, tuple[str, str]]:
-    """The folder of each model's records, with its path and name. Raises UsageError if two have the same."""
+def _folders(models: Sequence[str], output: Path | str | None) -> dict[Path, tuple[str, str]]:
+    """The folder of each model's records, with its path and name. Raises UsageError if two share a folder."""
     from posttrain.runs.finding import locate_model
 
-    found: dict[Path, tuple[str, str]] = {}
+    folders: dict[Path, tuple[str, str]] = {}
     for model in models:
-        place, name, folder = locate_model(model)
+        path, name, folder = locate_model(model)
         if output is not None:
             folder = Path(output, name.replace("/", "-") if len(models) > 1 else "")
-        if folder in found:
-            if found[folder][0] == place:
-                raise UsageError(f"{place} is given twice")
+        if folder in folders:
+            other = folders[folder][0]
+            if other == path:
+                raise UsageError(f"{path} is given twice")
             raise UsageError(
-                f"{found[folder][0]} and {place} would be evaluated in one folder, {folder}: evaluate them one by one, "
-                "each with its own --output"
+                f"{other} and {path} would be evaluated in one folder, {folder}: evaluate them one by one, each with "
+                "its own --output"
             )
-        found[folder] = place, name
-    return found
+        folders[folder] = path, name
+    return folders

@@ -1,4 +1,4 @@
-"""`posttrain export` and `posttrain quantize`: a model as a folder for others."""
+"""`posttrain export` and `posttrain quantize`: a model as a folder for other programs."""
 
 import re
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from posttrain.base.errors import UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.terminal import say
-from posttrain.cli.errors import Interrupted
+from posttrain.cli.command import Interrupted
 from posttrain.cli.eval import suites_of
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import DataConfig, ModelConfig
@@ -24,19 +24,16 @@ Model = Annotated[
 ]
 
 
-def export(
-    model: Model,
-    options: ExportOptions,
-    device: Annotated[str, DEVICE] = "auto",
-) -> None:
+def export(model: Model, options: ExportOptions, device: Annotated[str, DEVICE] = "auto") -> None:
     """Export a model for plain transformers, vLLM, llama.cpp or ollama, and to the hub.
 
-    An adapter is merged into its base and compared with it on real prompts; the written files are loaded by plain
-    transformers and compared, too. The folder has safetensors, tokenizer, chat template, stop tokens, and a model card
-    with data, settings and results of the run. It is complete or absent; --overwrite replaces an earlier one.
+    An adapter is merged into its base, and outputs before and after are compared on real prompts; then the written
+    files are loaded by plain transformers and compared, too. The folder has safetensors, tokenizer, chat template, stop
+    tokens, and a model card with data, settings and results of the run. It is complete or absent; --overwrite replaces
+    an earlier one.
     """
-    for name, given, known in (("--dtype", [options.dtype], DTYPES), ("--for", options.engines, ENGINES)):
-        for value in given:
+    for name, values, known in (("--dtype", [options.dtype], DTYPES), ("--for", options.engines, ENGINES)):
+        for value in values:
             if value not in known:
                 raise UsageError(f"{name} {value}: {did_you_mean(value, known)}")
     if not SIZE.fullmatch(options.max_shard_size):
@@ -44,7 +41,7 @@ def export(
             f"--max-shard-size {options.max_shard_size}: it is a number with its unit, such as 5GB or 500MB"
         )
     if options.private and options.push_to_hub is None:
-        raise UsageError("--private is about the hub: give --push-to-hub ID as well")
+        raise UsageError("--private applies to the hub: give --push-to-hub ID as well")
     devices = devices_from_flag(device)
     with quick_imports():
         from posttrain.export.export import export as export_model  # imports torch, which takes seconds
@@ -56,16 +53,13 @@ def export(
         raise Interrupted(f"interrupted: {' '.join(notes)}") from error
 
 
-def quantize(
-    model: Model,
-    options: QuantizeOptions,
-) -> None:
+def quantize(model: Model, options: QuantizeOptions) -> None:
     """Quantise a model's linear layers, and measure what that changes.
 
-    The folder is loaded by plain transformers and by every command here. Adapters are merged first; heads, embeddings
-    and norms keep their precision. The gate compares both models on your rows: KL and greedy flips on tokens that the
-    original samples, or a reward model's accuracy on pairs, and the accuracy on suites. A check passes if its 95 %
-    interval is within the limit. Exit status 3: written, but the gate is not passed (quantization.json).
+    Plain transformers and every command here load the folder. Adapters are merged first; heads, embeddings and norms
+    keep their precision. The gate compares both models on your rows: KL and greedy flips on tokens that the original
+    samples, or a reward model's accuracy on pairs, and the accuracy on suites. A check passes if its 95 % interval is
+    within the limit. Exit status 3: written, but the gate is not passed (quantization.json).
 
         posttrain quantize runs/sft --to int8 --gate prompts.jsonl
         posttrain quantize runs/reward/best --to nf4 --gate pairs.jsonl
@@ -79,20 +73,21 @@ def quantize(
     devices = devices_from_flag(options.device)
     suites = suites_of(options.suite, {}, options.data) if options.suite else []
     if options.data and not suites:
-        raise UsageError("--data is about suites: name one with --suite, or give rows with --gate")
+        raise UsageError("--data is the source of a suite: name one with --suite, or give rows with --gate")
     with quick_imports():
         from posttrain.base.console import PlainConsole
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
-        from posttrain.export.gate_table import notes, table
+        from posttrain.export.gate import table
+        from posttrain.export.quantize import notes
         from posttrain.export.quantize import quantize as quantize_model
 
     items = [load_items(suite, options.max_rows) for suite in suites]
     try:
-        made = quantize_model(model, options, items, devices, say)
+        result = quantize_model(model, options, items, devices, say)
     except KeyboardInterrupt as error:
         raise Interrupted("interrupted: nothing was written") from error
-    PlainConsole().print(table(made.checks))
-    for line in notes(made):
+    PlainConsole().print(table(result.checks))
+    for line in notes(result):
         say(line)
-    if not made.passed:
+    if not result.passed:
         raise typer.Exit(NOT_PASSED)

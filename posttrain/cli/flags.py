@@ -1,9 +1,9 @@
 """Every setting as a flag, generated from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
 
-import inspect
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import cache
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from posttrain.base.errors import UsageError
-from posttrain.cli.options import with_options
+from posttrain.cli.command import disguised, with_options
 from posttrain.config import preset_path
 from posttrain.config.reading.fields import Setting, all_settings, choices, options
 from posttrain.config.reading.hints import hint
@@ -21,7 +21,7 @@ from posttrain.config.reading.load import FlagText
 from posttrain.config.render import HEADINGS, described, flow
 from posttrain.config.schema.evaluation import SAMPLING
 
-# Exceptions to the rule (the path without its section), which would give unclear or ambiguous names.
+# Exceptions to the rule, the path without its section, which would give unclear or ambiguous names.
 SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}
 SHORT |= {"devices.ids": "device-ids", "evaluation.num_generations": "eval-num-generations"}
 SHORT |= {f"evaluation.{name}": f"eval-{name}" for name in SAMPLING}
@@ -43,10 +43,10 @@ def short_names() -> dict[str, str]:
 @cache
 def _by_path() -> dict[str, list[Setting]]:
     """Each path with its settings, which are several if methods differ."""
-    found: dict[str, list[Setting]] = {}
+    by_path: dict[str, list[Setting]] = {}
     for setting in all_settings():
-        found.setdefault(setting.path, []).append(setting)
-    return found
+        by_path.setdefault(setting.path, []).append(setting)
+    return by_path
 
 
 @cache
@@ -63,25 +63,20 @@ def _switches() -> frozenset[str]:
 
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for every setting to a verb. Its parameter `flags` receives the given ones: dotted path -> string."""
+    """Add a flag for every setting to a verb. Its parameter `flags` receives those set: dotted path -> string."""
     verb = with_options(verb)
-    own = [parameter for parameter in inspect.signature(verb).parameters.values() if parameter.name != "flags"]
+    own = [parameter for parameter in signature(verb).parameters.values() if parameter.name != "flags"]
     paths = {path.replace(".", "__"): path for path in short_names()}
     generated = [
-        inspect.Parameter(
-            path.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default=_option(variants), annotation=str
-        )
-        for path, variants in _by_path().items()
+        Parameter(name, Parameter.KEYWORD_ONLY, default=_option(_by_path()[path]), annotation=str)
+        for name, path in paths.items()
     ]
 
-    def command(**given: Any) -> Any:
-        flags = {paths[name]: given.pop(name) for name in list(given) if name in paths}
-        return verb(**given, flags={path: text for path, text in flags.items() if text is not None})
+    def command(**values: Any) -> Any:
+        flags = {path: values.pop(name, None) for name, path in paths.items()}
+        return verb(**values, flags={path: text for path, text in flags.items() if text is not None})
 
-    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-    command.__signature__ = inspect.Signature([*own, *generated])  # type: ignore[attr-defined]
-    command.__annotations__ = {}
-    return command
+    return disguised(command, verb, [*own, *generated])
 
 
 def _option(variants: list[Setting]) -> Any:
@@ -128,7 +123,7 @@ class SettingsCommand(TyperCommand):
     """A command with settings' flags: full names and underscores are accepted, and a switch needs no value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # an argument, which is not a flag, has its bare name in `opts`
+        # `opts` also has arguments, by their bare names
         declared = {opt[2:]: p.name for p in self.params for opt in p.opts if opt.startswith("--")}
         typed: dict[str, str] = {}
         bare = {p.name for p in self.params if getattr(p, "is_flag", False)}
@@ -144,8 +139,8 @@ def plain(
 ) -> list[str]:
     """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
 
-    `declared` has the names, without dashes, of all flags of the command; the value of `--resume` is optional
-    unless it is among `bare`, those that take none. `spelt` receives the typed form of each declared name.
+    `declared` are the names, without dashes, of all flags of the command, `bare` those that take no value; the value of
+    `--resume` is optional unless it is one of these. `spelt` receives the typed form of each declared name.
     """
     result: list[str] = []
     rest = list(args)
@@ -160,7 +155,7 @@ def plain(
         name, negated = _declared(typed.replace("_", "-"), declared)
         if name is None:
             raise UsageError(_unknown_flag(typed, declared))
-        _refuse_another_systems(typed, name)
+        _refuse_foreign(typed, name)
         if spelt is not None:
             spelt[name] = typed
         if name in _switches():
@@ -195,7 +190,7 @@ def _switch_value(typed: str, equals: str, value: str, negated: bool, rest: list
         if equals:
             raise UsageError(f"--{typed} takes no value")
         return "false"
-    if not equals:  # a mapping is a value; any other word is an argument, such as the file
+    if not equals:  # a word that is no value is an argument, such as the file
         is_value = bool(rest) and (rest[0].startswith("{") or rest[0].lower() in (*TRUE, *FALSE, "null", "auto"))
         value = rest.pop(0) if is_value else "true"
     return "true" if value.lower() in TRUE else "false" if value.lower() in FALSE else value
@@ -207,8 +202,8 @@ def _is_folder_name(text: str) -> bool:
     return Path(text).is_dir() or "/" in text or text.startswith("checkpoint-")
 
 
-def _refuse_another_systems(typed: str, name: str) -> None:
-    """Raise UsageError for a flag spelt with `_` that means something else in another system."""
+def _refuse_foreign(typed: str, name: str) -> None:
+    """Raise UsageError for a flag spelt with `_` that has another meaning in another system."""
     message = hint(typed) if "_" in typed else None
     path = next((path for path, short in short_names().items() if short == name), None)
     if message is not None and path is not None and path not in message:

@@ -1,4 +1,4 @@
-"""`posttrain rollouts`, `posttrain why` and `posttrain regrade`: a run's stored completions, down to the tokens."""
+"""`posttrain rollouts`, `why`, `regrade` and `losses`: a run's steps, down to the tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.base.console import PlainConsole
 from posttrain.base.errors import UsageError
+from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
-from posttrain.base.terminal import visible
+from posttrain.base.terminal import say, visible
 
 if TYPE_CHECKING:  # imports numpy, which the help does not need
     from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
@@ -21,12 +23,11 @@ if TYPE_CHECKING:  # imports numpy, which the help does not need
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
 OneStep = Annotated[int | None, Flag("The completions of one step; default: all steps.", "--step", min=1)]
 SHOWN = 60  # characters of a string in a table
-UNSIGNED = ("ratio", "entropy")
+UNSIGNED = ("ratio", "entropy")  # columns of numbers without a sign
 
 
 def rollouts(run: Run, step: OneStep = None) -> None:
     """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
-    from posttrain.base.console import PlainConsole
     from posttrain.runs.receipt import step_receipt
     from posttrain.runs.stored_rollouts import StoredRun
 
@@ -50,8 +51,7 @@ def why(
     policy, its push on the gradient, and whether it was clipped.
     """
     if rollout is not None and prompt is None:
-        raise UsageError("--rollout needs --prompt: which prompt's?")
-    from posttrain.base.console import PlainConsole
+        raise UsageError("--rollout needs --prompt")
     from posttrain.runs.receipt import group_receipt, step_receipt
     from posttrain.runs.stored_rollouts import StoredRun
 
@@ -82,19 +82,17 @@ def regrade(
 
     Advantages that become 0, or were 0, are listed and counted separately.
     """
-    from posttrain.base.console import PlainConsole
     from posttrain.cli.settings import rewards_from_flags
     from posttrain.inspection import regrade as regrading  # imports torch, which takes seconds
 
-    settings, console = rewards_from_flags(reward), PlainConsole()
-    regraded = regrading.regrade(_folder(run), settings, step)
+    regraded, console = regrading.regrade(_folder(run), rewards_from_flags(reward), step), PlainConsole()
     if not regraded.has_tokenizer:
         console.print("The run's tokenizer is missing: rewards do not know which prompts open <think>.")
     if shown := regraded.changed[:limit]:
         table = _table("step", "prompt", "rollout", "change", "reward", "new", "A", "new A", "completion")
-        for one in shown:
-            where = map(str, (one.step, one.prompt, one.rollout, one.change))
-            table.add_row(*where, *map(_number, (*one.rewards, *one.advantages)), Text(_short(one.text)))
+        for change in shown:
+            where = map(str, (change.step, change.prompt, change.rollout, change.change))
+            table.add_row(*where, *map(_number, (*change.rewards, *change.advantages)), Text(_short(change.text)))
         console.print(table)
     if len(regraded.changed) > len(shown):
         console.print(f"and {len(regraded.changed) - len(shown):,} more: --limit shows them")
@@ -108,10 +106,10 @@ def regrade(
         console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
 
 
-def _folder(run: Path) -> Path:
-    if not run.is_dir():
-        raise UsageError(f"{run}: no such folder")
-    return run
+def _folder(path: Path, flag: str = "") -> Path:
+    if not path.is_dir():
+        raise UsageError(f"{flag}{path}: no such folder")
+    return path
 
 
 def _steps_table(steps: Sequence[dict]) -> Table:
@@ -153,11 +151,11 @@ def _metrics_tables(folder: Path, step: int) -> list[Table]:
 
 def _groups_table(groups: Sequence[GroupReceipt]) -> Table:
     names = ("prompt", "row", "rewards", "largest advantage", "clipped", "ratio furthest from 1", "share of the push")
-    table, whole = _table(*names), sum(group.push for group in groups)
+    table, total = _table(*names), sum(group.push for group in groups)
     for group in groups:
         rewards = ", ".join(_number(completion.reward) for completion in group.completions)
         numbers = (_number(group.largest_advantage), str(group.clipped), f"{group.furthest_ratio:.4f}")
-        share = f"{group.push / whole:.0%}" if whole > 0 else "0%"
+        share = f"{group.push / total:.0%}" if total > 0 else "0%"
         table.add_row(str(group.prompt), str(group.row), rewards, *numbers, share)
     return table
 
@@ -199,7 +197,7 @@ def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionRecei
 
 
 def token_shown(text: str | None) -> str:
-    """A token's text in one line; of a token that ends within a character, an ellipsis."""
+    """A token's text in one line; an ellipsis for a token that ends within a character."""
     return "…" if text is None else repr(text)[1:-1]
 
 
@@ -218,3 +216,51 @@ def _number(value: float | None) -> str:
 def _short(text: str) -> str:
     flat = visible(" ".join(text.split()))
     return flat if len(flat) <= SHOWN else flat[: SHOWN - 1] + "…"
+
+
+def losses(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")],
+    step: Annotated[int, Flag("Whose batch: a step of the run, from 1.", min=1)],
+    loss: Annotated[
+        Sequence[str], Flag("Losses beside the run's own; default: all that fit. Repeatable.", metavar="NAME,…")
+    ] = (),
+    set_: Annotated[
+        Sequence[str],
+        Flag(
+            "Values of a setting of the method, such as epsilon=0.1,0.4. Repeatable: every combination is a row.",
+            "--set",
+            metavar="NAME=VALUE,…",
+        ),
+    ] = (),
+    output: Annotated[Path | None, Flag("Folder for the files; default: RUN.", "-o")] = None,
+    device: Annotated[
+        str | None, Flag("auto, cpu, cuda, a GPU by number (cuda:1), or mps; default: the run's.")
+    ] = None,
+) -> None:
+    """Compare losses on one step's batch: what would this step have been under DAPO?
+
+    The run's own loss, and every other that fits, is computed for the step's batch (completions from rollouts.sqlite,
+    or rows of the data in the run's order) with the weights before the step, or those of the nearest earlier
+    checkpoint. Each loss has a row: its value, the norm of its gradient, the cosine with the gradient of the run's own
+    loss (1: the same direction, 0: unrelated, -1: the opposite), and the share of tokens clipped. Nothing is trained.
+
+    The run folder gets losses-step-N.json, and losses-step-N.svg with the cosines of all pairs.
+
+      posttrain losses runs/grpo --step 40
+      posttrain losses runs/grpo --step 40 --loss dapo --set epsilon=0.1,0.4
+    """
+    from posttrain.cli.settings import devices_from_flag
+
+    folder = _folder(run)
+    target = folder if output is None else _folder(output, "--output ")
+    devices = None if device is None else devices_from_flag(device)
+    with quick_imports():
+        from posttrain.inspection.loss_inputs import parsed  # these import torch, which takes seconds
+        from posttrain.inspection.losslab import losses as compute
+        from posttrain.inspection.losslab import save, show
+
+    names = [name.strip() for text in loss for name in text.split(",") if name.strip()]
+    lab = compute(folder, step, names, parsed(set_), devices)
+    show(lab, PlainConsole())
+    for path in save(lab, target):
+        say(f"written: {path}")

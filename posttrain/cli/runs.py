@@ -1,4 +1,4 @@
-"""`posttrain runs`: looking at runs and naming them; keeping their disk in order is in runs_disk. Imports no torch."""
+"""`posttrain runs`: listing, showing and naming runs; runs_disk.py deletes and copies them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.runs.summary import RunSummary, summaries_below
 if TYPE_CHECKING:
     from rich.table import Table
 
-HELP = """List runs, look at them, keep them in order. Alone, in a terminal: choose runs with the arrow keys.
+HELP = """List, show and manage runs. Without a command, in a terminal: choose runs with the arrow keys.
 
 RUN is a run folder, or its name below --output-dir. A run in progress is never changed."""
 app = typer.Typer(help=HELP, invoke_without_command=True)
@@ -33,10 +33,10 @@ Filters = Annotated[
 Sort = Annotated[str, typer.Option("--sort", help=f"One of {', '.join(ORDERS)}.")]
 Reverse = Annotated[bool, typer.Option("--reverse", "-r", help="Largest or last first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
-Tags = Annotated[list[str], typer.Argument(metavar="TAG…", help="Tags to give the run; -TAG takes one away.")]
-Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The note; without it, the note is shown.")]
+Tags = Annotated[list[str], typer.Argument(metavar="TAG…", help="Tags to give the run; -TAG removes one.")]
+Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The new note; without it, the note is shown.")]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name of the folder.")]
-# What --json has of a run.
+# Fields of a run in --json.
 FACTS = (
     "name", "folder", "state", "problem", "method", "model", "data", "step", "metric", "result", "size", "started",
     "ended", "changed", "tags", "note",
@@ -55,7 +55,7 @@ COLUMNS = (
 
 @app.callback()
 def interactive(context: typer.Context, output_dir: OutputDir = RUNS) -> None:
-    """Without a command: the runs in a table that is worked with the arrow keys; without a terminal, their list."""
+    """Without a command: an interactive table of the runs, or without a terminal their list."""
     if context.invoked_subcommand is not None:
         if output_dir != RUNS:
             raise UsageError(f"give --output-dir after the command: posttrain runs {context.invoked_subcommand} …")
@@ -78,8 +78,8 @@ def list_(
 ) -> None:
     """List the runs, the latest last: state, main metric of the method, tags and size.
 
-    Every FILTER must fit. A word occurs in any text of the run. FIELD=VALUE (or !=) compares name, state, method,
-    model, data, metric, tag or note, and * stands for anything; step, result, size and age also take < and >.
+    Runs must match every FILTER. A word matches any text of the run. FIELD=VALUE (or !=) compares name, state, method,
+    model, data, metric, tag or note, where * stands for anything; step, result, size and age also take < and >.
 
         posttrain runs list state=failed 'age>30d'
         posttrain runs list method=grpo --sort result --reverse
@@ -130,44 +130,42 @@ def diff(
     other: Annotated[str, typer.Argument(metavar="B", help="Another run.")],
     output_dir: OutputDir = RUNS,
 ) -> None:
-    """Show in what two runs differ: settings, versions and data, the latest value of each metric."""
+    """Show how two runs differ: settings, versions and data, and the latest value of each metric."""
     from posttrain.base.console import PlainConsole
     from posttrain.runs.managing.facts import differences
 
     folders = [named(run, output_dir.expanduser()) for run in (one, other)]
-    found = differences(*folders)
+    differing = differences(*folders)
     table = _grid()
     for title in ("", folders[0].name, folders[1].name):
         table.add_column(title, overflow="fold")
     table.add_column("B - A", justify="right", no_wrap=True)
     table.show_header = True
-    for kind, differing in (
-        ("settings", found.settings),
-        ("versions", found.versions),
-        ("metrics", found.metrics),
-    ):
-        table.add_row(f"{kind}: {len(differing)} differ, {found.equal[kind]} are equal", "", "", "", style="bold")
-        for one_of in differing:
-            change = "" if one_of.change is None else f"{one_of.change:+.4g}"
-            table.add_row(f"  {one_of.name}", one_of.one, one_of.other, change)
+    for kind in ("settings", "versions", "metrics"):
+        rows = getattr(differing, kind)
+        table.add_row(f"{kind}: {len(rows)} differ, {differing.equal[kind]} are equal", "", "", "", style="bold")
+        for row in rows:
+            change = "" if row.change is None else f"{row.change:+.4g}"
+            table.add_row(f"  {row.name}", row.one, row.other, change)
     PlainConsole().print(table)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def tag(run: Name, tags: Tags, output_dir: OutputDir = RUNS) -> None:
-    """Give a run tags, or take some away: posttrain runs tag RUN keep paper -draft
+    """Add tags to a run, or remove some: posttrain runs tag RUN keep paper -draft
 
-    `posttrain runs list tag=keep` finds them. Tags lie in notes.json of the run folder, which no run reads.
+    `posttrain runs list tag=keep` finds them. Tags are in notes.json of the run folder, which no run reads.
     """
     folder = named(run, output_dir.expanduser())
     before = read_notes(folder)
-    gone = {word.removeprefix("-") for word in tags if word.startswith("-")}
-    unknown = sorted(gone - set(before.tags))
+    removed = {word.removeprefix("-") for word in tags if word.startswith("-")}
+    unknown = sorted(removed - set(before.tags))
     if unknown:
         raise RunError(f"{folder} has no tag {', '.join(unknown)}; it has {', '.join(before.tags) or 'none'}")
-    kept = [word for word in (*before.tags, *(word for word in tags if not word.startswith("-"))) if word not in gone]
-    write_notes(folder, Notes(tuple(dict.fromkeys(kept)), before.note))
-    say(f"{folder}: {' '.join(f'#{word}' for word in dict.fromkeys(kept)) or 'no tags'}")
+    added = [word for word in tags if not word.startswith("-")]
+    kept = tuple(dict.fromkeys(word for word in (*before.tags, *added) if word not in removed))
+    write_notes(folder, Notes(kept, before.note))
+    say(f"{folder}: {' '.join(f'#{word}' for word in kept) or 'no tags'}")
 
 
 @app.command()
@@ -184,7 +182,7 @@ def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
 
 @app.command()
 def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
-    """Give a run another name. Settings of other runs that name its path are updated."""
+    """Rename a run. Its path is updated in the settings of other runs."""
     from posttrain.runs.managing.paths import rename as rename_run
 
     target = named(run, settled(output_dir, run), whole=True)
@@ -202,8 +200,6 @@ def _grid() -> Table:
     return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-for command in (runs_disk.rm, runs_disk.prune, runs_disk.free, runs_disk.snapshot, runs_disk.snapshots):
-    app.command()(command)
+for command in ("rm", "prune", "free", "snapshot", "snapshots", "restore", "export"):
+    app.command()(getattr(runs_disk, command))
 app.command("delete", hidden=True)(runs_disk.rm)
-for command in (runs_disk.restore, runs_disk.export):
-    app.command()(command)

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from posttrain.runs.managing.removing import Plan
 
 RUNS = Path("runs")
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
+OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder of runs, as in the settings.")]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name below --output-dir.")]
 Names = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or their names below --output-dir.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 Force = Annotated[bool, typer.Option("--force", help="Even if other runs need it.")]
 KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Newest intact checkpoints of a run to keep.")]
 KeepBest = Annotated[bool, typer.Option("--keep-best", help="Also keep the checkpoint of the step of best/.")]
-OlderThan = Annotated[str | None, typer.Option("--older-than", help="Only of runs that ended so long ago: 30d, 12h.")]
+OlderThan = Annotated[str | None, typer.Option("--older-than", help="Only runs that ended this long ago: 30d, 12h.")]
 Filters = Annotated[
-    list[str] | None, typer.Argument(metavar="[FILTER]…", help="Only of these runs, as in `posttrain runs list`.")
+    list[str] | None, typer.Argument(metavar="[FILTER]…", help="Only these runs, as in `posttrain runs list`.")
 ]
 SnapshotName = Annotated[str, typer.Option("--name", help="Name of the snapshot; by default the run's with the time.")]
-Note = Annotated[str, typer.Option("--note", help="A text that `snapshots` shows.")]
+Note = Annotated[str, typer.Option("--note", help="A note that `snapshots` shows.")]
 SnapshotArgument = Annotated[str, typer.Argument(metavar="SNAPSHOT", help="A name that `runs snapshots` shows.")]
 To = Annotated[str | None, typer.Option("--to", help="Another name for the restored run, in the same folder.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the run that is there; asks first, unless --yes.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="The archive; by default RUN.tar.gz here.")]
-NoCheckpoints = Annotated[bool, typer.Option("--no-checkpoints", help="Leave out what only a resume reads.")]
+NoCheckpoints = Annotated[bool, typer.Option("--no-checkpoints", help="Leave out files that only a resume reads.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")]
 
 
 def settled(output_dir: Path, *runs: str) -> Path:
-    """The folder of runs, after what interrupted commands left in it, or beside `runs`, is finished or undone."""
+    """Finish or undo what interrupted commands left in the folder of runs, or beside `runs`; returns the folder."""
     from posttrain.runs.managing.removing import settle_runs
 
     root = output_dir.expanduser()
-    for line in settle_runs(root, [place for run in runs if (place := Path(run).expanduser()).parent.is_dir()]):
+    for line in settle_runs(root, [path for run in runs if (path := Path(run).expanduser()).parent.is_dir()]):
         say(line, error=True)
     return root
 
@@ -52,19 +52,19 @@ def settled(output_dir: Path, *runs: str) -> Path:
 def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
 
-    Only run folders are deleted (there is a run.json), or those of whole runs and sweeps with all that is in them; none
-    in which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
-    `posttrain runs rm .snapshots/NAME` deletes one.
+    Only folders with a run.json are deleted, or whole runs and sweeps with everything in them; none that a process
+    uses, and none that another run needs (unless --force). Links are not followed. Snapshots stay; `posttrain runs rm
+    .snapshots/NAME` deletes one.
     """
     from posttrain.runs.managing.copies import drop
     from posttrain.runs.managing.paths import refuse_needed
     from posttrain.runs.managing.removing import delete
 
     root = settled(output_dir, *runs)
-    found = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
+    targets = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
     if not force:  # all of them together, and before the first deletion: one may need another
-        refuse_needed(found, [root], f"{', '.join(map(str, found))}: not deleted")
-    for target in found:
+        refuse_needed(targets, [root], f"{', '.join(map(str, targets))}: not deleted")
+    for target in targets:
         what = described(target)
         if not yes and not _confirmed(f"delete {what}?", f"{target} is kept: give --yes to delete it"):
             say(f"kept {target}")
@@ -72,7 +72,7 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
         if _snapshot(str(target), root):
             drop(target)
         else:
-            delete(target, force=True)  # what others need was looked at above
+            delete(target, force=True)  # `refuse_needed` has checked
         say(f"deleted {what}")
 
 
@@ -112,9 +112,9 @@ def free(
     force: Force = False,
     output_dir: OutputDir = RUNS,
 ) -> None:
-    """Free disk space by a rule: prune the checkpoints of all runs, or of those that fit. Shows what goes, then asks.
+    """Free disk space by a rule: prune the checkpoints of all runs, or of those that match. Shows the plan, then asks.
 
-    Runs in progress are passed over; a checkpoint that another run needs is kept, unless --force.
+    Runs in progress are skipped; a checkpoint that another run needs is kept, unless --force.
 
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
@@ -135,14 +135,14 @@ def free(
         try:
             plans.append(plan_prune(run.folder, rule))
         except (RunError, OSError) as error:
-            say(f"passed over: {error}", error=True)
+            say(f"skipped: {error}", error=True)
     if not force:
         spare_needed(plans, [root])
     _carry_out(plans, yes)
 
 
 def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
-    """Show what the plans delete, ask, and do it; a run that fails does not stop the others."""
+    """Show what the plans delete, ask, and delete it; a run that fails does not stop the others."""
     from posttrain.runs.managing.removing import prune as prune_run
 
     for plan in plans:
@@ -155,8 +155,8 @@ def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
         return
     for item in items:
         say(f"{in_units(item.size):>7}  {item.path}  ({item.why})")
-    what = f"{counted(len(items), 'folder or file', 'folders and files')} of {counted(len(plans), 'run')}, "
-    what += in_units(sum(item.size for item in items))
+    size = in_units(sum(item.size for item in items))
+    what = f"{counted(len(items), 'folder or file', 'folders and files')} of {counted(len(plans), 'run')}, {size}"
     if not yes and not _confirmed(f"delete {what}?", "nothing is deleted: give --yes to delete it"):
         say("nothing is deleted")
         return
@@ -173,7 +173,7 @@ def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
 
 
 def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: OutputDir = RUNS) -> None:
-    """Copy a run as a whole to .snapshots next to it, where pruning and deleting do not reach it.
+    """Copy a run to .snapshots next to it, where pruning and deleting do not reach it.
 
     RUN may be the folder of a whole run with its models and stages.
     """
@@ -190,21 +190,22 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     from posttrain.runs.managing.copies import read_snapshot, snapshots_of
     from posttrain.runs.managing.listing import Column, table_lines
 
-    found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
-    if not found:
+    stored = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
+    if not stored:
         say(f"there are no snapshots in {output_dir}")
         return
     columns = [Column("snapshot", folds=True), Column("run", folds=True), Column("made"), Column("size", right=True)]
-    rows = [[one.folder.name, one.run.name, _local(one.made), in_units(one.size)] for one in found]
-    notes = [one.problem or one.note for one in found]
-    rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
+    rows = [
+        [copy.folder.name, copy.run.name, _local(copy.made), in_units(copy.size), copy.problem or copy.note]
+        for copy in stored
+    ]
     say("\n".join(table_lines([*columns, Column("note", folds=True)], rows, shutil.get_terminal_size().columns)))
 
 
 def restore(
     snapshot: SnapshotArgument, to: To = None, replace: Replace = False, yes: Yes = False, output_dir: OutputDir = RUNS
 ) -> None:
-    """Copy a snapshot back to where its run was. Every file is verified before.
+    """Copy a snapshot back to the folder of its run, after verifying every file.
 
     A run that is there now is kept, unless --replace.
     """
@@ -216,13 +217,13 @@ def restore(
     folder = _snapshot(snapshot, root)
     if folder is None:
         raise RunError(f"there is no snapshot {snapshot} in {output_dir}: posttrain runs snapshots lists them")
-    place = read_snapshot(folder).run
-    place = place.with_name(checked_name(to)) if to else place
-    asked = replace and place.exists() and not yes
-    if asked and not _confirmed(f"replace {described(place)}?", f"{place} is kept: give --yes to replace it"):
-        say(f"kept {place}")
+    target = read_snapshot(folder).run
+    target = target.with_name(checked_name(to)) if to else target
+    asks = replace and target.exists() and not yes
+    if asks and not _confirmed(f"replace {described(target)}?", f"{target} is kept: give --yes to replace it"):
+        say(f"kept {target}")
         return
-    say(f"verified and restored: {short(restore_run(folder, place, replace))}")
+    say(f"verified and restored: {short(restore_run(folder, target, replace))}")
 
 
 def export(
@@ -246,7 +247,7 @@ def export(
 
 
 def described(target: Path) -> str:
-    """A run, a whole run or a snapshot in a line."""
+    """A run, a whole run or a snapshot, described in a line."""
     from posttrain.runs.finding import folders_of, size_of
     from posttrain.runs.managing.copies import COPY
     from posttrain.runs.summary import RunSummary
@@ -265,16 +266,16 @@ def _local(time: str) -> str:
 
 
 def _snapshot(name: str, root: Path) -> Path | None:
-    """The snapshot folder of a name or a path."""
+    """The snapshot folder that a name or a path means; None if there is none."""
     from posttrain.runs.finding import SNAPSHOTS
     from posttrain.runs.managing.copies import COPY
 
-    places = [Path(name), root / name, root / SNAPSHOTS / name]
-    return next((place for place in places if place.parent.name == SNAPSHOTS and (place / COPY).is_dir()), None)
+    folders = [Path(name), root / name, root / SNAPSHOTS / name]
+    return next((path for path in folders if path.parent.name == SNAPSHOTS and (path / COPY).is_dir()), None)
 
 
 def _confirmed(question: str, otherwise: str) -> bool:
-    """The answer to a question. Raises RunError if no one can answer."""
+    """Whether the user agrees. Raises RunError if no one can answer."""
     try:
         return typer.confirm(visible(question))
     except typer.Abort:

@@ -1,23 +1,30 @@
-"""`posttrain serve`."""
+"""`posttrain serve`, `chat` and `ui`: a model or the pages at an address of this machine."""
 
+import contextlib
+import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
 from posttrain.base.child import end_with_parent
-from posttrain.base.errors import UsageError
+from posttrain.base.errors import PosttrainError, UsageError
 from posttrain.base.extras import need
 from posttrain.base.imports import quick_imports
+from posttrain.base.options import Flag, values_of
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import ModelConfig
-from posttrain.config.options import ServeOptions, from_flags
+from posttrain.config.options import ServeOptions, TalkOptions, from_flags
 
 KEY = "POSTTRAIN_API_KEY"
+RUNS = Path("runs")
 
 
 def serve(
@@ -26,18 +33,17 @@ def serve(
     ],
     options: ServeOptions,
 ) -> None:
-    """Serve a model with OpenAI's chat and completions interface, for any client of it.
+    """Serve a model with OpenAI's chat and completions interface.
 
-    Concurrent requests are generated together, and their tokens do not depend on each other. Adapters are chosen by
-    name as the request's `model`; any other name is the model itself.
+    Concurrent requests are generated together, and their tokens do not depend on each other. A request's `model` may
+    name an adapter; any other name is the model itself.
 
         posttrain serve runs/sft
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
     from posttrain.runs.finding import locate_model
-    from posttrain.serving.guard import Guard
-    from posttrain.serving.listening import listen
+    from posttrain.serving.listening import Guard, listen
 
     if options.attached:
         end_with_parent()
@@ -47,8 +53,8 @@ def serve(
     if not is_loopback(options.host) and key is None:
         raise UsageError(f"--host {options.host} is reachable from other machines: set {KEY}, or give --api-key")
     adapters = _adapters(options.adapter)
-    need("uvicorn", "serve", "posttrain serve")
-    need("fastapi", "serve", "posttrain serve")
+    for package in ("uvicorn", "fastapi"):
+        need(package, "serve", "posttrain serve")
     socket = listen(options.host, options.port)  # a port in use is an error before the model is loaded
     path, name, _ = locate_model(model)
     say(f"loading {name} …", error=True)
@@ -56,29 +62,188 @@ def serve(
     settings, devices = from_flags(ModelConfig, options, path=path), devices_from_flag(options.device)
     with quick_imports():
         from posttrain.serving.app import make_app
-        from posttrain.serving.host import Host as Hosted
-        from posttrain.serving.host import Served
+        from posttrain.serving.host import Host, Served
         from posttrain.serving.listening import run
 
     limits = options.max_rows, options.max_waiting, options.context, options.chat_template_kwargs or {}
     served = Served(settings, name, adapters, reward, options.template, devices, *limits)
     run(
-        lambda: Hosted.start(served),
-        lambda hosted: Guard(make_app(hosted), key),
+        lambda: Host.start(served),
+        lambda host: Guard(make_app(host), key),
         socket,
         lambda url: say(f"serving {name} at {url}/v1 (Ctrl-C stops)"),
     )
 
 
-def _adapters(given: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not equals or not name or not folder:
+def _adapters(texts: Sequence[str]) -> dict[str, str]:
+    """The folder of each adapter by its name, from NAME=FOLDER."""
+    folders: dict[str, str] = {}
+    for text in texts:
+        name, _, folder = text.partition("=")
+        if not name or not folder:
             raise UsageError(f"--adapter {text}: write NAME=FOLDER, such as sft=runs/sft/final")
-        if name in found:
+        if name in folders:
             raise UsageError(f"--adapter names {name} twice")
         if not Path(folder).is_dir():
             raise UsageError(f"--adapter {text}: there is no folder {folder}")
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
+
+
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
+OF_SERVER = ("template", "chat_template_kwargs", "dtype", "device")  # options of `serve`; the others are a request's
+HELP = """/again           another reply to the last question
+/back            forget the last question with its reply
+/system TEXT     set the system prompt; without TEXT, none
+/set NAME VALUE  change temperature, top_p, top_k, min_p, max_tokens or seed;
+                 without VALUE, to its default
+/prompt          show what the model reads
+/save FILE       append the conversation to FILE, as a row for posttrain train
+/quit            leave (also Ctrl-D); Ctrl-C stops a reply"""
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, a run.")
+    ],
+    terminal: Annotated[bool, Flag("Talk in this terminal instead of a browser.")] = False,
+    *,
+    options: TalkOptions,
+    folder: Annotated[Path, Flag("Folder of runs that the page offers, too.", "--runs", metavar="DIR")] = RUNS,
+    port: Annotated[int, Flag("Port of the page.", min=1, max=65535)] = 7860,
+    no_browser: Annotated[bool, Flag("Print the page's address only.")] = False,
+) -> None:
+    """Talk to a model on a page, or with --terminal in this terminal. It sees the conversation so far.
+
+    The page (the extra `ui`) also compares two models side by side, shows rewards and each token's log-probability, and
+    takes votes; its controls have the settings. In the terminal, lines of a pipe are questions, too, and /help lists
+    commands.
+
+        posttrain chat runs/sft
+        posttrain chat runs/sft --terminal
+        echo "What is 7 times 8?" | posttrain chat runs/sft --terminal --temperature 0
+    """
+    for package in ("uvicorn", "fastapi"):
+        need(package, "serve", "posttrain chat")
+    settings = {name: value for name, value in values_of(options).items() if value is not None}
+    if terminal:
+        _in_terminal(model, settings)
+        return
+    if unread := next(iter(settings), None):
+        raise UsageError(f"--{unread.replace('_', '-')} is for --terminal: the page has its own settings")
+    need("gradio", "ui", "posttrain chat without --terminal")
+    from posttrain.ui.app import serve
+
+    root = folder.expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    serve(root, "127.0.0.1", port, None, not no_browser, f"/chat?{urlencode({'a': model})}")
+
+
+def _in_terminal(model: str, settings: dict[str, Any]) -> None:
+    from posttrain.serving.client import ModelServer, Talk
+
+    of_server = {f"--{name.replace('_', '-')}": settings.pop(name) for name in OF_SERVER if name in settings}
+    system = settings.pop("system_prompt", None)
+    say(f"loading {model} …", error=True)
+    with ModelServer(model, list(chain(*of_server.items()))) as server:
+        _converse(Talk(server.client, DEFAULTS | settings, system), sys.stdin.isatty())
+
+
+def _converse(talk: Any, interactive: bool) -> None:
+    """Read questions until the end of the input, which someone types if it is `interactive`."""
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (arrow keys, and the questions so far, for `input`)
+        say("/help lists commands, Ctrl-D leaves")
+    while True:
+        try:
+            text = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            say("")
+            continue
+        try:
+            if text in ("/quit", "/exit"):
+                return
+            if text:
+                _answer(talk, text)
+        except PosttrainError as error:
+            if not interactive:
+                raise
+            say(f"error: {error}", error=True)
+
+
+def _answer(talk: Any, text: str) -> None:
+    if not text.startswith("/"):
+        _stream(talk.ask(text))
+        return
+    name, _, rest = text[1:].partition(" ")
+    rest = rest.strip()
+    commands: dict[str, Callable[[], object]] = {
+        "help": lambda: say(HELP),
+        "again": lambda: _stream(talk.again()),
+        "back": talk.take_back,
+        "system": lambda: setattr(talk, "system", rest or None),
+        "set": lambda: talk.change(*[*rest.split(maxsplit=1), "", ""][:2]),
+        "prompt": lambda: say(talk.prompt()),
+        "save": lambda: _save(talk, rest),
+    }
+    if name not in commands:
+        raise UsageError(f"there is no /{name}; /help lists what there is")
+    commands[name]()
+
+
+def _stream(reply: Iterator[str]) -> None:
+    """Print a reply as it is generated. Ctrl-C ends it; its text so far stays in the conversation."""
+    try:
+        for part in reply:
+            say(part, end="")
+    except KeyboardInterrupt:
+        with contextlib.suppress(AttributeError):
+            reply.close()  # pyright: ignore[reportAttributeAccessIssue]
+        say(" [stopped]", end="")
+    finally:
+        say("")
+
+
+def _save(talk: Any, name: str) -> None:
+    if not name:
+        raise UsageError("give a file: /save talks.jsonl")
+    if not talk.turns:
+        raise UsageError("there is nothing to save yet")
+    try:
+        with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": talk.messages}) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {name}: {error.strerror or error}") from error
+    say(f"written: {name}")
+
+
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder of runs, as output_dir in the settings.")
+    ] = RUNS,
+    host: Annotated[str, Flag("Address to listen on; one that others can reach needs a token.")] = "127.0.0.1",
+    port: Annotated[int, Flag("Port to listen on.", min=1, max=65535)] = 7860,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            envvar="POSTTRAIN_UI_TOKEN",
+            show_envvar=False,
+            help="Token that every browser has to send once. POSTTRAIN_UI_TOKEN keeps it out of the list of processes.",
+        ),
+    ] = None,
+    no_browser: Annotated[bool, Flag("Print the address only.")] = False,
+) -> None:
+    """Show runs in a browser: curves, rollouts down to the token, evaluations. Ctrl-C ends it.
+
+    The pages follow runs in progress and change nothing in them. They are served to this machine alone
+    (http://127.0.0.1:7860); to see them from elsewhere, forward the port (ssh -L 7860:127.0.0.1:7860 HOST), or give
+    --host and a --token. Nothing is loaded from, or sent to, any other host.
+    """
+    need("gradio", "ui", "posttrain ui")
+    from posttrain.ui.app import serve
+
+    serve(folder.expanduser(), host, port, token, browser=not no_browser)

@@ -1,4 +1,4 @@
-"""The arguments of commands with settings, and loading them."""
+"""Settings on the command line: arguments of commands that take them, and short forms such as --device and --reward."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from posttrain.base.errors import UsageError
+from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 from posttrain.config import DevicesConfig, Stage, load
 from posttrain.config.reading.explain import explain
@@ -19,38 +20,37 @@ from posttrain.config.schema.rewards import Reward
 Config = Annotated[
     str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
 ]
+DRY_RUN = Flag("Print what the run would do, and do nothing.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Settings by path, such as training.max_steps=200.")
 ]
 
 
 def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
-    """The checked configuration, with one unnamed stage if it has none; notes about it go to stderr."""
-    config, given = split_arguments(config, overrides)
-    loaded = load(config, given, flags)
+    """The checked configuration, with one unnamed stage if it has none. Prints notes about it to stderr."""
+    loaded = load(*split_arguments(config, overrides), flags)
     for note in loaded.notes:
         say(f"note: {note}", error=True)
     return loaded.stages
 
 
 def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """The file or preset, if any, and the overrides, in any order."""
-    given = list(overrides or [])
-    if config is not None and "=" in config and not Path(config).is_file():
-        # The file comes after overrides, or is missing: overrides alone are enough.
-        given.insert(0, config)
-        config = next((text for text in given if "=" not in text), None)
+    """The file or preset, if any, and the overrides, from arguments in any order."""
+    rest = list(overrides or [])
+    if config is not None and "=" in config and not Path(config).is_file():  # an override: the file is later, or absent
+        rest.insert(0, config)
+        config = next((text for text in rest if "=" not in text), None)
         if config is not None:
-            given.remove(config)
-    return config, given
+            rest.remove(config)
+    return config, rest
 
 
 def devices_from_flag(device: str) -> DevicesConfig:
     """The device that `--device` names. Raises UsageError for an unknown one."""
-    found = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
-    if found is None:
+    match = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
+    if match is None:
         raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
-    return DevicesConfig(type=found[1], ids=found[2] and (int(found[2]),))  # pyright: ignore[reportArgumentType]
+    return DevicesConfig(type=match[1], ids=match[2] and (int(match[2]),))  # pyright: ignore[reportArgumentType]
 
 
 class _Rewards(Settings):
@@ -60,25 +60,26 @@ class _Rewards(Settings):
 
 
 def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
-    """The rewards that `--reward` names: `math` is {type: math}, `my_rewards:brevity` a function, braces are settings.
+    """The rewards of `--reward`: `math` is {type: math}, `my_rewards:brevity` a function, braces are settings.
 
     Raises UsageError with the messages of a configuration.
     """
-    values: dict[str, Any] = {"rewards": []}
-    for text in texts:
+
+    def settings_of(text: str) -> Any:
         if text.lstrip().startswith("{"):
-            values["rewards"].append(parse_value(text, "--reward").values["value"])
-        else:
-            values["rewards"].append({"type": "python", "function": text} if ":" in text else {"type": text})
+            return parse_value(text, "--reward").values["value"]
+        return {"type": "python", "function": text} if ":" in text else {"type": text}
+
+    values = {"rewards": [settings_of(text) for text in texts]}
     try:
         return _Rewards.model_validate(values).rewards
     except ValidationError as error:
-        given = {("rewards", place): f"--reward {text}" for place, text in enumerate(texts)}
-        raise UsageError("\n".join(explain(error, values, given))) from error
+        origins = {("rewards", index): f"--reward {text}" for index, text in enumerate(texts)}
+        raise UsageError("\n".join(explain(error, values, origins))) from error
 
 
 def saved_settings(folder: Path) -> Path | None:
-    """The settings next to a checkpoint, or of the run that a folder is or belongs to."""
+    """The settings file beside a checkpoint, or of the run that a folder is or belongs to."""
     if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
         return folder / "config.yaml"
     above = folder.absolute().parent

@@ -12,9 +12,8 @@ from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
-from posttrain.cli.errors import Interrupted
-from posttrain.cli.settings import Config, Overrides, split_arguments
-from posttrain.cli.train import DRY_RUN
+from posttrain.cli.command import Interrupted
+from posttrain.cli.settings import DRY_RUN, Config, Overrides, split_arguments
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.base import EVAL_METRIC
 from posttrain.runs.metrics import of_method
@@ -27,8 +26,7 @@ class SweepOptions:
     random: Annotated[int | None, Flag("Run N random trials instead of the whole grid.", min=1, metavar="N")] = None
     random_seed: Annotated[int, Flag("Seed of --random: the same trials every time.")] = 0
     metric: Annotated[
-        str | None,
-        Flag("Evaluation metric that ranks trials, such as eval_loss; default: the method's own."),
+        str | None, Flag("Evaluation metric that ranks trials, such as eval_loss; default: the method's own.")
     ] = None
     stopping: Annotated[
         Literal["median", "none"] | None,
@@ -52,65 +50,63 @@ def sweep(
     """
     if options.resume and options.overwrite:
         raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
-    from posttrain.runner.sweep_records import NAME, Sweep, Trial, joined, read_sweep
-    from posttrain.runner.sweep_show import planned
-    from posttrain.runner.sweep_space import names_of, read_space
+    with quick_imports():
+        from posttrain.runner.sweep import planned, run_sweep  # imports torch, which takes seconds
+        from posttrain.runner.trials import NAME, Sweep, Trial, joined, names_of, read_space, read_sweep
 
-    config, given = split_arguments(config, overrides)
-    space = read_space(given)
+    config, texts = split_arguments(config, overrides)
+    space = read_space(texts)
     _refuse(space.swept, flags)
     settings = space.trials(options.random, options.random_seed)
 
-    def config_of(trial: Mapping[str, str], place: Mapping[str, str]) -> RunConfig:
+    def config_of(trial: Mapping[str, str], folder: Mapping[str, str]) -> RunConfig:
         chosen = [*space.fixed, *(f"{path}={value}" for path, value in trial.items())]
-        found = load(config, chosen, {**flags, **place}).config
-        if len(found.models) > 1:
+        loaded = load(config, chosen, {**flags, **folder}).config
+        if len(loaded.models) > 1:
             raise ConfigError("a sweep trains one model at a time: sweep over several with model=A,B")
-        return found
+        return loaded
 
-    first, *others = [config_of(trial, {}) for trial in settings]  # a wrong one ends the sweep before it starts
-    metric, lower = _metric(options.metric, [first, *others])
+    configs = [config_of(trial, {}) for trial in settings]  # a wrong one ends the sweep before it starts
+    first, (metric, lower) = configs[0], _metric(options.metric, configs)
     root = Path(first.output_dir).expanduser() / (
         first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
     )
     rule = options.stopping or ("none" if "seed" in space.swept else "median")
     trials = [Trial(name, values) for name, values in zip(names_of(settings), settings, strict=True)]
-    wanted = Sweep(root, metric, lower, rule, trials)
+    plan = Sweep(root, metric, lower, rule, trials)
     if options.dry_run:
         if options.resume and (root / NAME).is_file():
-            wanted = joined(read_sweep(root), wanted, settings)
-        PlainConsole().print(planned(wanted))
-        better = "lower" if wanted.lower_is_better else "higher"
-        count = counted(len(wanted.trials), "trial")
+            plan = joined(read_sweep(root), plan, settings)
+        PlainConsole().print(planned(plan))
+        better = "lower" if plan.lower_is_better else "higher"
+        count = counted(len(plan.trials), "trial")
         say(f"{count} in {root}, ranked by {metric} ({better} is better), stopping: {rule}")
         return
-    with quick_imports():
-        from posttrain.runner.sweep import run_sweep  # imports torch, which takes seconds
 
     def config_in(trial: Trial) -> RunConfig:
         return config_of(trial.settings, {"name": trial.name, "output_dir": str(root)})
 
     try:
-        run_sweep(wanted, settings, config_in, options.resume, options.overwrite)
+        run_sweep(plan, settings, config_in, options.resume, options.overwrite)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(f"interrupted; resume with --resume: finished trials in {root} are kept") from interrupt
 
 
 def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:
-    """Raise UsageError for a sweep without values, or over what has one value."""
+    """Raise UsageError for a sweep without values, or over a setting that cannot be swept."""
     if not swept:
         raise UsageError("nothing is swept: give values such as method.beta=0.1,0.5, or a range such as seed=0..4")
     for path in swept:
         if path in flags:
             raise UsageError(f"{path} is swept and also given as a flag; give it once")
         if path in ("name", "output_dir"):
-            raise UsageError(f"{path} cannot be swept: each trial has a folder of its own in {{output_dir}}/{{name}}")
+            raise UsageError(f"{path} cannot be swept: each trial has its own folder in {{output_dir}}/{{name}}")
 
 
-def _metric(given: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]:
+def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]:
     """The metric that ranks the trials, by default that of their method, and whether a lower value is better.
 
-    Raises ConfigError if none is measured.
+    Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous.
     """
     for config in configs:
         if not config.evaluates:
@@ -118,17 +114,18 @@ def _metric(given: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]
                 "a sweep ranks its trials by an evaluation metric: set data.validation, e.g. {ratio: 0.05}, and "
                 "evaluation.eval_steps above 0"
             )
-    if given is not None and (given == "auto" or not re.fullmatch(EVAL_METRIC, given)):
-        raise UsageError(f"--metric {given}: give a metric of the evaluation, such as eval_loss or eval_reward")
-    metrics = {given or config.best_metric or f"eval_{_main(config)}" for config in configs}
+    if chosen is not None and (chosen == "auto" or not re.fullmatch(EVAL_METRIC, chosen)):
+        raise UsageError(f"--metric {chosen}: give a metric of the evaluation, such as eval_loss or eval_reward")
+    metrics = {chosen or config.best_metric or f"eval_{_main(config)}" for config in configs}
     if len(metrics) > 1:
         raise UsageError(f"the trials have different main metrics ({', '.join(sorted(metrics))}): choose --metric")
     metric = metrics.pop()
     lower = configs[0].lower_is_better(metric)
     if lower is None:
-        raise UsageError(f"--metric {metric}: set checkpoint.best_direction=higher or lower, which is not known for it")
+        raise UsageError(f"--metric {metric}: its direction is unknown; set checkpoint.best_direction=higher or lower")
     return metric, lower
 
 
 def _main(config: RunConfig) -> str:
+    """The main metric of the method."""
     return "reward" if config.samples else (*of_method(config.method.type), "loss")[0]

@@ -1,7 +1,9 @@
-"""`posttrain train`, `posttrain launch` and `posttrain plan`."""
+"""`posttrain train`, `launch`, `plan` and `verify-resume`."""
 
 import os
 import shlex
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +14,9 @@ from posttrain.base.errors import RunError, UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag, values_of
 from posttrain.base.terminal import say
-from posttrain.cli.errors import Interrupted
-from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
+from posttrain.base.words import counted
+from posttrain.cli.command import Interrupted
+from posttrain.cli.settings import DRY_RUN, Config, Overrides, load_stages, split_arguments
 from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHODS
@@ -25,12 +28,10 @@ from posttrain.runs.files import flat
 from posttrain.runs.progress import duration
 from posttrain.runs.provenance import HIDDEN
 
-DRY_RUN = Flag("Print what the run would do, and do nothing.")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What is trained or resumed of the settings."""
+    """Which runs of the settings are trained, resumed or skipped."""
 
     resume: Annotated[
         str | None, Flag("Resume from the newest checkpoint, or from the given one.", metavar="[PATH]")
@@ -49,9 +50,10 @@ class TrainOptions:
 
     def arguments(self, config: str | None, overrides: Sequence[str] | None, flags: Mapping[str, str]) -> list[str]:
         """The arguments of `posttrain train` with these options."""
-        arguments = [*([config] if config is not None else []), *(overrides or [])]
-        arguments += [f"--{path}={text}" for path, text in flags.items()]
-        arguments += ["--resume", *([self.resume] if self.resume else [])] if self.resume is not None else []
+        arguments = [config] if config is not None else []
+        arguments += [*(overrides or []), *(f"--{path}={text}" for path, text in flags.items())]
+        if self.resume is not None:
+            arguments += ["--resume", self.resume] if self.resume else ["--resume"]
         arguments += ["--overwrite"] if self.overwrite else []
         arguments += ["--model-index", str(self.model_index)] if self.model_index is not None else []
         return [*arguments, *(word for stage in self.skip for word in ("--skip", stage))]
@@ -91,9 +93,9 @@ def train(
     with quick_imports():
         from posttrain.api import train_all  # imports torch, which takes seconds
 
-    given = values_of(options) | {"resume": checkpoint or options.resume is not None, "compared": bool(compared)}
+    arguments = values_of(options) | {"resume": checkpoint or options.resume is not None, "compared": bool(compared)}
     try:
-        train_all(stages, **given)
+        train_all(stages, **arguments)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
     if os.environ.get("RANK", "0") == "0":
@@ -108,14 +110,14 @@ def _stages(
     checkpoint: Path | None,
     compared: Sequence[str],
 ) -> tuple[Stage, ...]:
-    """The stages to train: of the settings, of the run that is resumed, or a method each of those to compare."""
+    """The stages to train: those of the settings, those of the run that is resumed, or one for each compared method."""
     file, rest = split_arguments(config, overrides)
     if compared:
         flags = {path: text for path, text in flags.items() if path != "method.type"}
     if file is None and checkpoint is not None:  # saved settings have the methods as stages
         saved = saved_config(checkpoint)
         stages = load_stages(str(saved), rest, flags)
-        warn_of_secrets(stages, saved)
+        _warn_of_secrets(stages, saved)
         return stages
     if not compared:
         return load_stages(file, rest, flags)
@@ -152,7 +154,7 @@ def launch(
         raise UsageError(f"--node-rank {node_rank}: the machines have the numbers 0 to {nodes - 1}")
     options.check()
     if options.resume is None and not several_methods(flags):
-        stages = load_stages(config, overrides, flags)  # an error here is said once, not by every process
+        stages = load_stages(config, overrides, flags)  # reports an error once, not in every process
         ids = stages[0].config.devices.ids
         if ids and len(ids) != nproc:
             raise UsageError(f"devices.ids names {len(ids)} GPUs: give --nproc {len(ids)}, or other ids")
@@ -164,17 +166,17 @@ def launch(
 
 def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
     """The methods of `--method`, if it names several or all."""
-    given = flags.get("method.type", "")
-    if given != "all" and "," not in given:
+    text = flags.get("method.type", "")
+    if text != "all" and "," not in text:
         return ()
-    writing = [name for name, method in METHODS.items() if method.head == "lm"]  # methods whose model generates
-    if given == "all":
-        return tuple(writing)
-    writing.append("ipo")
-    names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
+    generating = [name for name, method in METHODS.items() if method.head == "lm"]
+    if text == "all":
+        return tuple(generating)
+    comparable = [*generating, "ipo"]
+    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
     for name in names:
-        if name not in writing:
-            raise UsageError(f"--method {given}: {name!r} cannot be compared; {did_you_mean(name, writing)}")
+        if name not in comparable:
+            raise UsageError(f"--method {text}: {name!r} cannot be compared; {did_you_mean(name, comparable)}")
     return tuple(names)
 
 
@@ -185,8 +187,7 @@ def plan(
         bool, Flag("Also find the largest tokens_per_pack that fits, by real steps: loads the model.")
     ] = False,
     memory_limit: Annotated[
-        float | None,
-        Flag("For --probe: memory limit of the run; default: all that is free.", metavar="GIB"),
+        float | None, Flag("For --probe: memory limit of the run; default: all that is free.", metavar="GIB")
     ] = None,
     nproc: Annotated[
         int | None, Flag("Plan for this many processes; default: one, or as many as devices.ids.", min=1)
@@ -196,7 +197,8 @@ def plan(
 ) -> None:
     """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`.
 
-    With --nproc, what each of several processes would hold and exchange; --device may also name GPUs that are not here.
+    With --nproc, also what each of several processes would hold and exchange. --device may name a GPU that this machine
+    lacks.
 
         posttrain plan grpo.yaml --nproc 8 --device h100
         posttrain plan grpo.yaml --nproc 8 --device h100 --strategy fsdp
@@ -223,13 +225,17 @@ def plan(
     print_plan(stages, probed=probe, memory_limit=limit, ranks=nproc, card=card)
 
 
-def warn_of_secrets(stages: Sequence[Stage], saved: Path) -> None:
-    """Say which settings that a run goes on with were saved without their secrets."""
-    settings = [flat(stage.config.model_dump(mode="json"), lists=True) for stage in stages]
-    hidden = {path for one in settings for path, value in one.items() if isinstance(value, str) and HIDDEN in value}
+def _warn_of_secrets(stages: Sequence[Stage], saved: Path) -> None:
+    """Warn of settings of a resumed run that were saved without their secrets."""
+    hidden = {
+        path
+        for stage in stages
+        for path, value in flat(stage.config.model_dump(mode="json"), lists=True).items()
+        if isinstance(value, str) and HIDDEN in value
+    }
     if hidden and not is_rank():
-        given = "give the settings file with --resume if the run needs it"
-        say(f"{saved} has {HIDDEN} for what was secret in {', '.join(sorted(hidden))}: {given}", error=True)
+        advice = "give the settings file with --resume if the run needs it"
+        say(f"{saved} has {HIDDEN} for what was secret in {', '.join(sorted(hidden))}: {advice}", error=True)
 
 
 def saved_config(checkpoint: Path) -> Path:
@@ -237,4 +243,63 @@ def saved_config(checkpoint: Path) -> Path:
     for folder in (checkpoint, *checkpoint.absolute().parents[:3]):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
-    raise RunError(f"{checkpoint}: no config.yaml there or above it; is it a run folder or a checkpoint in one?")
+    raise RunError(f"{checkpoint}: no config.yaml there or above it; is it a run folder, or a checkpoint of a run?")
+
+
+def verify_resume(
+    config: Config = None,
+    overrides: Overrides = None,
+    kills: Annotated[int, Flag("Number of kills of the second run.", min=1)] = 5,
+    keep: Annotated[bool, Flag("Keep the scratch folder even if both runs are equal.")] = False,
+    *,
+    flags: Mapping[str, str],
+) -> None:
+    """Verify, for your own settings, that a killed and resumed run equals an uninterrupted one, bit for bit.
+
+    Trains twice in a scratch folder below output_dir: once uninterrupted, once killed (SIGKILL) at random moments,
+    about half of them inside a save, and resumed each time. Then compares weights, optimizer, random states, learning
+    rates, the order of the rows and all metrics, and reports the first differences: step, file, tensor, index, both
+    values.
+
+    Every step is logged, with at least ten checkpoints per run. Without training.max_steps it has 40 steps. To cross
+    the end of epochs quickly, train on few rows: --max-rows 50 --batch-size 4 --max-steps 40.
+
+    Exit status 0: identical. 1: they differ, or a run failed by itself. On a GPU the order of sums may vary between
+    runs; --device cpu is exact.
+    """
+    stages = load_stages(config, overrides, flags)
+    say("importing torch …")
+    from posttrain.base.console import PlainConsole  # these import torch, which takes seconds
+    from posttrain.runner import verify
+
+    stages, console = verify.prepared(stages), PlainConsole()
+    for stage in stages:
+        settings, prefix = stage.config, f"stage {stage.name}: " if stage.name else ""
+        console.print(
+            f"{prefix}{settings.method.type} of {', '.join(model.folder_name for model in settings.models)}: "
+            f"{counted(settings.training.max_steps or 0, 'step')}, a checkpoint every {settings.checkpoint.save_steps}",
+            highlight=False,
+        )
+    folder = _scratch(Path(stages[0].config.output_dir).expanduser())
+    try:
+        outcome = verify.verify_resume(stages, folder, kills, console)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
+    for line in outcome.lines():
+        console.print(line)
+    if not outcome.identical:
+        raise RunError(f"the resumed run differs from the uninterrupted one; both are kept in {folder}")
+    if keep:
+        console.print(f"kept: {folder}", soft_wrap=True)
+    else:
+        shutil.rmtree(folder)
+
+
+def _scratch(output_dir: Path) -> Path:
+    """A new folder in output_dir, where there is space for checkpoints."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir))
+    except OSError as error:
+        raise RunError(f"cannot make a scratch folder in {output_dir}: {error.strerror}") from error

@@ -1,10 +1,12 @@
-"""What is installed, what of it works by one real call each, and how to fix the rest. Imports nothing slow.
+"""Checks an installation: what is there, what works, by one real call each, and how to fix the rest.
 
 Checks run in helper processes with deadlines: one that crashes or hangs is a finding and ends no other. Each lane has
-one process for all its checks, because importing torch takes seconds. When a check crashes the process or passes its
-deadline, a new process takes the rest.
+one process for all its checks, because importing torch takes seconds. When a check crashes the process or misses its
+deadline, a new process runs the rest. This module imports nothing slow.
 """
 
+import faulthandler
+import importlib
 import json
 import os
 import queue
@@ -21,8 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.base.child import Child
+from posttrain.base.errors import reason_of
 from posttrain.base.words import counted
-from posttrain.doctor.checks import Check, Finding, Found, all_checks, chosen
+from posttrain.doctor.checks import Broken, Check, Finding, Found, all_checks, chosen
 from posttrain.runs.provenance import environment, redact
 
 __all__ = ["Finding", "all_checks", "as_json", "chosen", "examine", "summary", "table"]
@@ -30,28 +33,28 @@ STYLES = {"ok": "green", "limited": "yellow", "absent": "dim", "broken": "bold r
 
 STARTUP_S = 60.0  # until a process has imported this package
 WAIT_S = 0.2  # of one wait, so that Ctrl-C is handled in between on Windows, too
-PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 ENDING_S = 2.0  # a killed process that waits for a broken disk stays longer
 DETAIL_CHARACTERS = 500
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A row per finding: state, name, detail, and how to fix it on separate lines."""
+    """A row per finding: state, name, detail, and on a line below how to fix it."""
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown.add_column("state", no_wrap=True)
     shown.add_column("what", no_wrap=True, style="bold")
     shown.add_column("", overflow="fold")
     for finding in findings:
         detail = Text(redact(finding.detail))
-        if finding.mend:
-            detail.append(f"\n-> {redact(finding.mend)}", style="cyan")
+        if finding.fix:
+            detail.append(f"\n-> {redact(finding.fix)}", style="cyan")
         state = f"{finding.state}{'' if finding.required or finding.state != 'broken' else '*'}"
         shown.add_row(Text(state, STYLES[finding.state]), Text(finding.name), detail)
     return shown
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One sentence: does everything that is required work, and what else does not."""
+    """Whether everything that is required works, and what else does not, in a line."""
     fatal = [finding.name for finding in findings if finding.is_fatal]
     optional = [finding.name for finding in findings if finding.state == "broken" and not finding.required]
     limited = [finding.name for finding in findings if finding.state == "limited"]
@@ -65,14 +68,14 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings with the versions and the platform of this process; secrets are redacted."""
-    rows = [asdict(finding) | {"mend": finding.mend or None} for finding in findings]
+    rows = [asdict(finding) | {"fix": finding.fix or None} for finding in findings]
     return redact(
         {"works": not any(finding.is_fatal for finding in findings), "checks": rows, "environment": environment()}
     )
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield the finding of each check as soon as there is one, in any order. Ends its processes however it is left."""
+    """Yield the finding of each check as soon as it is there, in any order. Ends its processes in any case."""
     found: queue.SimpleQueue[Finding | BaseException] = queue.SimpleQueue()
     names = dict.fromkeys(check.lane for check in checks)
     lanes = [Lane([check for check in checks if check.lane == name], found) for name in names]
@@ -125,9 +128,10 @@ class Lane(threading.Thread):
 
     def _start(self) -> Child | None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+        command = [sys.executable, "-P", "-c", "from posttrain.doctor import work; work()"]
         with self._lock:
             if not self._ended:
-                self._child = Child([sys.executable, "-P", "-m", "posttrain.doctor.worker"], environment=environment)
+                self._child = Child(command, environment=environment)
             return None if self._ended else self._child
 
     def _run_some(self, checks: Sequence[Check], child: Child) -> Sequence[Check]:
@@ -136,7 +140,7 @@ class Lane(threading.Thread):
         for number, check in enumerate(checks):
             began, limit = time.monotonic(), STARTUP_S
             try:
-                child.line(limit)  # that it has begun
+                child.line(limit)  # it has started
                 began, limit = time.monotonic(), check.deadline
                 reply = json.loads(child.line(limit))
             except TimeoutError:
@@ -151,19 +155,55 @@ class Lane(threading.Thread):
 
 def _finding(check: Check, reply: dict[str, Any], seconds: float) -> Finding:
     detail = " ".join(str(reply["detail"]).split())[:DETAIL_CHARACTERS]
-    mend = reply["mend"] or (check.mend if reply["state"] == "broken" else "")
-    return Finding(check.name, reply["state"], check.required, detail, mend, round(seconds, 2))
+    fix = reply["fix"] or (check.fix if reply["state"] == "broken" else "")
+    return Finding(check.name, reply["state"], check.required, detail, fix, round(seconds, 2))
 
 
 def crash(child: Child) -> str:
-    """How a process has ended, and where: by the trace that Python writes at a crash, or its last words."""
+    """How a process ended, and where: by the trace that Python writes at a crash, or the last line of its stderr."""
     child.kill()
     status, text = child.status(ENDING_S), child.last_words()
     what = f"the process ended with status {status}"
     if status is not None and status < 0:
         known = {number.value: number.name for number in signal.Signals}
         what = f"the process was ended by {known.get(-status, f'signal {-status}')}"
-    place = PLACE.search(text)
-    if place:
-        return f"{what} ({'/'.join(place[1].replace(os.sep, '/').split('/')[-2:])} line {place[2]})"
+    if line := TRACE_LINE.search(text):
+        return f"{what} ({'/'.join(line[1].replace(os.sep, '/').split('/')[-2:])} line {line[2]})"
     return f"{what}: {text.splitlines()[-1]}" if text else what
+
+
+def work() -> None:
+    """The body of a helper process: run checks one after the other.
+
+    It reads one line from stdin, a JSON list of `[target, arguments]`, and writes a line to stdout when a check starts,
+    `{"started": 0}`, and one when it ends, `{"state": …, "detail": …, "fix": …}`. Whatever a check or a library prints
+    goes to stderr, with the place of a crash. The process ends when its stdin is closed.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
+    faulthandler.enable(all_threads=False)
+    jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    targets = json.loads(jobs.readline())
+    threading.Thread(target=lambda: (jobs.read(), os._exit(0)), daemon=True).start()
+
+    def reply(line: dict[str, Any]) -> None:
+        replies.write(json.dumps(line) + "\n")
+        replies.flush()
+
+    for number, (target, arguments) in enumerate(targets):
+        reply({"started": number})
+        reply(answer(target, arguments))
+    os._exit(0)  # without the exit handlers of what was imported, which may hang
+
+
+def answer(target: str, arguments: list[str]) -> dict[str, Any]:
+    """A check's finding as JSON. Any exception is the finding that the part is broken."""
+    module, _, function = target.partition(":")
+    try:
+        return asdict(getattr(importlib.import_module(module), function)(*arguments))
+    except Broken as error:
+        return asdict(Found(str(error), "broken", error.fix))
+    except BaseException as error:
+        return asdict(Found(reason_of(error), "broken"))

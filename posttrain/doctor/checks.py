@@ -1,4 +1,4 @@
-"""What a check is and returns, the checks in the order of the table, and those of installed versions."""
+"""The checks in the order of the table, what they return, and the checks of installed versions."""
 
 import difflib
 import importlib.util
@@ -14,34 +14,34 @@ from posttrain.base.paths import default_cache
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
-# What the other checks do not call: the command line, the settings, and what PEFT needs.
+# Packages that no other check calls.
 NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")
 State = Literal["ok", "limited", "absent", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check returns. `mend` is the command, or the instruction, that changes it."""
+    """What a check returns. `fix` is a command or an instruction that improves the state."""
 
     detail: str
     state: State = "ok"
-    mend: str = ""
+    fix: str = ""
 
 
 class Broken(Exception):
-    """A check's own finding that something does not work; any other exception is one, too."""
+    """Raised by a check if something does not work; any other exception means the same."""
 
-    def __init__(self, detail: str, mend: str = ""):
+    def __init__(self, detail: str, fix: str = ""):
         super().__init__(detail)
-        self.mend = mend
+        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One call that shows whether a part works.
 
-    `target` is the `module:function` that is called with `arguments` in a helper process and returns a Found. Checks of
-    one `lane` run one after the other, in one process as long as it lives, and lanes run side by side.
+    `target` is the `module:function` that a helper process calls with `arguments`, and that returns a Found. Checks of
+    one `lane` run one after the other, in one process while it lives; lanes run side by side.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Check:
     required: bool = False
     arguments: tuple[str, ...] = ()
     deadline: float = 30.0  # seconds
-    mend: str = ""  # if the check raises an error that names no remedy
+    fix: str = ""  # for an error that names none
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a check. `broken` and `required` together are what ends with exit status 1."""
+    """The outcome of a check. One that is required and broken makes the exit status 1."""
 
     name: str
     state: State
     required: bool
     detail: str
-    mend: str
+    fix: str
     seconds: float
 
     @property
@@ -79,7 +79,7 @@ def all_checks(output_dir: Path) -> list[Check]:
         Check("run folder", f"{HERE}.machine:run_folder", light, True, (str(output_dir),)),
         Check("hub cache", f"{HERE}.machine:hub_cache", light),
         Check("packages", f"{HERE}.checks:packages", light, True),
-        Check("torch", f"{HERE}.compute:torch_works", torch, True, deadline=TORCH_S, mend="pip install torch"),
+        Check("torch", f"{HERE}.machine:torch_works", torch, True, deadline=TORCH_S, fix="pip install torch"),
         _library("transformers", torch, deadline=TORCH_S),
         _library("peft", torch, deadline=TORCH_S),
         _library("datasets", torch),
@@ -88,9 +88,9 @@ def all_checks(output_dir: Path) -> list[Check]:
         _library("matplotlib", light, deadline=TORCH_S),
         Check("graders", f"{HERE}.services:graders", services, True, deadline=TORCH_S),
         Check("isolation", f"{HERE}.services:isolation", services, deadline=TORCH_S),
-        Check("GPU", f"{HERE}.compute:gpu", torch, deadline=TORCH_S),
-        Check("Triton", f"{HERE}.compute:triton", torch, deadline=TORCH_S),
-        Check("FlexAttention", f"{HERE}.compute:flex_attention", torch, deadline=TORCH_S),
+        Check("GPU", f"{HERE}.machine:gpu", torch, deadline=TORCH_S),
+        Check("Triton", f"{HERE}.machine:triton", torch, deadline=TORCH_S),
+        Check("FlexAttention", f"{HERE}.machine:flex_attention", torch, deadline=TORCH_S),
         _library("bitsandbytes", torch, required=False, deadline=TORCH_S),
         _library("flash-attn", torch, required=False, deadline=TORCH_S),
         _library("liger-kernel", torch, "liger", required=False, deadline=TORCH_S),
@@ -107,28 +107,23 @@ def all_checks(output_dir: Path) -> list[Check]:
 
 def _library(package: str, lane: str, function: str = "", required: bool = True, deadline: float = 30.0) -> Check:
     target = f"{HERE}.libraries:{function or package.replace('-', '_')}"
-    return Check(package, target, lane, required, deadline=deadline, mend=f"pip install --force-reinstall {package}")
+    return Check(package, target, lane, required, deadline=deadline, fix=f"pip install --force-reinstall {package}")
 
 
 def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
-    """The checks of these names, in their own order; all without names. Raises ConfigError for an unknown name."""
+    """The checks of these names, in the table's order; all without names. Raises ConfigError for unknown names."""
     known = {check.name.lower(): check for check in checks}
     wanted = [name.lower() for name in names]
     for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
-            meant = f"did you mean {known[near[0]].name!r}? " if near else ""
-            raise ConfigError(
-                f"there is no check {name!r}: {meant}they are {', '.join(check.name for check in checks)}"
-            )
+            hint = f"did you mean {known[near[0]].name!r}? " if near else ""
+            raise ConfigError(f"there is no check {name!r}: {hint}they are {', '.join(check.name for check in checks)}")
     return [check for check in checks if not wanted or check.name.lower() in wanted]
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, which is within the declared range.
-
-    Raises Broken with the command that mends it otherwise.
-    """
+    """The version of a package. Raises Broken, with the command to install it, outside the declared range."""
     from packaging.requirements import Requirement  # transformers and datasets need it, too
 
     try:

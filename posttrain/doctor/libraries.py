@@ -1,4 +1,4 @@
-"""The libraries of a run and the optional ones: version in range, and one call of what posttrain uses them for."""
+"""The libraries of a run and the optional ones: version in range, and one call that posttrain relies on."""
 
 import importlib
 import io
@@ -51,7 +51,7 @@ def peft() -> Found:
     assert isinstance(model, PeftModel)
     logits = model(tokens).logits
     logits.logsumexp(-1).sum().backward()
-    trained = {name for name, one in model.named_parameters() if one.grad is not None}
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     merged = model.merge_and_unload()(tokens).logits
     if not trained or any("lora_" not in name for name in trained) or not torch.allclose(logits, merged, atol=1e-5):
         raise Broken(f"{version}: LoRA's gradients or its merge are wrong")
@@ -66,8 +66,8 @@ def datasets() -> Found:
     with tempfile.TemporaryDirectory() as folder:
         for split in ("train", "test"):
             Path(folder, f"{split}.jsonl").write_text('{"text": "a"}\n')
-        found = splits_of(folder)
-    if sorted(found) != ["test", "train"]:
+        splits = splits_of(folder)
+    if sorted(splits) != ["test", "train"]:
         raise Broken(f"{version}: the splits of a folder are not found")
     return Found(f"{version}: the splits of a folder are found")
 
@@ -79,7 +79,7 @@ def safetensors() -> Found:
     from safetensors.numpy import load, save
 
     if not np.array_equal(load(save({"a": np.arange(6.0)}))["a"], np.arange(6.0)):
-        raise Broken(f"{version}: weights that were written are read as others")
+        raise Broken(f"{version}: weights are not read as they were written")
     return Found(f"{version}: weights are written and read")
 
 
@@ -146,8 +146,8 @@ def flash_attn() -> Found:
         return Found(f"{version}, which needs a GPU", "limited")
     function = importlib.import_module("flash_attn").flash_attn_func
     query, key, value = torch.randn(3, 1, 64, 2, 64, device="cuda").bfloat16().unbind()
-    heads_first = [one.transpose(1, 2) for one in (query, key, value)]
-    want = scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2], is_causal=True)
+    heads_first = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    want = scaled_dot_product_attention(*heads_first, is_causal=True)
     return _same(version, function(query, key, value, causal=True), want.transpose(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""Cores, memory, what the platform lacks, and folders: space, speed, renames, locks, SQLite."""
+"""The machine: cores, memory, folders, PyTorch, the GPU, and kernels that are compiled for it."""
 
 import os
 import shutil
@@ -8,12 +8,14 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from posttrain.base import system
 from posttrain.base.atomic import put_file, put_folder
-from posttrain.base.words import in_units
-from posttrain.doctor.checks import Broken, Found
+from posttrain.base.words import counted, in_units
+from posttrain.doctor.checks import Broken, Found, version_of
 from posttrain.runs.folder import FolderLock, is_locked
 
 LEAST_FREE_BYTES = 5_000_000_000  # below this a checkpoint or a model may not fit
@@ -36,36 +38,30 @@ except sqlite3.OperationalError as error:
 
 def usable_cores() -> int:
     """Cores that this process may use: those of its affinity, within a container's share."""
-    there = system.usable_cores()
+    available = system.usable_cores()
     for files in QUOTAS:
         try:
             quota, period, *_ = " ".join(Path(file).read_text() for file in files).split()
         except (OSError, ValueError):
             continue
         if quota not in ("max", "-1"):
-            return max(1, min(there, round(int(quota) / int(period))))
-    return there
+            return max(1, min(available, round(int(quota) / int(period))))
+    return available
 
 
 def cores() -> Found:
-    """Usable cores and memory."""
-    count = usable_cores()
-    memory = _main_memory()
-    return Found(f"{count} of {os.cpu_count()} cores usable{f', {memory}' if memory else ''}")
-
-
-def _main_memory() -> str:
-    """Total and available main memory, as far as the system says."""
+    """Usable cores, and available memory if the system reports it."""
+    detail = f"{usable_cores()} of {os.cpu_count()} cores usable"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return ""
+        return Found(detail)
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return f"{in_units(sizes['MemAvailable'])} of {in_units(sizes['MemTotal'])} of memory available"
+    return Found(f"{detail}, {in_units(sizes['MemAvailable'])} of {in_units(sizes['MemTotal'])} of memory available")
 
 
 def platform_limits(system: str = sys.platform) -> Found:
-    """What posttrain does without on this system. Runs need none of it."""
+    """What this system lacks. Runs need none of it."""
     lacks = {
         "linux": (),
         "darwin": (
@@ -81,33 +77,32 @@ def platform_limits(system: str = sys.platform) -> Found:
         ),
     }.get(system)
     if lacks is None:
-        return Found(f"{system}: has not been tried", "limited")
+        return Found(f"{system}: not tested", "limited")
     return Found("; ".join(lacks), "limited") if lacks else Found("Linux: nothing is missing")
 
 
 def run_folder(path: str) -> Found:
     """The disk of the runs: space, write speed, complete files, locks, SQLite. Leaves nothing behind."""
-    place = _existing(Path(path))
-    with _scratch(place) as name:
+    existing = _existing(Path(path))
+    with _scratch(existing) as name:
         folder = Path(name)
-        found = _disk(place, folder)
+        disk = _disk(existing, folder)
         _complete_files(folder)
         locked = _locks(folder)
         _sqlite(folder / "rollouts.sqlite")
-    state, mend = found.state, found.mend
-    if not locked:
-        state, mend = "limited", "run one process per run folder, or use another disk: posttrain doctor --output-dir"
-    also = ["renames", *(["locks"] if locked else []), "SQLite"]
-    return Found(f"{found.detail}; {', '.join(also)} work{'' if locked else '; no locks'}", state, mend)
+    if locked:
+        return replace(disk, detail=f"{disk.detail}; renames, locks, SQLite work")
+    fix = "run one process per run folder, or use another disk: posttrain doctor --output-dir"
+    return Found(f"{disk.detail}; renames, SQLite work; no locks", "limited", fix)
 
 
 def cache_folder(path: str) -> Found:
     """The disk of a cache: space, write speed, complete files."""
-    place = _existing(Path(path))
-    with _scratch(place) as name:
-        found = _disk(place, Path(name))
+    existing = _existing(Path(path))
+    with _scratch(existing) as name:
+        disk = _disk(existing, Path(name))
         _complete_files(Path(name))
-    return found
+    return disk
 
 
 def hub_cache() -> Found:
@@ -120,26 +115,25 @@ def hub_cache() -> Found:
 def _existing(path: Path) -> Path:
     """The folder itself, or the nearest one above it, where it would be made."""
     path = path.expanduser().absolute()
-    place = next(one for one in (path, *path.parents) if one.exists())
-    if not place.is_dir():
-        raise Broken(f"{place} is a file, not a folder", "choose another folder")
-    return place
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not existing.is_dir():
+        raise Broken(f"{existing} is a file, not a folder", "choose another folder")
+    return existing
 
 
-def _scratch(place: Path) -> tempfile.TemporaryDirectory[str]:
+def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
     try:
-        return tempfile.TemporaryDirectory(prefix=".posttrain-doctor-", dir=place, ignore_cleanup_errors=True)
+        return tempfile.TemporaryDirectory(prefix=".posttrain-doctor-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise Broken(
-            f"cannot write in {place}: {error.strerror}", f"choose another folder, or: chmod u+w {place}"
-        ) from error
+        fix = f"choose another folder, or: chmod u+w {parent}"
+        raise Broken(f"cannot write in {parent}: {error.strerror}", fix) from error
 
 
-def _disk(place: Path, folder: Path) -> Found:
-    """Free space, and the speed of synced writes of data that does not compress."""
-    free, block = shutil.disk_usage(place).free, os.urandom(BLOCK)
+def _disk(shown: Path, folder: Path) -> Found:
+    """The free space, and the speed of synced writes to `folder` of data that does not compress."""
+    free, block = shutil.disk_usage(folder).free, os.urandom(BLOCK)
     if free < 2 * BLOCK * BLOCKS:
-        raise Broken(f"{place}: {in_units(free)} free", "free some space, or choose another disk")
+        raise Broken(f"{shown}: {in_units(free)} free", "free some space, or choose another disk")
     began = time.perf_counter()
     with open(folder / "speed", "wb", buffering=0) as file:
         for _ in range(BLOCKS):
@@ -147,11 +141,11 @@ def _disk(place: Path, folder: Path) -> Found:
         os.fsync(file.fileno())
     speed = BLOCK * BLOCKS / (time.perf_counter() - began)
     (folder / "speed").unlink()
-    detail = f"{place}: {in_units(free)} free, writes {in_units(round(speed))}/s"
+    detail = f"{shown}: {in_units(free)} free, writes {in_units(round(speed))}/s"
     if free < LEAST_FREE_BYTES:
         return Found(detail, "limited", "free some space: `posttrain runs list` shows the size of each run")
     if speed < SLOW_BYTES_PER_SECOND:
-        return Found(f"{detail}, which is slow", "limited", "choose a faster disk: saves will take long")
+        return Found(f"{detail}, which is slow", "limited", "choose a faster disk: saving will take long")
     return Found(detail)
 
 
@@ -163,23 +157,23 @@ def _complete_files(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir())
     texts = [(folder / name).read_text() for name in ("file", "folder/file")]
     if texts != ["new", "new"] or names != ["file", "folder"]:
-        raise Broken("a file or folder that was replaced by a rename is not the new one", "choose a local disk")
+        raise Broken("a rename did not replace a file or a folder", "choose a local disk")
 
 
 def _locks(folder: Path) -> bool:
-    """Whether a run folder's lock keeps others out; False if the file system has none. Raises Broken if it does not."""
+    """Whether the file system has locks. Raises Broken if they do not keep others out."""
     lock = FolderLock(folder)
     try:
-        seen = is_locked(folder)
+        locked = is_locked(folder)
     finally:
         lock.release()
-    if seen is False:
+    if locked is False:
         raise Broken("a lock does not keep others out", "choose a local disk")
-    return seen is not None
+    return locked is not None
 
 
 def _sqlite(path: Path) -> None:
-    """A database as `rollouts.sqlite` is used: while one process writes, others read, and none writes."""
+    """A database with the use of `rollouts.sqlite`: while one process writes, others read, and none writes."""
     remedy = "choose a local disk: SQLite needs working locks and shared memory"
     try:
         with closing(sqlite3.connect(path, isolation_level=None)) as writer:
@@ -192,5 +186,194 @@ def _sqlite(path: Path) -> None:
     except sqlite3.Error as error:
         raise Broken(f"SQLite does not work there: {error}", remedy) from error
     if mode != "wal" or rival.stdout.splitlines() != ["0", "database is locked"]:
-        said = (rival.stdout + rival.stderr).strip().splitlines()
-        raise Broken(f"SQLite's locks do not work there: {mode}, {said[-1] if said else 'no answer'}", remedy)
+        lines = (rival.stdout + rival.stderr).strip().splitlines()
+        raise Broken(f"SQLite's locks do not work there: {mode}, {lines[-1] if lines else 'no answer'}", remedy)
+
+
+WIDTH = 512
+CUDA_BUILD = "pip install --force-reinstall torch"  # PyPI's build for Linux
+
+
+def torch_works() -> Found:
+    """A matrix product, its speed with one and with all threads, and a backward that is the same to the bit twice."""
+    version = version_of("torch")
+    import torch
+
+    torch.manual_seed(0)
+    a, b = torch.randn(2, WIDTH, WIDTH).unbind()
+    error = float((a @ b - (a.double() @ b.double())).abs().max() / WIDTH**0.5)
+    if not error < 1e-4:
+        raise Broken(f"{version}: a matrix product is wrong by {error:.1e}", "pip install --force-reinstall torch")
+    _repeatable()
+    threads, cores = torch.get_num_threads(), usable_cores()
+    several = _speed(a, b)
+    torch.set_num_threads(1)
+    one = _speed(a, b)
+    torch.set_num_threads(threads)
+    detail = f"{version}: {counted(threads, 'thread')}, {several / 1e9:.0f} GFLOP/s"
+    detail += f" ({several / one:.1f} times one thread)" if threads > 1 else ""
+    detail += "; deterministic backward"
+    if threads != cores:
+        return Found(f"{detail}; {cores} cores are usable", "limited", f"export OMP_NUM_THREADS={cores}")
+    return Found(detail)
+
+
+def _speed(a, b) -> float:
+    """Floating-point operations a second: the best of a few products."""
+    import torch
+
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        torch.matmul(a, b)
+        times.append(time.perf_counter() - began)
+    return 2 * WIDTH**3 / min(times)
+
+
+def _repeatable(device: str = "cpu") -> None:
+    """The gradients of a small network with deterministic kernels, twice. Raises Broken if they differ in a bit."""
+    import torch
+    from torch.nn.functional import cross_entropy, embedding
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        tokens = torch.randint(64, (512,), device=device)
+        table = torch.randn(64, 128, device=device, requires_grad=True)
+        first, second = (
+            torch.autograd.grad(cross_entropy(embedding(tokens, table) @ table.T, tokens.roll(1)), table)[0]
+            for _ in range(2)
+        )
+    finally:
+        torch.use_deterministic_algorithms(before)
+    if not (first.isfinite().all() and torch.equal(first, second)):
+        raise Broken(f"the same backward twice gives different gradients on {device}", "reinstall torch")
+
+
+def gpu() -> Found:
+    """The GPU that a run would use: its name, memory and driver, a product in bfloat16 and a backward."""
+    import torch
+
+    if torch.cuda.is_available():
+        return _cuda()
+    if torch.backends.mps.is_available():
+        _product("mps")
+        return Found("Apple GPU (MPS): a matrix product works")
+    card = _driver()
+    if card is None:
+        return Found("none; runs compute on the CPU", "absent")
+    if torch.version.cuda is None and torch.version.hip is None:
+        install = CUDA_BUILD if sys.platform == "linux" else "see https://pytorch.org/get-started/locally"
+        return Found(f"{card}, but torch {torch.__version__} is a build for CPUs", "broken", install)
+    remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is recent enough: nvidia-smi"
+    return Found(f"{card}, but torch (CUDA {torch.version.cuda}) does not see it", "broken", remedy)
+
+
+def _driver() -> str | None:
+    """The first card and its driver, as nvidia-smi names them."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    lines = done.stdout.strip().splitlines()
+    return f"{lines[0].replace(', ', ' (driver ')})" if done.returncode == 0 and lines else None
+
+
+def _cuda() -> Found:
+    import torch
+
+    facts = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    _product("cuda")
+    _repeatable("cuda")
+    count = torch.cuda.device_count()
+    detail = f"{_driver() or facts.name}, {in_units(free)} of {in_units(total)} free"
+    detail += f", CUDA {torch.version.cuda or torch.version.hip}{f', {count} GPUs' if count > 1 else ''}"
+    return Found(f"{detail}; a kernel works, deterministic backward")
+
+
+def _product(device: str) -> None:
+    """Raises Broken if a matrix product in bfloat16 differs from the CPU's by more than rounding."""
+    import torch
+
+    a, b = torch.randn(2, WIDTH, WIDTH).bfloat16().unbind()
+    got = (a.to(device) @ b.to(device)).float().cpu()
+    error = float((got - a.float() @ b.float()).abs().max() / WIDTH**0.5)
+    if not error < 0.05:
+        raise Broken(f"a matrix product on {device} is wrong by {error:.1e}", "update the driver, or reinstall torch")
+
+
+def triton() -> Found:
+    """posttrain's own kernel of a norm: on a GPU its values, elsewhere whether it compiles for an H100."""
+    import torch
+
+    from posttrain.models import flex
+
+    on_gpu = torch.cuda.is_available()
+    if why := flex.lacking():
+        install = "pip install 'posttrain[gpu-dev]'" if "Triton" in why else "apt-get install gcc"
+        return Found(f"{why}; kernels run as PyTorch's operations", "limited" if on_gpu else "absent", install)
+    import triton
+
+    return Found(f"{triton.__version__}: {_norm_on_gpu() if on_gpu else _norm_compiled()}")
+
+
+def _norm_on_gpu() -> str:
+    import torch
+
+    from posttrain.models.kernels import layers
+    from posttrain.models.lean import TORCH, Kernels
+
+    x, weight = torch.randn(64, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda").bfloat16()
+    error = float((Kernels.of(layers).norm(x, weight, 1e-6) - TORCH.norm(x, weight, 1e-6)).abs().max())
+    if not error < 0.05:
+        raise Broken(f"a kernel differs from PyTorch by {error:.1e}", "model.triton_kernels: false")
+    return "a kernel has PyTorch's values"
+
+
+def _norm_compiled() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # else a cached kernel would hide a broken compiler
+        os.environ.pop("TRITON_INTERPRET", None)
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from posttrain.models.kernels import layers
+
+        kernel, constants = layers._rms_norm, {"ROWS": 4, "WIDTH": 1024}
+        types = {"x": "*bf16", "weight": "*bf16", "y": "*bf16", "rstd": "*fp32", "eps": "fp32"}
+        arguments = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(kernel, arguments, constants), GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    return f"a kernel compiles for an H100 ({len(compiled.asm['cubin']):,} bytes)"
+
+
+def flex_attention() -> Found:
+    """FlexAttention over a pack against the dense mask: compiled on a GPU, not compiled elsewhere."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention as uncompiled
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from posttrain.batch import Example, Node, pack
+    from posttrain.models import flex
+    from posttrain.models.attention import PackedMask
+
+    device = "cuda" if torch.cuda.is_available() and flex.lacking() is None else "cpu"
+    tree = Node(range(100), children=(Node(range(91)), Node(range(67))))
+    [batch] = pack([Example((tree,), 0)], 1000)
+    assert len(batch.tokens_T) == 2 * flex.BLOCK
+    mask = PackedMask(batch.to(torch.device(device)))
+    query, key, value = torch.randn(3, 1, 2, 2 * flex.BLOCK, 16, device=device).unbind()
+    want = scaled_dot_product_attention(query, key, value, attn_mask=mask.dense(None), scale=0.25)
+    if device == "cuda":
+        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+        got = flex.attend(query, key, value, mask.blocks(None), 0.25, None, False).float()
+    else:
+        blocks: Any = mask.blocks(None)
+        got = uncompiled(query, key, value, block_mask=blocks, scale=0.25)
+    assert isinstance(got, torch.Tensor)
+    error = float((got - want).abs().max())
+    if not error < (0.05 if device == "cuda" else 1e-4):
+        raise Broken(f"differs from attention under the dense mask by {error:.1e}", "model.attention: sdpa")
+    return Found("compiled, as under the dense mask" if device == "cuda" else "as under the dense mask (not compiled)")

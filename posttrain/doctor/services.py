@@ -38,7 +38,7 @@ def graders() -> Found:
     from posttrain.rewards.rules import canary
 
     known = canary("math", TagsConfig())
-    with _pool(deadline=20.0) as pool:  # a busy machine is no wrong verdict
+    with _pool(deadline=20.0) as pool:  # long enough for a busy machine
         grades = pool.grade([request for request, _ in known])
     wrong = [grade for grade, (_, verdict) in zip(grades, known, strict=True) if grade.verdict != verdict]
     if wrong:
@@ -74,18 +74,18 @@ def _pool(deadline: float) -> Pool:
 
 
 def hub() -> Found:
-    """Whether the hub answers, or what its local cache holds, from which models and data come without it."""
+    """Whether the hub answers; else the local cache, which supplies models and data without it."""
     from huggingface_hub import HfApi, constants
 
     from posttrain.base.hub import stay_offline_without_network
 
-    place, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
+    endpoint, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
     stay_offline_without_network()
     if constants.HF_HUB_OFFLINE:
         kept = f"only the local cache, {_cached(Path(constants.HF_HUB_CACHE))}"
         if by_user:
             return Found(f"offline by HF_HUB_OFFLINE: {kept}", "limited", "unset HF_HUB_OFFLINE")
-        host = urlsplit(place).hostname
+        host = urlsplit(endpoint).hostname
         return Found(f"{host} does not resolve: {kept}", "limited", "connect to the network, or set HF_HUB_OFFLINE=1")
     began = time.monotonic()
     try:
@@ -93,8 +93,10 @@ def hub() -> Found:
     except Exception as error:  # of any HTTP library beneath
         why = redact(f"{type(error).__name__}: {error}".splitlines()[0])
         kept = _cached(Path(constants.HF_HUB_CACHE))
-        return Found(f"{place} does not answer ({why}); cache: {kept}", "limited", "check the network and HTTPS_PROXY")
-    return Found(f"{place} answers in {time.monotonic() - began:.1f} s")
+        return Found(
+            f"{endpoint} does not answer ({why}); cache: {kept}", "limited", "check the network and HTTPS_PROXY"
+        )
+    return Found(f"{endpoint} answers in {time.monotonic() - began:.1f} s")
 
 
 def _cached(folder: Path) -> str:
@@ -104,7 +106,7 @@ def _cached(folder: Path) -> str:
 
 
 def hub_token() -> Found:
-    """Whether there is a token, and whose it is if the hub can be asked. It is never shown."""
+    """Whether there is a token, and whether the hub accepts it. It is never shown."""
     from huggingface_hub import HfApi, constants, get_token
 
     from posttrain.base.hub import stay_offline_without_network
@@ -139,7 +141,7 @@ def tensorboard() -> Found:
         [file] = Path(folder).iterdir()
         steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
     if steps != [1]:
-        raise Broken(f"{version}: an event that was written is not read", "pip install -U tensorboard")
+        raise Broken(f"{version}: a written event is not read", "pip install -U tensorboard")
     return Found(f"{version}: an event is written and read")
 
 
@@ -165,7 +167,7 @@ def wandb() -> Found:
 
 
 def trackio() -> Found:
-    """A run in a database of its own."""
+    """A run in a new database."""
     if missing := absent("trackio", "trackio", "tracking.report_to: trackio", "track"):
         return missing
     version = version_of("trackio")
@@ -210,14 +212,13 @@ def server() -> Found:
             running.should_exit = True
             thread.join(START_S)
     if answer.json() != {"status": "ok"}:
-        raise Broken(
-            f"a request to this machine is answered with {answer.status_code}", "pip install -U fastapi uvicorn"
-        )
+        status = answer.status_code
+        raise Broken(f"a request to this machine is answered with {status}", "pip install -U fastapi uvicorn")
     return Found(f"fastapi {version_of('fastapi')}, uvicorn {version_of('uvicorn')}: a request is answered")
 
 
 def pages() -> Found:
-    """A page is described, as a browser gets it."""
+    """The description of a page that a browser gets."""
     if missing := absent("gradio", "gradio", "posttrain ui", "ui"):
         return missing
     import gradio
@@ -225,5 +226,5 @@ def pages() -> Found:
     with gradio.Blocks(analytics_enabled=False) as blocks:
         gradio.Markdown("doctor")
     if not blocks.get_config_file()["components"]:
-        raise Broken(f"gradio {version_of('gradio')}: a page has no parts", "pip install -U gradio")
-    return Found(f"gradio {version_of('gradio')}: a page is made")
+        raise Broken(f"gradio {version_of('gradio')}: a page has no components", "pip install -U gradio")
+    return Found(f"gradio {version_of('gradio')}: a page works")

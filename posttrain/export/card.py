@@ -1,6 +1,6 @@
 """The model card, README.md: what the model is, how to load it, how it was trained, and its results.
 
-Without secrets, and without paths, host or user of the machine.
+It has no secrets, and no paths, host or user of the machine.
 """
 
 import json
@@ -24,33 +24,32 @@ from posttrain.models.reading import found_file
 from posttrain.runs.provenance import redact
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
-# A folder's part of a path inside a text: from the root, the home folder or a drive to the last separator. Not that of
-# an address (://), of a tag (</a>), nor of a relative path or hub id.
-PLACES = re.compile(r"(?<![\w.~:/<\\-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"<>|:;,()\[\]{}/\\]+[/\\])+")
+# The folders of a path inside a text, from the root, the home folder or a drive to the last separator; not those of an
+# address (://), a tag (</a>), a relative path or a hub id.
+FOLDERS = re.compile(r"(?<![\w.~:/<\\-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"<>|:;,()\[\]{}/\\]+[/\\])+")
 LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What has been written: the dtype of the weights, the result of their check in a sentence, remarks, and whether
-    training used the chat template."""
+class WrittenModel:
+    """The written model."""
 
-    dtype: str
-    check: str
+    dtype: str  # of the weights
+    check: str  # its result in a sentence
     notes: tuple[str, ...]
-    chat: bool
+    chat: bool  # whether training used the chat template
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card says beyond the source's own facts."""
+    """Facts for the card beyond those of the source."""
 
     name: str
-    place: str  # what `from_pretrained` is given
+    address: str  # the argument of `from_pretrained`
     merged: bool
-    written: Written
-    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names another model than this
+    written: WrittenModel
+    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names a model other than this
 
 
 def card(source: Source, facts: Facts) -> str:
@@ -70,13 +69,13 @@ def card(source: Source, facts: Facts) -> str:
 
 
 def public(data: Any) -> Any:
-    """A copy of nested settings in which paths of this machine are only the name of their file or folder."""
+    """A copy of nested settings with only the last name of each path of this machine."""
     if isinstance(data, str):
         path = Path(data).expanduser()
         if path.is_absolute() and "\n" not in data:
             return path.name
         home = os.path.expanduser("~")
-        data = PLACES.sub("", data)
+        data = FOLDERS.sub("", data)
         return data if home in ("/", "~") else data.replace(home, "~")
     if isinstance(data, dict):
         return {key: public(value) for key, value in data.items()}
@@ -85,13 +84,12 @@ def public(data: Any) -> Any:
 
 def origin(model: ModelConfig) -> str | None:
     """A model's hub id; None for a folder."""
-    known = HUB_ID.fullmatch(model.path) and not Path(model.path).expanduser().exists()
-    return model.path if known else None
+    return model.path if HUB_ID.fullmatch(model.path) and not Path(model.path).expanduser().exists() else None
 
 
 def start_of(source: Source) -> ModelConfig:
-    """The model that training started from, or else the base of the adapter, or what was quantised; a base that is
-    not the one that the adapter names comes first."""
+    """The model that this one derives from: a base that the user names, else the start of training, else the quantised
+    model, else the adapter's base."""
     if source.given_base is not None:
         return source.base
     if source.config is not None:
@@ -106,8 +104,8 @@ def license_of(model: ModelConfig) -> dict[str, str]:
         stay_offline_without_network()
     file = found_file(model.path, "README.md", model.revision)
     try:
-        found = FRONT.search(file.read_text(encoding="utf-8")) if file else None
-        header = read_yaml(found[1]) if found else None
+        front = FRONT.search(file.read_text(encoding="utf-8")) if file else None
+        header = read_yaml(front[1]) if front else None
     except (OSError, ValueError):
         return {}
     if not isinstance(header, dict):
@@ -143,8 +141,8 @@ def _about(source: Source, facts: Facts) -> str:
     ]
     if source.config is not None and source.config.models[0].load_in_4bit and source.quantised is None:
         lines.append(
-            "The adapter was trained on its base in 4 bits; here it is on the base in full precision, so outputs "
-            "differ from those in training by what 4 bits round."
+            "The adapter was trained on its base in 4 bits; here the base has full precision, so outputs differ from "
+            "those in training by the rounding to 4 bits."
         )
     if not license_of(start):
         lines.append("The licence of the base model is not known to the exporter.")
@@ -152,39 +150,35 @@ def _about(source: Source, facts: Facts) -> str:
 
 
 def _use(source: Source, facts: Facts) -> str:
-    kind = "SequenceClassification" if source.reward else "CausalLM"
-    place = facts.place
-    stops = not facts.merged and not source.reward  # plain PEFT does not read the adapter's generation_config.json
-    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{kind}"
+    """Code that loads and calls the model."""
+    address, reward, chat = facts.address, source.reward, facts.written.chat
+    stops = not facts.merged and not reward  # plain PEFT does not read the adapter's generation_config.json
+    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{'SequenceClassification' if reward else 'CausalLM'}"
     lines = [f"from transformers import {auto}, AutoTokenizer"]
     if not facts.merged:
         names = "AutoTokenizer, GenerationConfig" if stops else "AutoTokenizer"
         lines = [f"from peft import {auto}", f"from transformers import {names}"]
-    lines += ["", f'tokenizer = AutoTokenizer.from_pretrained("{place}")']
-    lines.append(f'model = {auto}.from_pretrained("{place}", dtype="auto")')
-    if facts.written.chat:
-        lines.append('messages = [{"role": "user", "content": "…"}]')
-        if source.reward:
-            lines[-1] = lines[-1].replace("}]", '}, {"role": "assistant", "content": "…"}]')
-        generate = "" if source.reward else ", add_generation_prompt=True"
-        lines.append(
-            f'inputs = tokenizer.apply_chat_template(messages{generate}, return_dict=True, return_tensors="pt")'
-        )
+    lines += ["", f'tokenizer = AutoTokenizer.from_pretrained("{address}")']
+    lines.append(f'model = {auto}.from_pretrained("{address}", dtype="auto")')
+    if chat:
+        reply = ', {"role": "assistant", "content": "…"}' if reward else ""
+        lines.append(f'messages = [{{"role": "user", "content": "…"}}{reply}]')
+        generate = "" if reward else ", add_generation_prompt=True"
+        call = f'apply_chat_template(messages{generate}, return_dict=True, return_tensors="pt")'
+        lines.append(f"inputs = tokenizer.{call}")
     else:
         lines.append('inputs = tokenizer("…", return_tensors="pt")')
-    if source.reward:
-        lines.append("reward = model(**inputs).logits[0, 0]")
-    else:
-        if stops:
-            lines.append(f'stops = GenerationConfig.from_pretrained("{place}").eos_token_id')
-        lines.append(f"completion = model.generate(**inputs, max_new_tokens=256{', eos_token_id=stops' * stops})")
-    given = source.config.data.chat_template_kwargs if source.config is not None else {}
-    defaults = ", ".join(f"`{name}={json.dumps(value, ensure_ascii=False)}`" for name, value in given.items())
+    if stops:
+        lines.append(f'stops = GenerationConfig.from_pretrained("{address}").eos_token_id')
+    completion = f"completion = model.generate(**inputs, max_new_tokens=256{', eos_token_id=stops' * stops})"
+    lines.append("reward = model(**inputs).logits[0, 0]" if reward else completion)
+    variables = source.config.data.chat_template_kwargs if source.config is not None else {}
+    defaults = ", ".join(f"`{name}={json.dumps(value, ensure_ascii=False)}`" for name, value in variables.items())
     note = (
         f"\n\nThe chat template was trained with {defaults}, which are its defaults: other values are arguments of "
         "`apply_chat_template`, and `chat_template_kwargs` of requests to a server."
     )
-    return "```python\n" + "\n".join(lines) + "\n```" + note * bool(defaults and facts.written.chat)
+    return "```python\n" + "\n".join(lines) + "\n```" + note * bool(defaults and chat)
 
 
 def _training(source: Source) -> str:
@@ -207,14 +201,14 @@ def _training(source: Source) -> str:
 
 
 def _steps(source: Source) -> str:
-    """The step of these weights, and that of the run's end if it is another."""
+    """The step of these weights, and that of the run's end if it differs."""
     total = source.results.get("steps")
     numbers = [f"{number:,}" for number in dict.fromkeys((source.step, total)) if number is not None]
     return " of ".join(numbers) if source.step is not None else ""
 
 
 def _results(source: Source) -> Iterator[str]:
-    """A table of the run's metrics, before and after training: of the weights of its end alone."""
+    """A table of the run's metrics, before and after training; only for the weights of its end."""
     start, final = source.results.get("start") or {}, source.results.get("final") or {}
     if not final or not source.is_last:
         return
@@ -224,7 +218,7 @@ def _results(source: Source) -> Iterator[str]:
         if isinstance(value, int | float)
     ]
     if source.quantised is not None:
-        yield "Of the model before it was quantised:"
+        yield "Before quantisation:"
     yield "\n".join(["| metric | first | last |", "|---|---|---|", *lines])
     for name, value in (source.results.get("best") or {}).items():
         yield f"Best `{name}` of the run: {_number(value)}."
@@ -262,8 +256,8 @@ def _method(source: Source) -> str | None:
 def _sources(source: Source) -> list[str]:
     if source.config is None:
         return []
-    given = source.config.data.source
-    return [given] if isinstance(given, str) else [part.source for part in given]
+    sources = source.config.data.source
+    return [sources] if isinstance(sources, str) else [part.source for part in sources]
 
 
 def _adapter(source: Source) -> str:

@@ -1,4 +1,4 @@
-"""A run's model, or any other, as a folder for plain transformers and vLLM: merged, checked, documented, complete."""
+"""Exports a run's model, or any other, as a folder for plain transformers and vLLM: merged, checked, documented."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +14,13 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import ExportOptions
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
-from posttrain.export import hub
-from posttrain.export.card import Facts, Written, card, origin
+from posttrain.export.card import Facts, WrittenModel, card, origin
+from posttrain.export.contents import Adapter, FoldedAdapters, QuantisedCopy
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
-from posttrain.export.place import put, refuse_full_disk, refuse_target
-from posttrain.export.prompts import prompts_for
-from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
+from posttrain.export.rows import prompts_for
+from posttrain.export.serving import FILES, PLAIN, EngineFacts, refuse_engines, write_for
 from posttrain.export.source import Source, chats, find_source
-from posttrain.export.unchanged import Adapter, Quantised
+from posttrain.export.targets import push, put, refuse_full_disk, refuse_target, token_for
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of, set_eos_token_ids
 from posttrain.models.load import load_config, load_tokenizer
@@ -33,22 +32,22 @@ from posttrain.training.job import set_pad_token
 
 log = logging.getLogger("posttrain")
 
-MARK = "export.json"  # only a folder that has it is ever replaced
+MARK = "export.json"  # only a folder with this file is ever replaced
 
 Say = Callable[[str], None]
 
 
 @sharing_cores()
 def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) -> Path:
-    """Write the folder, and upload it if that is asked for; returns the folder. `say` gets the lines of the report.
+    """Write the folder, and upload it with `push_to_hub`; returns the folder. `say` gets the lines of the report.
 
-    The folder is complete or absent, and an existing one is replaced only with `overwrite`. Raises PosttrainError; if
-    that is about the upload or an engine's file, the folder is complete without it.
+    The folder is complete or absent, and replaces an existing one only with `overwrite`. Raises PosttrainError; after
+    an error of the upload or of an engine's file, the folder is complete without it.
     """
-    token = hub.check_target(options.push_to_hub) if options.push_to_hub else ""
+    token = token_for(options.push_to_hub) if options.push_to_hub else ""
     source = find_source(path)
-    for option, given in (("--base", options.base is not None), ("--fold", options.fold)):
-        if given and not source.adapter:
+    for option, is_set in (("--base", options.base is not None), ("--fold", options.fold)):
+        if is_set and not source.adapter:
             raise ModelError(f"{option}: {source.model.path} is no adapter: leave out {option}")
     if options.base is not None:
         source = replace(source, given_base=ModelConfig(path=options.base))
@@ -63,17 +62,15 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
     if options.fold:
-        from posttrain.export.fold import Folded  # imports PEFT, which takes a second
-
-        ready = Folded(source, options.prompts, devices, say)
+        ready = FoldedAdapters(source, options.prompts, devices, say)
         source = replace(source, given_base=ready.base)
         if options.push_to_hub and origin(ready.base) is None:
             raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which no one else has")
     elif source.quantised is not None:
-        ready = Quantised(source, target, devices)
+        ready = QuantisedCopy(source, target, devices)
         say(f"gate      {'passed' if source.quantised['gate']['passed'] else 'NOT passed: the model card says so'}")
     else:
-        ready = _Whole(source, options, target, devices, say) if merges else Adapter(source)
+        ready = _MergedModel(source, options, target, devices, say) if merges else Adapter(source)
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
@@ -87,23 +84,23 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
     weights = len(list(target.glob("*.safetensors")))
     say(f"written   {target}: {counted(weights, 'file')} of weights, {in_units(size_of(target))} in all")
     if options.push_to_hub:
-        name = f"{source.name}, exported by posttrain {__version__}"
-        say(f"uploaded  {hub.push(target, options.push_to_hub, token, options.private, options.overwrite, name)}")
+        message = f"{source.name}, exported by posttrain {__version__}"
+        commit = push(target, options.push_to_hub, token, options.private, options.overwrite, message)
+        say(f"uploaded  {commit}")
     if ready.failed:
         raise ModelError(f"{target} is complete, but without {'; '.join(ready.failed)}")
     return target
 
 
 def _refuse_unread(options: ExportOptions, what: str) -> None:
-    """Raise ModelError for options about weights that are written anew."""
-    plain = ExportOptions()
-    given = {"--dtype": "dtype", "--max-shard-size": "max_shard_size", "--prompts": "prompts", "--for": "engines"}
-    for option, name in given.items():
-        if getattr(options, name) != getattr(plain, name):
+    """Raise ModelError for options of new weights."""
+    flags = {"--dtype": "dtype", "--max-shard-size": "max_shard_size", "--prompts": "prompts", "--for": "engines"}
+    for option, name in flags.items():
+        if getattr(options, name) != getattr(ExportOptions(), name):
             raise ModelError(f"{option}: {what} is exported as it is: leave out {option}")
 
 
-class _Whole:
+class _MergedModel:
     """A whole model, merged and compared with its adapter before anything is written."""
 
     def __init__(self, source: Source, options: ExportOptions, target: Path, devices: DevicesConfig, say: Say):
@@ -128,11 +125,11 @@ class _Whole:
             effect = f"; without the adapter: {self._whole.effect:.2g} nats" if self._whole.effect is not None else ""
             say(f"merged    differs from the adapter by {self._whole.merging:.2g}{self._unit}{effect}")
 
-    def write(self, folder: Path, name: str) -> Written:
+    def write(self, folder: Path, name: str) -> WrittenModel:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
-        given = self._prompts.tokens, DTYPES[dtype], self._options.max_shard_size
-        difference = write_and_check(self._whole, folder, source, *given)
+        how = self._prompts.tokens, DTYPES[dtype], self._options.max_shard_size
+        difference = write_and_check(self._whole, folder, source, *how)
         self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
         for engine in dict.fromkeys(self._options.engines):
@@ -146,10 +143,10 @@ class _Whole:
             f"Loaded by plain transformers, its {outputs} differ from those of the trained model by {difference:.2g} "
             f"(root mean square, {self._prompts.compared})."
         )
-        return Written(dtype, check, (), served.chat)
+        return WrittenModel(dtype, check, (), served.chat)
 
-    def _prepare(self, name: str) -> Served:
-        """Set stop tokens on the model, and padding on a reward model; what engines need to know."""
+    def _prepare(self, name: str) -> EngineFacts:
+        """Set the model's stop tokens, or a reward model's padding. Returns what engines need to know."""
         source, model, tokenizer = self._source, self._whole.model, self._tokenizer
         config, chat = source.config, chats(source, tokenizer)
         stops: tuple[int, ...] = ()
@@ -159,14 +156,13 @@ class _Whole:
         elif model.generation_config is not None:
             stops = stop_token_ids(model, tokenizer, chat)
             set_eos_token_ids(model, stops)
-            saved, names = model.generation_config.to_diff_dict(), (*PLAIN, "repetition_penalty")
-            given = {name: saved[name] for name in names if name in saved}
-            if given:
-                sampling, origin_of = sampling | given, "of generation_config.json"
+            saved = model.generation_config.to_diff_dict()
+            if known := {name: saved[name] for name in (*PLAIN, "repetition_penalty") if name in saved}:
+                sampling, origin_of = sampling | known, "of generation_config.json"
             elif config is not None and config.method.samples_completions:
                 sampling = {key: getattr(config.rollout, key) for key in PLAIN}
                 origin_of = "as in training (rollout)"
-        return Served(
+        return EngineFacts(
             name=name,
             dtype=self._dtype,
             tokenizer=tokenizer,
@@ -182,7 +178,7 @@ class _Whole:
 
 
 def _named(source: Source, folder: Path) -> Mapping[str, Any]:
-    """An evaluation that the user names. A warning if it is of other weights, as that of an exported model is."""
+    """An evaluation that the user names; warns if it is of other weights, as that of an exported model is."""
     summary = read_summary(folder)
     if summary["model"].get("content") != content_of(source.model):
         log.warning("%s is an evaluation of %s, not of these files: the card says so", folder, summary["model"]["name"])
@@ -191,12 +187,12 @@ def _named(source: Source, folder: Path) -> Mapping[str, Any]:
 
 
 def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
-    """The finished evaluations of these very weights in their run."""
-    place = Path(source.model.path)
-    folder = place.absolute().parent / "evaluation" / place.name
+    """The finished evaluations of these weights in their run."""
+    path = Path(source.model.path).absolute()
+    folder = path.parent / "evaluation" / path.name
     if source.run is not None and (folder / SUMMARY).is_file():
         summary = read_summary(folder)
         if summary["model"].get("content") == content_of(source.model):
             yield summary
         else:
-            log.warning("%s is of other weights: the model card goes without it", folder)
+            log.warning("%s is of other weights: it is left out of the model card", folder)

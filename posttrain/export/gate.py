@@ -1,8 +1,8 @@
-"""The gate of a quantised model: what has changed, with intervals, and whether it is within the limits.
+"""The gate of a quantised model: what changed, with intervals, and whether it is within the limits.
 
 Every check is a number that grows with the damage. It passes if the upper end of its 95 % interval is within the limit:
-the model is shown not to be worse, rather than not shown to be worse. If only the value is within it, the check is
-`unsure`, which does not pass: more rows make the interval narrower.
+this shows that the model is not worse, instead of merely not showing that it is. If only the value is within the limit,
+the check is `unsure`, which does not pass; more rows make the interval narrower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,8 @@ from statistics import fmean
 from typing import Literal
 
 import torch
+from rich import box
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from posttrain.base.distributions import t_quantile
@@ -29,6 +31,7 @@ from posttrain.scoring import next_token_logits, row_chunks, scored_states, scor
 
 CONFIDENCE = 0.95
 BATCH, PACK_TOKENS = 32, 4096
+TITLES = ("check", "value", "95 % interval", "limit", "")
 
 Verdict = Literal["passed", "unsure", "failed"]
 
@@ -52,7 +55,7 @@ LIMITS: dict[Precision, Limits] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number of the gate. `before` and `after` are those that it is the difference of, if it is one."""
+    """One number of the gate. If it is a difference, it is that of `before` and `after`."""
 
     name: str
     value: float
@@ -60,7 +63,7 @@ class Check:
     high: float | None
     limit: float
     verdict: Verdict
-    of: str  # what it was measured on
+    of: str  # the measured rows in words
     before: float | None = None
     after: float | None = None
 
@@ -73,15 +76,14 @@ def verdict(value: float, high: float | None, limit: float) -> Verdict:
 
 
 def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: float) -> Check:
-    """The largest relative error of a quantised layer's weights, by which a wrong scale or layer is seen exactly."""
-    errors = weight_errors(original, other)
-    worst, value = max(errors.items(), key=lambda item: item[1])
+    """The largest relative error of a quantised layer's weights, which shows a wrong scale or layer exactly."""
+    worst, value = max(weight_errors(original, other).items(), key=lambda item: item[1])
     return Check("weight error", value, None, None, limit, verdict(value, value, limit), f"largest: {worst}")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Two policies on the same tokens; for each prompt the numbers of its tokens."""
+    """Two policies on the same tokens: for each prompt, a number for each of its tokens."""
 
     kl: list[list[float]]  # nats, KL(original ‖ quantised)
     flips: list[list[float]]  # 1 where their most likely tokens differ
@@ -90,29 +92,27 @@ class Divergence:
 @torch.no_grad()
 def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]) -> Divergence:
     """Compare the next-token distributions of two policies over the trained tokens of the examples."""
-    found = Divergence([[] for _ in examples], [[] for _ in examples])
+    divergence = Divergence([[] for _ in examples], [[] for _ in examples])
     device = original.device
     for start in progress(range(0, len(examples), BATCH), "gate: comparing distributions"):
         for packed in pack(examples[start : start + BATCH], PACK_TOKENS, False, width_step(device, PACK_TOKENS)):
-            here = packed.to(device)
-            states = scored_states(original, here), scored_states(other, here)
-            ones_N = torch.ones(len(here.target_N), device=device)
-            compared = compare_distributions(
-                (other, states[1]), (original, states[0]), here.target_N, ones_N, forward_kl
-            )
-            parts = row_chunks(original, len(states[0]))
-            greedy_N = torch.cat([next_token_logits(original, states[0][rows]).argmax(-1) for rows in parts])
-            same_N = scores_of(other, states[1], greedy_N, 1.0).top1_N
-            owners = here.group_S[here.sequence_N].tolist()
+            batch = packed.to(device)
+            before, after = scored_states(original, batch), scored_states(other, batch)
+            ones_N = torch.ones(len(batch.target_N), device=device)
+            compared = compare_distributions((other, after), (original, before), batch.target_N, ones_N, forward_kl)
+            parts = row_chunks(original, len(before))
+            greedy_N = torch.cat([next_token_logits(original, before[rows]).argmax(-1) for rows in parts])
+            same_N = scores_of(other, after, greedy_N, 1.0).top1_N
+            owners = batch.group_S[batch.sequence_N].tolist()
             for owner, kl, same in zip(owners, compared.divergence_N.tolist(), same_N.tolist(), strict=True):
-                found.kl[start + owner].append(kl)
-                found.flips[start + owner].append(1.0 - same)
-    return found
+                divergence.kl[start + owner].append(kl)
+                divergence.flips[start + owner].append(1.0 - same)
+    return divergence
 
 
-def check_divergence(found: Divergence, limits: Limits) -> list[Check]:
+def check_divergence(divergence: Divergence, limits: Limits) -> list[Check]:
     """The mean KL per token and the share of greedy flips, with intervals clustered by prompt."""
-    kl, flips = mean_by_prompt(found.kl, CONFIDENCE), mean_by_prompt(found.flips, CONFIDENCE)
+    kl, flips = mean_by_prompt(divergence.kl, CONFIDENCE), mean_by_prompt(divergence.flips, CONFIDENCE)
     of = f"{counted(kl.answers, 'token')}, {counted(kl.prompts, 'prompt')}"
     half = None if kl.standard_error is None else t_quantile(CONFIDENCE, kl.prompts - 1) * kl.standard_error
     low, high = (None, None) if half is None else (max(0.0, kl.value - half), kl.value + half)
@@ -127,7 +127,7 @@ def _flips(name: str, share: Estimate, limit: float, of: str) -> Check:
 
 
 def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -> list[float]:
-    """The reward of chosen less that of rejected, for each pair."""
+    """The reward of chosen minus that of rejected, for each pair."""
     margins = own_margins(model, model.device)
     return [
         margin
@@ -137,11 +137,11 @@ def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -
 
 
 def check_margins(before: Sequence[float], after: Sequence[float], limits: Limits) -> list[Check]:
-    """A reward model's accuracy on pairs, and the share of pairs whose preferred completion has changed."""
-    right, other = ([float(margin > 0) for margin in margins] for margins in (before, after))
-    flips = mean_by_prompt([[float(one != two)] for one, two in zip(right, other, strict=True)], CONFIDENCE)
-    of = counted(len(right), "pair")
-    return [drop("accuracy", right, other, limits.drop, of), _flips("preference flips", flips, limits.preferences, of)]
+    """A reward model's accuracy on pairs, and the share of pairs whose preferred completion changed."""
+    was, now = ([float(margin > 0) for margin in margins] for margins in (before, after))
+    flips = mean_by_prompt([[float(old != new)] for old, new in zip(was, now, strict=True)], CONFIDENCE)
+    of = counted(len(was), "pair")
+    return [drop("accuracy", was, now, limits.drop, of), _flips("preference flips", flips, limits.preferences, of)]
 
 
 def drop(name: str, before: Sequence[float], after: Sequence[float], limit: float, of: str) -> Check:
@@ -154,17 +154,40 @@ def drop(name: str, before: Sequence[float], after: Sequence[float], limit: floa
 
 def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], limit: float) -> Check:
     """The accuracy on a suite, over the items that are graded in both evaluations."""
-    one, two = _scores(before), _scores(after)
-    both = [item for item in one if item in two]
+    was, now = _scores(before), _scores(after)
+    both = [item for item in was if item in now]
     lost = len({answer.item for answer in (*before, *after)}) - len(both)
     of = counted(len(both), "item") + (f", {lost:,} not graded" if lost else "")
-    return drop(name, [one[item] for item in both], [two[item] for item in both], limit, of)
+    return drop(name, [was[item] for item in both], [now[item] for item in both], limit, of)
 
 
 def _scores(answers: Sequence[Answer]) -> Mapping[str, float]:
     """The mean score of each item with a graded answer."""
-    found: dict[str, list[float]] = {}
+    by_item: dict[str, list[float]] = {}
     for answer in answers:
         if answer.score is not None:
-            found.setdefault(answer.item, []).append(answer.score)
-    return {item: fmean(scores) for item, scores in found.items()}
+            by_item.setdefault(answer.item, []).append(answer.score)
+    return {item: fmean(scores) for item, scores in by_item.items()}
+
+
+def table(checks: Sequence[Check]) -> Table:
+    """The checks for a terminal."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in TITLES:
+        shown.add_column(name, justify="right" if name in TITLES[1:-1] else "left", overflow="fold")
+    for check in checks:
+        shown.add_row(*cells(check))
+    return shown
+
+
+def cells(check: Check) -> tuple[str, ...]:
+    """The cells of a check under TITLES."""
+    ends = [_number(check, end) for end in (check.low, check.high) if end is not None]
+    return check.name, _number(check, check.value), " to ".join(ends), _number(check, check.limit), check.verdict
+
+
+def _number(check: Check, value: float) -> str:
+    """Nats and errors as they are, shares and accuracies in per cent."""
+    if check.name in ("KL per token", "weight error"):
+        return f"{value:.2g}" if abs(value) < 1 else f"{value:.3g}"
+    return f"{value:.1%}"

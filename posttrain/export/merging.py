@@ -1,4 +1,4 @@
-"""Adapters merged into their base, and the checks that the exported files are the trained model."""
+"""Merges adapters into their base, and checks that the exported files are the trained model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ LIMITS = {**ROUNDING, torch.float16: ROUNDING[torch.bfloat16]}
 class Whole:
     """A model to write, in float32 with its adapter merged.
 
-    `outputs` are those that the files must reproduce: of the model before merging, on each prompt.
+    `outputs`: those before merging on each prompt, which the files must reproduce.
     """
 
     model: PreTrainedModel
@@ -40,19 +40,21 @@ class Whole:
 
 @torch.no_grad()
 def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward: bool) -> list[torch.Tensor]:
-    """What the model says of each prompt, by a plain call: the log-probability of every token after the first, or the
+    """The model's output for each prompt, by a plain call: the log-probabilities of all tokens but the first, or the
     reward."""
-    found = []
+    outputs = []
     device = next(model.parameters()).device
     for prompt in prompts:
         ids_T = torch.tensor(prompt, device=device)
         logits = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
-        found.append(logits.flatten() if reward else logits[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1))
-    return found
+        if not reward:
+            logits = logits[:-1].log_softmax(-1).gather(1, ids_T[1:, None])
+        outputs.append(logits.flatten())
+    return outputs
 
 
 def load_base(source: Source, device: torch.device) -> PreTrainedModel:
-    """The model in float32, of an adapter its base, dequantised, with plain attention."""
+    """The model, or an adapter's base, in float32, dequantised, with plain attention."""
     model = load_model(source.base, source.head, torch.float32, device, dequantised=True)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return model
@@ -80,7 +82,7 @@ def merge(
             effect = _rms(_differences(outputs_of(adapted, prompts, False), want))
     whole = merged(adapted).eval()
     got = outputs_of(whole, prompts, source.reward)
-    difference = compare(got, want, LIMITS[torch.float32], f"{source.model.path}: merged = adapter fails")
+    difference = check_equal(got, want, LIMITS[torch.float32], f"{source.model.path}: merged = adapter fails")
     return Whole(whole, want, difference, effect)
 
 
@@ -89,8 +91,8 @@ def write_and_check(
 ) -> float:
     """Write the model's weights and config, load them with plain transformers, and check that they are the model.
 
-    `shard` is the largest size of a file. Returns the root mean square of the differences to the model before merging.
-    Raises VitalSignError if a weight differs, or the outputs by more than the dtype explains.
+    `shard` is the maximum size of a file. Returns the root mean square of the differences from the model before
+    merging. Raises VitalSignError if a weight differs, or the outputs differ by more than the dtype explains.
     """
     model = whole.model
     to_dtype(model, dtype)
@@ -104,16 +106,16 @@ def write_and_check(
             raise VitalSignError(f"{source.model.path}: the weight {name} is not in the written files as it was")
     got = outputs_of(loaded, prompts, source.reward)
     what = f"{source.model.path}: the written files fail the check in {str(dtype).removeprefix('torch.')}"
-    return compare(got, whole.outputs, LIMITS[dtype], what)
+    return check_equal(got, whole.outputs, LIMITS[dtype], what)
 
 
 MERGING = "Weights too large for the dtype, or a kind of adapter that cannot be merged: try --dtype float32"
 
 
-def compare(
+def check_equal(
     got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], limit: Noise, what: str, remedy: str = MERGING
 ) -> float:
-    """The root mean square of the differences. Raises VitalSignError if they are more than rounding."""
+    """The root mean square of the differences. Raises VitalSignError if they exceed rounding."""
     difference = _differences(got, want)
     if excess := limit.excess(difference):
         raise VitalSignError(

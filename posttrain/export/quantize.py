@@ -1,8 +1,9 @@
-"""A model with quantised linear layers as a folder for plain transformers, and the gate that it has to pass."""
+"""A model with quantised linear layers as a folder for plain transformers, and its gate."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,22 +22,12 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
+from posttrain.export import gate
 from posttrain.export.card import origin, start_of
-from posttrain.export.gate import (
-    LIMITS,
-    Check,
-    Limits,
-    check_divergence,
-    check_margins,
-    check_suite,
-    check_weights,
-    diverge,
-    margins_of,
-)
-from posttrain.export.gate_data import Rows, completions_for, pairs_for
 from posttrain.export.merging import DTYPES
-from posttrain.export.place import put, refuse_full_disk, refuse_target
+from posttrain.export.rows import RowOptions, completions_for, pairs_for
 from posttrain.export.source import QUANTISED, Source, find_source
+from posttrain.export.targets import put, refuse_full_disk, refuse_target
 from posttrain.models.devices import take_device
 from posttrain.models.load import check_embeddings, load_config, load_model, load_tokenizer
 from posttrain.models.quantised import NAMES, linear_layers, method_of, quantised, stored_bytes, weight_of
@@ -47,7 +38,7 @@ from posttrain.runs.provenance import now
 
 log = logging.getLogger("posttrain")
 
-MARK = QUANTISED  # the result; only a folder that has it is ever replaced
+MARK = QUANTISED  # file with the result; only a folder that has it is ever replaced
 SIDES = ("original", "quantized")
 
 Say = Callable[[str], None]
@@ -59,7 +50,7 @@ class Quantised:
     """A written folder, the checks of its gate, and the sizes."""
 
     folder: Path
-    checks: list[Check]
+    checks: list[gate.Check]
     measured_on: str  # the rows of the gate in words
     sizes: dict[str, Any]
 
@@ -74,8 +65,8 @@ def quantize(
 ) -> Quantised:
     """Write the quantised model with its tokenizer and the result of its gate. `say` gets the lines of the report.
 
-    The folder is complete or absent, and an existing one is replaced only with `overwrite`; it is written also if the
-    gate is not passed. What is measured are the written files, loaded again. Raises PosttrainError.
+    The folder is complete or absent, and replaces an existing one only with `overwrite`; it is also written if the gate
+    is not passed. The gate measures the written files, loaded again. Raises PosttrainError.
     """
     need("bitsandbytes", "quant", f"posttrain quantize --to {options.precision}")
     source = find_source(path)
@@ -88,7 +79,7 @@ def quantize(
         )
     target = options.output or default_target(source, options.precision)
     refuse_target(target, options.overwrite, MARK)
-    _name_leftovers(target)
+    _warn_of_leftovers(target)
     work = _Work(options, suites, source, devices, target, say)
     put(target, work.write, options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
@@ -97,21 +88,21 @@ def quantize(
 
 def default_target(source: Source, to: Precision) -> Path:
     """`RUN/quantized_int8/final` for a model of a run, `quantized_models/NAME_int8` for any other."""
-    place = Path(source.model.path)
+    folder = Path(source.model.path)
     if source.run is not None:
-        return place.parent / f"quantized_{to}" / place.name
+        return folder.parent / f"quantized_{to}" / folder.name
     return Path("quantized_models") / f"{source.name}_{to}"
 
 
-def _name_leftovers(target: Path) -> None:
-    """Warn of folders that a killed process has left; another one may still be writing."""
+def _warn_of_leftovers(target: Path) -> None:
+    """Warn of unfinished folders, of a killed process or of one that is still writing."""
     for path in target.parent.glob(f"{target.name}.*"):
         if LEFTOVER.fullmatch(path.name):
             log.warning("%s was being written when a process was killed: delete it if none is running", path)
 
 
 class _Work:
-    """The original model and the rows of the gate, read before anything is written; then the folder's content."""
+    """Reads the original model and the rows of the gate before anything is written; then writes the folder."""
 
     result: Quantised
 
@@ -140,28 +131,28 @@ class _Work:
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied ones count once
         refuse_full_disk(target, self._before // 2)
         format = None if options.format == "auto" else options.format
-        rows = Rows(tuple(options.gate), format, options.template, options.max_rows, options.seed)
-        given = rows, source, self._original, self._tokenizer
+        wanted = RowOptions(tuple(options.gate), format, options.template, options.max_rows, options.seed)
+        common = wanted, source, self._original, self._tokenizer
         rollout = from_flags(RolloutConfig, options)
-        self._found = pairs_for(*given) if source.reward else completions_for(*given, rollout, devices)
+        self._rows = pairs_for(*common) if source.reward else completions_for(*common, rollout, devices)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
 
     def write(self, folder: Path) -> None:
-        made = quantised(self._original, self._to, self._dtype)
-        made.save_pretrained(folder)
+        other = quantised(self._original, self._to, self._dtype)
+        other.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
-        sizes = self._sizes(made, folder)
-        del made
+        sizes = self._sizes(other, folder)
+        del other
         self._report(sizes)
-        checks = [*self._checks(folder), *self._answered(folder)]
-        self.result = Quantised(folder, checks, self._found.origin, sizes)
+        checks = [*self._checks(folder), *self._suite_checks(folder)]
+        self.result = Quantised(folder, checks, self._rows.origin, sizes)
         save_json(folder / MARK, self._facts())
 
-    def _sizes(self, made: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
         """Bytes of the linear layers, in bfloat16 and as they are saved, and of all weights."""
-        saved, all_layers = stored_bytes(made), linear_layers(self._original)
+        saved, all_layers = stored_bytes(other), linear_layers(self._original)
         linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved)
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return {
@@ -182,38 +173,38 @@ class _Work:
         self._say(
             f"weights    {in_units(sizes['weights_before'])} in {self._model.dtype}, now {in_units(sizes['weights'])}"
         )
-        self._say(f"gate       {self._found.origin}")
+        self._say(f"gate       {self._rows.origin}")
 
-    def _checks(self, folder: Path) -> list[Check]:
-        """What the written model differs by from the original."""
+    def _checks(self, folder: Path) -> list[gate.Check]:
+        """How the written model differs from the original."""
         other = self._loaded(ModelConfig(path=str(folder), dtype=self._model.dtype))
-        found = [check_weights(self._original, other, self._limits.weights)]
-        examples = self._found.examples
+        checks = [gate.check_weights(self._original, other, self._limits.weights)]
+        examples = self._rows.examples
         if examples and self._source.reward:
-            before = margins_of(self._original, examples, "original")
-            found += check_margins(before, margins_of(other, examples, "quantised"), self._limits)
+            before = gate.margins_of(self._original, examples, "original")
+            checks += gate.check_margins(before, gate.margins_of(other, examples, "quantised"), self._limits)
         elif examples:
-            found += check_divergence(diverge(self._original, other, examples), self._limits)
-        return found
+            checks += gate.check_divergence(gate.diverge(self._original, other, examples), self._limits)
+        return checks
 
-    def _answered(self, folder: Path) -> Iterator[Check]:
+    def _suite_checks(self, folder: Path) -> Iterator[gate.Check]:
         """The accuracy on each suite, before and after; the records are in `evaluation/` of the folder."""
         if not self._suites:
             return
         del self._original
         release_memory()
-        options, place = self._options, folder / "evaluation"
-        asked = EvalOptions(engine=options.engine, seed=options.seed, max_rows=options.max_rows)
+        options, records = self._options, folder / "evaluation"
+        evaluation = EvalOptions(engine=options.engine, seed=options.seed, max_rows=options.max_rows)
         models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
         for side, model in zip(SIDES, models, strict=True):
-            evaluate(model, side, self._suites, asked, self._devices, place / side)
-        summary = load_json(place / SIDES[1] / SUMMARY)
+            evaluate(model, side, self._suites, evaluation, self._devices, records / side)
+        summary = load_json(records / SIDES[1] / SUMMARY)
         summary["model"]["path"] = str(self._target)  # not that of the temporary folder
-        save_json(place / SIDES[1] / SUMMARY, summary)
-        before, after = (read_answers(place / side) for side in SIDES)
+        save_json(records / SIDES[1] / SUMMARY, summary)
+        answers = [read_answers(records / side) for side in SIDES]
         for suite in (items.suite.name for items in self._suites):
-            one, two = ([answer for answer in answers if answer.suite == suite] for answers in (before, after))
-            yield check_suite(suite, one, two, self._limits.drop)
+            before, after = ([answer for answer in of_side if answer.suite == suite] for of_side in answers)
+            yield gate.check_suite(suite, before, after, self._limits.drop)
 
     def _facts(self) -> dict[str, Any]:
         """The content of quantization.json."""
@@ -240,8 +231,27 @@ class _Work:
         }
 
 
-def _limits(options: QuantizeOptions) -> Limits:
-    flips = options.max_flips
-    given = {"kl": options.max_kl, "flips": flips, "preferences": flips, "drop": options.max_drop}
-    given |= {"weights": options.max_weight_error}
-    return replace(LIMITS[options.precision], **{name: value for name, value in given.items() if value is not None})
+def _limits(options: QuantizeOptions) -> gate.Limits:
+    flips, limits = options.max_flips, gate.LIMITS[options.precision]
+    chosen = {"kl": options.max_kl, "flips": flips, "preferences": flips, "drop": options.max_drop}
+    chosen |= {"weights": options.max_weight_error}
+    return replace(limits, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def notes(result: Quantised) -> Iterator[str]:
+    """Lines below the table of checks: the measured rows, and whether the gate is passed."""
+    for of, checks in groupby(result.checks, key=lambda check: check.of):
+        yield ", ".join(check.name + _change(check) for check in checks) + f": {of}"
+    if len(result.checks) == 1:
+        yield f"Only the weights were checked: {result.measured_on}."
+    verdicts = {check.verdict for check in result.checks}
+    if "failed" in verdicts:
+        yield f"The gate is not passed: the model differs from the original by more than the limits ({MARK})."
+    elif "unsure" in verdicts:
+        yield "The gate is not passed: within the limits, but too few rows show it. Give more with --gate."
+    else:
+        yield "The gate is passed."
+
+
+def _change(check: gate.Check) -> str:
+    return "" if check.before is None or check.after is None else f" ({check.before:.1%}, now {check.after:.1%})"

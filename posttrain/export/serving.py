@@ -1,19 +1,19 @@
 """`--for`: the files with which ollama, llama.cpp and vLLM serve an exported model as it was trained.
 
-Template, stop tokens and sampling are those of training. Conversion to GGUF is llama.cpp's; the commands are written.
+Template, stop tokens and sampling are those of training. llama.cpp converts to GGUF; the scripts have the commands.
 """
 
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError
-from posttrain.data.render import RenderRequest, rendered
-from posttrain.export.turns import LAST, REPLY, START, InexpressibleError, Turns, turns_of
+from posttrain.data.render import Message, Renderer, RenderRequest, rendered, rendering
 
 ENGINES = ("ollama", "llama.cpp", "vllm")
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
@@ -23,8 +23,8 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the mode
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What engines need to know of an exported model."""
+class EngineFacts:
+    """Facts of an exported model for engines."""
 
     name: str
     dtype: str
@@ -33,7 +33,7 @@ class Served:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]  # stop strings of the run
     sampling: Mapping[str, float]  # as in PLAIN, and repetition_penalty
-    sampling_from: str  # where it comes from, in words
+    sampling_from: str  # its origin in words
     chat: bool  # whether training used the chat template
     system_prompt: str | None
     reward: bool
@@ -54,19 +54,19 @@ class Served:
 
     @property
     def adds_begin(self) -> bool:
-        """Whether the tokenizer puts its beginning-of-text token before a text, as a GGUF of it then does."""
+        """Whether the tokenizer puts its beginning-of-text token before a text; so does the converted GGUF."""
         begin = self.tokenizer.bos_token_id
         return begin is not None and list(self.tokenizer("a").input_ids)[:1] == [begin]
 
 
 def refuse_engines(engines: Sequence[str], reward: bool) -> None:
-    """Raise ModelError for engines that cannot serve this kind of model, before any work."""
+    """Raise ModelError, before any work, for engines that cannot serve this kind of model."""
     if reward and (others := [name for name in engines if name != "vllm"]):
         raise ModelError(f"--for {others[0]}: it serves models that generate, and this is a reward model: use vllm")
 
 
-def write_for(engine: str, served: Served, folder: Path) -> None:
-    """Write the engine's file to the folder of the exported model. Raises ModelError if that cannot be done."""
+def write_for(engine: str, served: EngineFacts, folder: Path) -> None:
+    """Write the engine's file to the folder of the exported model. Raises ModelError if it cannot serve the model."""
     text = {"ollama": modelfile, "llama.cpp": llama_cpp, "vllm": vllm}[engine](served)
     path = folder / FILES[engine]
     path.write_text(text, encoding="utf-8")
@@ -74,11 +74,146 @@ def write_for(engine: str, served: Served, folder: Path) -> None:
         path.chmod(0o755)
 
 
+# --- a chat template as a table ---------------------------------------------------------------------------------------
+#
+# Engines without Jinja get the text between two messages by their roles. Most chat templates (ChatML, Llama 2 to 3,
+# Zephyr, Gemma, Mistral, those of posttrain …) write each message's content unchanged, between texts that depend only
+# on the roles before and after. The table is found by rendering conversations with the template, and is compared with
+# it on others; a template of another kind is refused.
+
+START, REPLY, LAST = "", "reply", "last"  # no message before; the opening of a reply; an unfinished reply
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+# The conversations that the table comes from, by the first letters of their roles. A template may refuse the others.
+NEEDED = ("u", "uau", "uauau")
+OPTIONAL = ("su", "suau", "suauau", "usu", "uasu", "uausu", "au", "sau", "auau")
+CONTENTS = (
+    ("Hello!", "Hi, what can I do?", "And now?"),
+    ("2 < 3 & {{ braces }} {% tags %} \"quotes\" 'single' \\n", "Straße 你好 🙂\ttab", "line\n\nline\n- item"),
+)
+SPACES = ("  two spaces before", "and after  ", "\nlines around\n")
+THOUGHTS = ("Why?", "<think>\nBecause.\n</think>\n\nSo.", "And?")
+
+
+class InexpressibleError(ModelError):
+    """A chat template that is not a table of texts between roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTable:
+    """The table: (role before, role after) -> the text between their contents.
+
+    The role before is START at the first message; the role after is REPLY for the text that opens a reply to generate,
+    and LAST for an unfinished reply at the end, if its opening differs from that of earlier ones. The template refuses
+    pairs that are missing. `notes` say what the table cannot express.
+    """
+
+    texts: Mapping[tuple[str, str], str]
+    notes: tuple[str, ...] = ()
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt for a reply, or the conversation up to its unfinished reply.
+
+        Raises KeyError for roles in an order that the template refuses.
+        """
+        parts, before = [], START
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if index == len(messages) - 1 and role == "assistant" and (before, LAST) in self.texts:
+                role = LAST
+            parts += [self.texts[before, role], message["content"]]
+            before = message["role"]
+        if before != "assistant":
+            parts.append(self.texts[before, REPLY])
+        return "".join(parts)
+
+
+def turns_of(tokenizer: PreTrainedTokenizerBase) -> TurnTable:
+    """The table of the tokenizer's chat template. Raises InexpressibleError, with the reason, if it has none."""
+    if "strftime_now" in tokenizer.get_chat_template(None, None):
+        raise InexpressibleError("it writes today's date")
+    with rendering(tokenizer) as renderer:
+        turns = TurnTable(_table(renderer))
+        for roles in ("u", "uau", "uauau", "uauauau", "su", "suau", "suauau"):
+            known = roles[0] == "u" or (START, "system") in turns.texts
+            if known and not all(_agrees(turns, renderer, roles, contents) for contents in CONTENTS):
+                changed = ", ".join(ROLES[letter] for letter in roles)
+                raise InexpressibleError(f"it changes some messages ({changed})")
+        return TurnTable(turns.texts, tuple(_differences(turns, renderer)))
+
+
+def _table(renderer: Renderer) -> dict[tuple[str, str], str]:
+    """The texts of all pairs of roles. Raises InexpressibleError if a needed conversation has none."""
+    texts: dict[tuple[str, str], str] = {}
+    for roles in (*NEEDED, *OPTIONAL):
+        try:
+            gaps = _gaps(renderer, roles, generate=True)
+            if pair := next((pair for pair, text in gaps.items() if texts.get(pair, text) != text), None):
+                raise _depends(*pair)
+        except InexpressibleError:
+            if roles in NEEDED:
+                raise
+            continue
+        texts |= gaps
+    with suppress(InexpressibleError):
+        last = _gaps(renderer, "ua", generate=False)["user", "assistant"]
+        if last != texts["user", "assistant"]:
+            texts["user", LAST] = last
+    return texts
+
+
+def _depends(before: str, after: str) -> InexpressibleError:
+    between = f"{before or 'the start'} and {after}"
+    return InexpressibleError(f"the text between {between} depends on more than these two roles")
+
+
+def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str], str]:
+    """The texts between the messages of a conversation with these roles. Raises InexpressibleError without them."""
+    names = [ROLES[letter] for letter in roles]
+    contents = [f"content{index}of{roles}" for index in range(len(names))]
+    messages = [{"role": name, "content": content} for name, content in zip(names, contents, strict=True)]
+    rest = _rendered(renderer, messages, generate)
+    if rest is None:
+        raise InexpressibleError(f"it refuses a conversation of {', '.join(names)}")
+    gaps: dict[tuple[str, str], str] = {}
+    before = START
+    for name, content in zip(names, contents, strict=True):
+        gap, separator, rest = rest.partition(content)
+        if not separator or content in rest:
+            raise InexpressibleError(f"it does not write each message once, in order ({', '.join(names)})")
+        if gaps.setdefault((before, name), gap) != gap:
+            raise _depends(before, name)
+        before = name
+    return gaps | ({(before, REPLY): rest} if generate else {})
+
+
+def _differences(turns: TurnTable, renderer: Renderer) -> Iterator[str]:
+    """What the table cannot express, in sentences about the template."""
+    if not all(_agrees(turns, renderer, roles, SPACES) for roles in ("u", "uau")):
+        yield "the chat template strips spaces and line breaks around a message, which are kept here"
+    if not _agrees(turns, renderer, "uau", THOUGHTS):
+        yield "the chat template leaves out the <think> part of earlier replies, which is kept here"
+    if (START, "system") not in turns.texts:
+        yield "the chat template has no system message: conversations with one are refused"
+
+
+def _agrees(turns: TurnTable, renderer: Renderer, roles: str, contents: Sequence[str]) -> bool:
+    messages = [
+        {"role": ROLES[letter], "content": contents[index % len(contents)]} for index, letter in enumerate(roles)
+    ]
+    return _rendered(renderer, messages, True) == turns.render(messages)
+
+
+def _rendered(renderer: Renderer, messages: Sequence[Message], generate: bool) -> str | None:
+    """The template's text; None if it refuses the conversation."""
+    [result] = renderer.render([RenderRequest(messages, generate=generate)])
+    return None if result.error else result.text
+
+
 # --- ollama -----------------------------------------------------------------------------------------------------------
 
 
-def modelfile(served: Served) -> str:
-    """A Modelfile whose template writes what training's wrote.
+def modelfile(served: EngineFacts) -> str:
+    """A Modelfile whose template writes the same text as training's.
 
     Raises InexpressibleError for a chat template, system prompt or stop string that it cannot express.
     """
@@ -105,14 +240,13 @@ def modelfile(served: Served) -> str:
     return "\n".join(line for line in lines if line) + "\n"
 
 
-def ollama_template(served: Served) -> tuple[str, list[str]]:
-    """The chat template in ollama's form, a Go template over `.Messages`; and what differs from training's."""
+def ollama_template(served: EngineFacts) -> tuple[str, list[str]]:
+    """The chat template in ollama's form, a Go template over `.Messages`; and its differences from training's."""
     begin, adds = str(served.tokenizer.bos_token), served.adds_begin
     if not served.chat or served.tokenizer.chat_template is None:
         return "{{ .Prompt }}", []
     turns = turns_of(served.tokenizer)
-    starts = [text for (before, _), text in turns.texts.items() if before == START]
-    written = all(text.startswith(begin) for text in starts)
+    written = all(text.startswith(begin) for (before, _), text in turns.texts.items() if before == START)
     notes = list(turns.notes)
     if adds and not written:
         notes.append(
@@ -123,18 +257,18 @@ def ollama_template(served: Served) -> tuple[str, list[str]]:
         pair: text.removeprefix(begin) if adds and written and pair[0] == START else text
         for pair, text in turns.texts.items()
     }
-    return go_template(Turns(texts)), notes
+    return go_template(TurnTable(texts)), notes
 
 
-def go_template(turns: Turns) -> str:
-    """A table of turns as a Go template over ollama's `.Messages`; a refused order of roles is an error there too."""
+def go_template(turns: TurnTable) -> str:
+    """A table of turns as a Go template over ollama's `.Messages`, which refuses the same orders of roles."""
     cases = []
     for (before, after), text in sorted(turns.texts.items(), key=lambda item: item[0][1] != LAST):
         if after == REPLY:
             continue
-        place = f"(eq $before {_go(before)}) (eq .Role {_go('assistant' if after == LAST else after)})"
+        roles = f"(eq $before {_go(before)}) (eq .Role {_go('assistant' if after == LAST else after)})"
         last = "(eq (len (slice $.Messages $i)) 1) " if after == LAST else ""
-        cases.append(f"if and {last}{place} }}}}{{{{ {_go(text)} }}}}")
+        cases.append(f"if and {last}{roles} }}}}{{{{ {_go(text)} }}}}")
     replies = [
         f"if eq $before {_go(before)} }}}}{{{{ {_go(text)} }}}}"
         for (before, after), text in turns.texts.items()
@@ -166,19 +300,18 @@ def _quoted(text: str, what: str) -> str:
     """A value of a Modelfile, which has no escapes."""
     hidden = [character for character in text if not character.isprintable() and character != "\n"]
     if '"""' in text or text.endswith('"') or hidden:
-        sign = repr(hidden[0]) if hidden else "its quotation marks"
-        raise InexpressibleError(f"{what} has {sign}, which a Modelfile cannot hold")
+        problem = repr(hidden[0]) if hidden else "its quotation marks"
+        raise InexpressibleError(f"{what} has {problem}, which a Modelfile cannot hold")
     return f'"""{text}"""' if "\n" in text or '"' in text else f'"{text}"'
 
 
 # --- llama.cpp and vLLM -----------------------------------------------------------------------------------------------
 
 
-def llama_cpp(served: Served) -> str:
+def llama_cpp(served: EngineFacts) -> str:
     """A script that converts the model with llama.cpp's converter and serves it with llama-server."""
     convert = shlex.join(["--outfile", served.gguf, "--outtype", GGUF_TYPES[served.dtype]])
     serve = ["llama-server", "--model", served.gguf, "--alias", served.name, "--ctx-size", str(served.context)]
-    notes = []
     if served.tokenizer.chat_template is not None:
         serve += ["--jinja", "--chat-template-file", "chat_template.jinja"]
     override = [id for id in served.stop_token_ids if id != served.tokenizer.eos_token_id]
@@ -187,14 +320,14 @@ def llama_cpp(served: Served) -> str:
         pairs.append("tokenizer.ggml.add_bos_token=bool:false")
     for pair in pairs:
         serve += ["--override-kv", pair]
-    notes += _of_prompts(served)
+    notes = list(_of_prompts(served))
     names = {"temperature": "--temp", "top_p": "--top-p", "top_k": "--top-k", "min_p": "--min-p"}
     for name, flag in names.items():
         serve += [flag, f"{served.sampling[name]:g}"]
     serve += ["--repeat-penalty", f"{served.sampling.get('repetition_penalty', 1.0):g}"]
     left = [*override[1:], *served.stop]
     if left:
-        shown = [str(served.tokenizer.convert_ids_to_tokens(one)) if isinstance(one, int) else one for one in left]
+        shown = [str(served.tokenizer.convert_ids_to_tokens(id)) if isinstance(id, int) else id for id in left]
         notes.append(f'# It stops at the end of text and one more token; requests need "stop": {json.dumps(shown)}.')
     return _script(
         [
@@ -207,7 +340,7 @@ def llama_cpp(served: Served) -> str:
     )
 
 
-def vllm(served: Served) -> str:
+def vllm(served: EngineFacts) -> str:
     """A script that serves the model with vLLM; it reads stop tokens and sampling from generation_config.json."""
     serve = ["vllm", "serve", ".", "--served-model-name", served.name, "--dtype", served.dtype]
     if served.positions is not None:
@@ -228,15 +361,15 @@ def vllm(served: Served) -> str:
     return _script(["# For vLLM.", *notes, _wrapped(serve)])
 
 
-def _of_prompts(served: Served) -> Iterator[str]:
-    """What requests have to know of training's prompts."""
+def _of_prompts(served: EngineFacts) -> Iterator[str]:
+    """Comments on the prompts that requests need."""
     if not served.chat:
-        yield "# Trained without a chat template: ask /v1/completions with prompts as in training."
+        yield "# Trained without a chat template: send prompts as in training to /v1/completions."
     elif served.system_prompt:
         yield f"# Trained with a system message, which requests need: {json.dumps(served.system_prompt)}"
 
 
-def _starts_with_begin(served: Served) -> bool:
+def _starts_with_begin(served: EngineFacts) -> bool:
     """Whether training's template writes the beginning-of-text token itself."""
     [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
     return text.startswith(str(served.tokenizer.bos_token))

@@ -25,7 +25,7 @@ QUANTISED = "quantization.json"  # in the folders of `posttrain quantize`: how t
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export. `run` and its `config` and `results` are those of its run, if it has one.
+    """A model to export, with its run's settings and results if it has one.
 
     `step` is that of its weights in the run; `quantised` has the facts of a model that `posttrain quantize` made.
     """
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def head(self) -> Head:
-        """The head with which it is loaded."""
+        """The head to load it with."""
         return "reward" if self.reward else "lm"
 
     @property
@@ -57,23 +57,22 @@ class Source:
         return self.given_base or base_settings(self.model)
 
 
-def find_source(given: str) -> Source:
-    """The model that the user names: a hub id, a model's folder, or a run, whose final model is taken, or else its best
-    one, or its newest checkpoint.
+def find_source(name_or_path: str) -> Source:
+    """The model that a hub id or a folder names. That of a run is its final, else its best model, or newest checkpoint.
 
     Raises RunError for a damaged or empty folder, ModelError if the base model of an adapter is missing.
     """
-    folder = Path(given).expanduser()
+    folder = Path(name_or_path).expanduser()
     if folder.is_file():
-        raise ModelError(f"{given} is a file: name the folder of a model, a run, or a model on the hub")
+        raise ModelError(f"{name_or_path} is a file: name the folder of a model, a run, or a model on the hub")
     if folder.is_dir():
         best = (folder / "run.json").is_file() and not (folder / "final").is_dir() and (folder / "best").is_dir()
         folder = folder / "best" if best else newest_model(folder)
         if (folder / MANIFEST).exists() and (problems := verify(folder)):
             raise unusable(folder, problems)
-    model = ModelConfig(path=str(folder) if folder.is_dir() else given)
+    model = ModelConfig(path=str(folder) if folder.is_dir() else name_or_path)
     adapter, reward = is_adapter(model), _is_reward_model(model)
-    name = model_name(str(folder.absolute() if folder.is_dir() else given))
+    name = model_name(str(folder.absolute() if folder.is_dir() else name_or_path))
     if SAVED.fullmatch(folder.name) and folder.name != "final":
         name = f"{name}-{folder.name}"
     if not folder.is_dir():
@@ -81,42 +80,42 @@ def find_source(given: str) -> Source:
     quantised = quantised_facts(folder)
     if quantised is not None:
         name = model_name(f"{quantised['model']['name']}-{quantised['to']}")
-    above = folder.absolute().parent if quantised is None else folder.absolute().parent.parent
-    if not (above / "run.json").is_file():
+    run = folder.absolute().parents[0 if quantised is None else 1]
+    if not (run / "run.json").is_file():
         return Source(model, name, adapter, reward, quantised=quantised)
-    results = load_json(above / "results.json") if (above / "results.json").is_file() else {}
-    saved = above / folder.name
+    results = load_json(run / "results.json") if (run / "results.json").is_file() else {}
+    saved = run / folder.name
     step = saved_step(saved) if (saved / MANIFEST).is_file() else None
-    return Source(model, name, adapter, reward, read_run(above), _settings(above), results, step, quantised)
+    return Source(model, name, adapter, reward, read_run(run), _settings(run), results, step, quantised)
 
 
 def adapters_of(source: Source) -> tuple[list[ModelConfig], ModelConfig]:
-    """The adapters that were merged into an adapter's base one after another, then itself; and the original base."""
-    found, base = [source.model], source.base
-    while (earlier := base if is_adapter(base) else _merged_in(base)) is not None and earlier not in found:
-        found.insert(0, earlier)
+    """The adapters that were merged into an adapter's base in turn, then the adapter itself; and the original base."""
+    adapters, base = [source.model], source.base
+    while (earlier := base if is_adapter(base) else _merged_in(base)) is not None and earlier not in adapters:
+        adapters.insert(0, earlier)
         base = base_settings(earlier)
-    return found, base
+    return adapters, base
 
 
 def _merged_in(base: ModelConfig) -> ModelConfig | None:
-    """The adapter that is merged in `base/` of a run folder, which that run started from; None for other models.
+    """The adapter that a run started from and merged into its `base/`; None for other models.
 
     Raises RunError if it has changed since.
     """
-    place = Path(base.path).resolve()
-    run = place.parent
-    config = _settings(run) if place.name == BASE and (run / "run.json").is_file() else None
+    folder = Path(base.path).resolve()
+    run = folder.parent
+    config = _settings(run) if folder.name == BASE and (run / "run.json").is_file() else None
     if config is None or not Path(config.models[0].path).is_dir() or not is_adapter(config.models[0]):
         return None
     adapter, before = config.models[0], recorded(run).get(START, {}).get("content")
     if before is not None and before.partition(",")[0] != content_of(adapter).partition(",")[0]:
-        raise RunError(f"{adapter.path} is not the adapter any more that is merged in {place}: restore it")
+        raise RunError(f"{adapter.path} is no longer the adapter that was merged into {folder}: restore it")
     return adapter
 
 
 def quantised_facts(folder: Path) -> dict[str, Any] | None:
-    """What `posttrain quantize` has noted in a folder that it made; None for others. RunError if it is damaged."""
+    """The facts that `posttrain quantize` saved in its folder; None for other folders. Raises RunError for damage."""
     file = folder / QUANTISED
     if not file.is_file():
         return None
@@ -125,14 +124,14 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise RunError(f"{file} is damaged: quantise the model again")
     if not isinstance(facts["model"].get("name"), str):
-        raise RunError(f"{file} is damaged: it names no model: quantise the model again")
+        raise RunError(f"{file} is damaged (no model name): quantise the model again")
     return facts
 
 
 def _is_reward_model(model: ModelConfig) -> bool:
-    """Whether it is a reward model. Names the adapter in the error for a base model that is missing."""
+    """Whether it is a reward model. The error for a missing base model names the adapter."""
     try:
-        load_config(base_settings(model))  # of an adapter, it is not needed to know the kind
+        load_config(base_settings(model))  # an adapter's own files would be enough, but its base must exist
         return is_reward_model(model)
     except ModelError as error:
         if not is_adapter(model):
@@ -147,10 +146,10 @@ def _settings(run: Path) -> RunConfig | None:
     try:
         return run_settings(run)
     except PosttrainError as error:
-        log.warning("the settings of %s cannot be read (%s): they are not used", run, error)
+        log.warning("the settings of %s cannot be read (%s) and are not used", run, error)
         return None
 
 
 def chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether training wrote conversations with the chat template; of a model without a run, whether there is one."""
+    """Whether training used the chat template; for a model without a run, whether it has one."""
     return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")

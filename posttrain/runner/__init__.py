@@ -12,7 +12,7 @@ from posttrain.base.errors import RankError, RunError, is_out_of_memory
 from posttrain.base.output import enduring
 from posttrain.config import RunConfig, Stage
 from posttrain.parallel.ranks import Ranks, joined
-from posttrain.runner.comparison import compare
+from posttrain.runner.comparison import compare_methods
 from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
 from posttrain.runs.checkpoint import named_checkpoint
@@ -32,7 +32,7 @@ from posttrain.training.state import (
 )
 
 __all__ = ["train"]
-OWN = ("name",)  # of an unnamed run, it has the time
+OWN = ("name",)  # settings that may differ between ranks: an unnamed run is named by the time
 
 
 def train(
@@ -51,57 +51,41 @@ def train(
     checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
     fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
     are methods to compare at the end (comparison.py). `watch` sees every evaluation and may end a run early. A closed
-    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, which must have been
-    started alike, the first one decides what is trained next, and the others follow.
+    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, which must be started
+    alike, the first one decides what is trained next, and the others follow.
     """
+    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     options = {"--resume": resume, "--overwrite": overwrite, "--model-index": model_index, "--skip": sorted(skip)}
     with enduring(), joined() as ranks:
         try:
-            refuse_differences(ranks, stages_of(config), options)
+            refuse_differences(ranks, stages, options)
         except RankError:
-            if ranks.local:  # the first rank of each machine says it
+            if ranks.local:  # the first rank of each machine reports it
                 return 1
             raise
         if not ranks.is_first:
             return follow(ranks)
-        status = _train(config, resume, overwrite, model_index, skip, compared, watch, ranks)
+        for stage in stages:
+            require_trackers(stage.config.tracking)
+        if isinstance(resume, Path) and not is_whole_run(resume):
+            _resume_one(stages, resume, ranks)
+        else:
+            root = root_of(stages, resume, skip, model_index, compared)
+            if resume:
+                stages = tuple(replace(stage, config=as_started(stage.config, root)) for stage in stages)
+
+            def train_task(task: Task, resume: bool, overwrite: bool) -> None:
+                with _out_of_memory_advice(task.config, root):
+                    train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch, ranks)
+
+            pipeline = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
+            try:
+                pipeline.run(train_task, bool(resume), overwrite)
+            finally:
+                if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+                    compare_methods(root, stages)
         ranks.gather(None)
-        return status
-
-
-def _train(
-    config: RunConfig | Sequence[Stage],
-    resume: bool | Path,
-    overwrite: bool,
-    model_index: int | None,
-    skip: Collection[str],
-    compared: bool,
-    watch: Watch | None,
-    ranks: Ranks,
-) -> int:
-    stages = stages_of(config)
-    for stage in stages:
-        require_trackers(stage.config.tracking)
-    if isinstance(resume, Path) and not is_whole_run(resume):
-        return _resume_one(stages, resume, ranks)
-    root = root_of(stages, resume, skip, model_index, compared)
-    if resume:
-        stages = tuple(replace(stage, config=as_started(stage.config, root)) for stage in stages)
-    runs = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
-
-    def train_task(task: Task, resume: bool, overwrite: bool) -> None:
-        with _out_of_memory_advice(task.config, runs.root):
-            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch, ranks)
-
-    try:
-        return runs.run(train_task, bool(resume), overwrite)
-    finally:
-        if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
-            compare(root, stages)
-
-
-def stages_of(config: RunConfig | Sequence[Stage]) -> tuple[Stage, ...]:
-    return (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
+        return 0
 
 
 def root_of(
@@ -113,8 +97,8 @@ def root_of(
 ) -> Path:
     """The folder of all runs of a configuration, as `train` chooses it.
 
-    A run without a name is named after its methods or stages, its model and the time. Raises RunError where an existing
-    run is needed and has no name.
+    A run without a name is named after its methods or stages, its model and the time. Raises RunError for an unnamed
+    run if an existing one is needed.
     """
     if isinstance(resume, Path):
         return resume.parent / resume.name
@@ -139,7 +123,7 @@ def folders_of(
 
 @contextmanager
 def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
-    """Add advice to out-of-memory errors: the settings to lower, and the command that resumes `folder`."""
+    """Add to out-of-memory errors the settings to lower, and the command that resumes `folder`."""
     try:
         yield
     except BaseException as error:
@@ -149,7 +133,7 @@ def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
         raise
 
 
-def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> int:
+def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
     """Resume the single run of this folder or checkpoint."""
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
@@ -157,18 +141,17 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> int:
     stages = tuple(replace(stage, config=as_started(stage.config, folder)) for stage in stages)
     tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
-        raise RunError(f"{folder} is a run of a model or stage that the given config does not have")
+        raise RunError(f"{folder} is a run of a model or stage that the config does not have")
     settings = located(saved_settings(folder, tasks[0].config), folder)
     named = named_checkpoint(path, problems_of) if path != folder else None
     with _out_of_memory_advice(settings, folder):
         train_one(settings, folder, named, True, False, tasks[0].start_facts(), ranks=ranks)
-    return 0
 
 
 def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[str, Any]) -> None:
-    """Raise RankError on every rank if one was started otherwise than the first; `options` are those of the command.
+    """Raise RankError on every rank, before anything is written, if one was not started like the first.
 
-    Before anything is written. The data of the ranks is compared once it is read (training/job.py).
+    `options` are those of the command. training/job.py compares the data of the ranks once it is read.
     """
     if ranks.size == 1:
         return
@@ -183,10 +166,10 @@ def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[s
 
 
 def _settings(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Every setting by its key; that of a named stage, with its name."""
-    found: dict[str, Any] = {}
+    """Every setting by its key, which begins with the stage if that has a name."""
+    settings: dict[str, Any] = {}
     for stage in stages:
-        before = f"stage {stage.name}: " if stage.name else ""
+        prefix = f"stage {stage.name}: " if stage.name else ""
         values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
-        found |= {f"{before}{key}": value for key, value in values.items() if key not in OWN}
-    return found
+        settings |= {f"{prefix}{key}": value for key, value in values.items() if key not in OWN}
+    return settings

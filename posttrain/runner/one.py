@@ -52,11 +52,10 @@ def train_one(
     watch: Watch | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
+    """Train the single model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
-    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If loading shows that a
-    checkpoint is damaged, the previous one is used, unless the user named the damaged one. `watch` may end the run
-    early.
+    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If a checkpoint turns out
+    to be damaged, the previous one is used, unless the user named it. `watch` may end the run early.
     """
     release_memory()  # of the previous model
     folder = folder.absolute()  # a reward may change the working directory at any time
@@ -106,8 +105,7 @@ def _train_from(
     watch: Watch | None,
     ranks: Ranks,
 ) -> None:
-    """Train to the end, from the start or from a checkpoint. If that is damaged, raises DamagedError and changes
-    nothing."""
+    """Train to the end, from the start or a checkpoint. If that is damaged, raises DamagedError and changes nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
@@ -136,7 +134,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the first rank tells the others: train this run too."""
+    """The first rank's message to the others: train this run, too."""
 
     config: RunConfig
     folder: Path
@@ -144,26 +142,26 @@ class Order:
 
 
 def follow(ranks: Ranks) -> int:
-    """Train the runs that the first rank orders, beside it, until there are no more. Returns the exit status.
+    """Train the runs that the first rank orders, until there are no more. Returns the exit status.
 
-    Why a run ended is in this rank's log. The first rank tells the user, and the first one of another machine when a
-    rank is lost.
+    This rank's log has the reason of a run's end. The first rank reports it to the user; a lost rank is also reported
+    by the first rank of another machine.
     """
-    terminal = sys.stderr  # which a run's log replaces
+    terminal = sys.stderr  # a run's log replaces it
 
-    def tell(error: BaseException) -> None:
+    def report(error: BaseException) -> None:
         if ranks.local == 0 or not isinstance(error, RankError):
             with redirect_stderr(terminal):
                 say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
 
-    ranks.on_lost(tell)
+    ranks.on_lost(report)
     try:
         _follow(ranks)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception as error:  # whatever code of the run raised; the log of this rank has the stack trace
+    except Exception as error:  # any code of the run may raise; the log of this rank has the stack trace
         if not ranks.ended_together or not isinstance(error, RankError):
-            tell(error)
+            report(error)
         return 1
     return 0
 
@@ -183,9 +181,9 @@ def _follow(ranks: Ranks) -> None:
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, None for a run that was stopped before its first one; and messages for the log.
+    """The checkpoint to resume from, None if there is none yet, and messages for the log.
 
-    `rejected` has the problems of checkpoints already tried.
+    `rejected` has the problems of checkpoints that were tried.
     """
     if not has_saved(folder):
         return None, [f"{folder} has no checkpoint yet: it starts again"]
@@ -195,7 +193,7 @@ def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, lis
 
 @contextmanager
 def _exits_are_failures() -> Iterator[None]:
-    """Turn `sys.exit` in a reward, or in any code that a run calls, into a failure, unless a signal ended the run."""
+    """Turn `sys.exit` in a reward, or in other code that a run calls, into a failure, unless a signal ended the run."""
     try:
         yield
     except SystemExit as error:

@@ -1,9 +1,8 @@
-"""Several runs in turn: the runs of a configuration, their order, and the consequences when one fails.
+"""Several runs in turn: the runs of a configuration, their order, and the consequences of a failure.
 
-A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], with the level of
-models or stages only if there are several. A stage that starts from another stage gets that stage's `final/` as its
-model; an adapter there is
-merged if the stage needs a full model.
+A run is one model at one stage, in the folder {output_dir}/{name}/[{model}/][{stage}/], with the level of models or
+stages only if there are several. A stage that starts from another stage gets that stage's `final/` as its model; an
+adapter there is merged if the stage needs a full model.
 """
 
 from __future__ import annotations
@@ -36,19 +35,13 @@ from posttrain.training.state import as_trained, refuse_changes
 
 log = logging.getLogger("posttrain")
 
-FINISHED, EARLIER, SKIPPED, FAILED, NOT_RUN, STOPPED = (
-    "finished",
-    "finished before",
-    "skipped",
-    "failed",
-    "not run",
-    "stopped",
-)
+FINISHED, EARLIER, SKIPPED = "finished", "finished before", "skipped"
+FAILED, NOT_RUN, STOPPED = "failed", "not run", "stopped"
 
 
 @dataclass(slots=True)
 class Task:
-    """One model at one stage. `config` has that one model, with the path that the run starts from."""
+    """One model at one stage. `config` has only that model, with the path that the run starts from."""
 
     model: str
     stage: str
@@ -80,7 +73,7 @@ class Pipeline:
     root: Path
     stages: tuple[Stage, ...]
     tasks: list[Task] = field(default_factory=list)
-    keeps_going: bool = True  # after a failure, with what does not depend on it
+    keeps_going: bool = True  # with independent runs after a failure
 
     @classmethod
     def of(
@@ -121,7 +114,7 @@ class Pipeline:
 
     @property
     def alone(self) -> bool:
-        """Whether the configuration has a single run, also without `--skip` and `--model-index`."""
+        """Whether the configuration has a single run, even without `--skip` and `--model-index`."""
         return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
@@ -149,8 +142,8 @@ class Pipeline:
         stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
         write_file(self.root / "config.yaml", redact_yaml(dump(stages)))
 
-    def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
-        """Train every run with `train_one(task, resume, overwrite)`; at the end a table of the outcomes and a report.
+    def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> None:
+        """Train every run with `train_one(task, resume, overwrite)`; at the end print the outcomes and write a report.
 
         After a failure, other models and independent stages are still trained if `keeps_going`. Raises PosttrainError
         at the end if any failed; with a single run, its own error.
@@ -177,7 +170,6 @@ class Pipeline:
                 f"{len(failed)} of {len(self.active)} {what} failed: "
                 f"{', '.join(task.title for task in failed)}{rest} (see the messages above)"
             )
-        return 0
 
     def _run_one(
         self, task: Task, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool
@@ -190,7 +182,7 @@ class Pipeline:
         started_at = time.perf_counter()
         task.outcome = STOPPED
         try:
-            # With --resume, runs that the interruption came before start now.
+            # With --resume, a run that had not started before the interruption starts now.
             started = resume and (self.alone or (task.folder / "run.json").exists())
             if started and not self.alone:
                 task.config = as_trained(task.config, task.folder)
@@ -233,7 +225,7 @@ def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunC
     def filled(rewards: Sequence[Reward] | None) -> tuple[Reward, ...] | None:
         return None if rewards is None else tuple(_with_path(reward, done, stage) for reward in rewards)
 
-    sets = tuple(one.model_copy(update={"rewards": filled(one.rewards)}) for one in config.evaluation.datasets)
+    sets = tuple(part.model_copy(update={"rewards": filled(part.rewards)}) for part in config.evaluation.datasets)
     evaluation = config.evaluation.model_copy(update={"datasets": sets})
     return config.model_copy(update={"rewards": filled(config.rewards), "evaluation": evaluation})
 
@@ -256,18 +248,23 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
 
 def _measured(results: dict[str, Any]) -> str:
     """The final values of the method's own metrics, and the loss."""
-    found = headlines(results["method"], results["final"])
-    return "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+    values = headlines(results["method"], results["final"])
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def is_finished(task: Task) -> bool:
     """Whether the run is finished with these settings, and its final model is intact.
 
-    Raises RunError for other settings.
+    Raises RunError for other settings or models.
     """
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
     refuse_changes(task.folder, task.config)
     refuse_other_models(task.folder, task.config)
-    saved, given = load(task.folder / "config.yaml").config.training, task.config.training
-    return (saved.max_steps, saved.num_train_epochs) == (given.max_steps, given.num_train_epochs)
+    return is_as_long(task.folder, task.config)
+
+
+def is_as_long(run: Path, config: RunConfig) -> bool:
+    """Whether a run's settings have the training length of these; a longer training continues it."""
+    saved, wanted = load(run / "config.yaml").config.training, config.training
+    return (saved.max_steps, saved.num_train_epochs) == (wanted.max_steps, wanted.num_train_epochs)

@@ -1,49 +1,43 @@
-"""Runs the trials of a sweep one after another, each in a run folder of its own, and stops the hopeless ones."""
+"""Runs the trials of a sweep one after another, each in its own run folder, and shows their results."""
 
 import logging
 import math
 import shutil
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich import box
+from rich.table import Table
 
 from posttrain import runner
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.base.words import counted
-from posttrain.config import RunConfig, load
+from posttrain.config import RunConfig
 from posttrain.evaluation.comparing.differences import compare
 from posttrain.evaluation.comparing.page import show, write
 from posttrain.evaluation.comparing.sources import make_sides, read_source
-from posttrain.runner.sweep_records import (
-    ENDED,
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    NAME,
-    RUNNING,
-    STOPPED,
-    Sweep,
-    Trial,
-    joined,
-    read_sweep,
-)
-from posttrain.runner.sweep_show import PICTURE, table, write_picture
-from posttrain.runner.sweep_space import Settings, short_names
-from posttrain.runner.sweep_stopping import Curve, curve_of, is_hopeless
+from posttrain.reports.chart import Line, chart, scatter
+from posttrain.reports.drawing import Drawing, write_drawings
+from posttrain.runner import trials
+from posttrain.runner.pipeline import is_as_long
+from posttrain.runner.trials import Sweep, Trial
 from posttrain.runs.files import load_json
 from posttrain.runs.finding import remove_run
 from posttrain.runs.folder import LOCK, FolderLock
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.progress import duration
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 from posttrain.runs.summary import read_run
 from posttrain.training.state import as_started, refuse_changes
 
 log = logging.getLogger("posttrain")
 
-ALIKE = 2  # failures for the same reason, from the first trial on, that end a sweep
+ALIKE = 2  # a sweep ends if its first trials, this many, fail for the same reason
 COMPARISON = "comparison"  # folder of the trials' comparison, item by item
-COMPARED = 8  # settings: the best one with the next ones
+COMPARED = 8  # combinations of settings, the best ones
 
 
 class MetricMissing(RunError):
@@ -51,9 +45,9 @@ class MetricMissing(RunError):
 
 
 class Watcher:
-    """Ends a trial whose metric is hopeless beside those of the earlier ones."""
+    """Ends a trial whose metric is hopeless compared with earlier trials."""
 
-    def __init__(self, sweep: Sweep, trial: Trial, earlier: Sequence[Curve]):
+    def __init__(self, sweep: Sweep, trial: Trial, earlier: Sequence[trials.Curve]):
         self._sweep, self._trial, self._earlier = sweep, trial, earlier
         self.stop_at = trial.stop_at
 
@@ -64,9 +58,9 @@ class Watcher:
             measured = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
             raise MetricMissing(f"--metric {metric}: the evaluation of this run measures only {measured}")
         value = metrics[metric] if math.isfinite(metrics[metric]) else None
-        before = curve_of(read_metrics(self._sweep.root / self._trial.name), metric)
-        curve = [*(one for one in before if one[0] < step), (step, value)]
-        if self._sweep.stopping == "median" and is_hopeless(curve, self._earlier, lower):
+        before = trials.curve_of(read_metrics(self._sweep.root / self._trial.name), metric)
+        curve = [*(point for point in before if point[0] < step), (step, value)]
+        if self._sweep.stopping == "median" and trials.is_hopeless(curve, self._earlier, lower):
             self.stop_at = self._trial.stop_at = step
             self._trial.reason = f"{metric} is worse than the median of earlier trials at step {step}"
             self._sweep.save()
@@ -75,7 +69,7 @@ class Watcher:
 
 def run_sweep(
     sweep: Sweep,
-    settings: Sequence[Settings],
+    settings: Sequence[trials.Settings],
     config_of: Callable[[Trial], RunConfig],
     resume: bool = False,
     overwrite: bool = False,
@@ -83,11 +77,11 @@ def run_sweep(
     """Train every trial that has not ended, and show the table after the last one.
 
     A failed trial is recorded, and the next one runs. Raises PosttrainError at the end if any failed; a signal ends the
-    sweep after saving the trial's checkpoint.
+    sweep once the trial's checkpoint is saved.
     """
     with _folder(sweep.root, resume, overwrite):
-        if resume and (sweep.root / NAME).is_file():
-            sweep = joined(read_sweep(sweep.root), sweep, settings)
+        if resume and (sweep.root / trials.NAME).is_file():
+            sweep = trials.joined(trials.read_sweep(sweep.root), sweep, settings)
         sweep.save()
         try:
             for number, trial in enumerate(sweep.trials, start=1):
@@ -97,7 +91,7 @@ def run_sweep(
                 _refuse_the_same_failure(sweep, number)
         finally:
             _report(sweep)
-    failed = [trial.number for trial in sweep.trials if trial.state == FAILED]
+    failed = [trial.number for trial in sweep.trials if trial.state == trials.FAILED]
     if failed:
         raise PosttrainError(
             f"{len(failed)} of {counted(len(sweep.trials), 'trial')} failed: {', '.join(failed)} (see the messages "
@@ -106,9 +100,9 @@ def run_sweep(
 
 
 def _refuse_the_same_failure(sweep: Sweep, done: int) -> None:
-    """Raise PosttrainError if every trial so far has failed, several, and for one reason: so would the others."""
-    reasons = {trial.reason for trial in sweep.trials[:done] if trial.state == FAILED}
-    if done == ALIKE and len(reasons) == 1 and all(trial.state == FAILED for trial in sweep.trials[:done]):
+    """Raise PosttrainError if the first trials, ALIKE in number, failed for one reason: so would the others."""
+    reasons = {trial.reason for trial in sweep.trials[:done] if trial.state == trials.FAILED}
+    if done == ALIKE and len(reasons) == 1 and all(trial.state == trials.FAILED for trial in sweep.trials[:done]):
         raise PosttrainError(f"the first {done} trials failed alike, so the sweep ends: {reasons.pop()}")
 
 
@@ -116,23 +110,26 @@ def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
     folder = sweep.root / trial.name
     exists = (folder / "run.json").is_file()
     config = as_started(config, sweep.root / sweep.trials[0].name)  # all trials by the same rules
-    if exists and _is_finished(folder, config):
-        log.info("%s is finished already", trial.name)
-        _collect(sweep, trial)
-        return
-    trial.state, trial.reason = RUNNING, trial.reason if trial.stop_at is not None else None
+    if exists and read_run(folder).state == "finished":
+        refuse_changes(folder, config)
+        if is_as_long(folder, config):
+            log.info("%s is finished already", trial.name)
+            _collect(sweep, trial)
+            return
+    trial.state, trial.reason = trials.RUNNING, trial.reason if trial.stop_at is not None else None
     sweep.save()
-    earlier = [curve_of(read_metrics(sweep.root / one.name), sweep.metric) for one in _before(sweep, trial)]
+    before = [other for other in sweep.trials[: sweep.trials.index(trial)] if other.state in trials.ENDED]
+    earlier = [trials.curve_of(read_metrics(sweep.root / other.name), sweep.metric) for other in before]
     try:
         runner.train(config, resume=exists, watch=Watcher(sweep, trial, earlier))
     except MetricMissing:
         raise
     except (KeyboardInterrupt, SystemExit):
-        trial.state = INTERRUPTED
+        trial.state = trials.INTERRUPTED
         sweep.save()
         raise
     except Exception as error:
-        trial.state, trial.reason = FAILED, " ".join(message_of(error).split())
+        trial.state, trial.reason = trials.FAILED, " ".join(message_of(error).split())
         sweep.save()
         expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
         log.error("%s failed: %s", trial.name, message_of(error), exc_info=not expected)
@@ -140,38 +137,24 @@ def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
         _collect(sweep, trial)
 
 
-def _is_finished(folder: Path, config: RunConfig) -> bool:
-    """Whether the run has ended with these settings. Raises RunError for others; a longer training continues."""
-    if read_run(folder).state != "finished":
-        return False
-    refuse_changes(folder, config)
-    saved, given = load(folder / "config.yaml").config.training, config.training
-    return (saved.max_steps, saved.num_train_epochs) == (given.max_steps, given.num_train_epochs)
-
-
-def _before(sweep: Sweep, trial: Trial) -> list[Trial]:
-    """The earlier trials that have ended."""
-    return [one for one in sweep.trials[: sweep.trials.index(trial)] if one.state in ENDED]
-
-
 def _collect(sweep: Sweep, trial: Trial) -> None:
     """Record the results of a run that has ended."""
     folder = sweep.root / trial.name
-    curve = curve_of(read_metrics(folder), sweep.metric)
+    curve = trials.curve_of(read_metrics(folder), sweep.metric)
     if not curve:
         raise MetricMissing(f"--metric {sweep.metric}: {folder} has no evaluation with it")
     results = load_json(folder / "results.json")
-    trial.state = FINISHED if trial.stop_at is None else STOPPED
+    trial.state = trials.FINISHED if trial.stop_at is None else trials.STOPPED
     trial.value, trial.steps, trial.seconds = curve[-1][1], results["steps"], results["train_runtime"]
     known = [(value, step) for step, value in curve if value is not None]
     if known:
-        trial.best, trial.best_step = (min if sweep.lower_is_better else max)(known, key=lambda one: one[0])
+        trial.best, trial.best_step = (min if sweep.lower_is_better else max)(known, key=lambda point: point[0])
     sweep.save()
 
 
 @contextmanager
 def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
-    """The sweep's folder, locked. Raises RunError if it has something else, or a sweep without one of the options."""
+    """The sweep's folder, locked. Raises RunError if it has other files, or a sweep that is not to be continued."""
     if (root / "run.json").is_file():
         raise RunError(f"{root} is a run, not a sweep: choose another name")
     try:
@@ -180,7 +163,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
         raise RunError(f"cannot make the folder {root}: {error.strerror}") from error
     lock = FolderLock(root)
     try:
-        if (root / NAME).is_file():
+        if (root / trials.NAME).is_file():
             if overwrite:
                 _empty(root)
             elif not resume:
@@ -189,7 +172,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
                     "another name"
                 )
         elif any(path.name != LOCK for path in root.iterdir()):
-            raise RunError(f"{root} is not empty and has no {NAME}: choose another name")
+            raise RunError(f"{root} is not empty and has no {trials.NAME}: choose another name")
         yield
     finally:
         lock.release()
@@ -197,17 +180,17 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
 
 def _empty(root: Path) -> None:
     """Delete the trials, and the sweep's own files last."""
-    for trial in read_sweep(root).trials:
+    for trial in trials.read_sweep(root).trials:
         if (root / trial.name / "run.json").is_file():
             remove_run(root / trial.name)
     shutil.rmtree(root / COMPARISON, ignore_errors=True)
-    for name in (PICTURE, NAME):
+    for name in (PICTURE, trials.NAME):
         (root / name).unlink(missing_ok=True)
 
 
 def _report(sweep: Sweep) -> None:
     """The table and the picture of the trials that have ended, and the comparison of the finished ones."""
-    ended = [trial for trial in sweep.ranked() if trial.state in ENDED]
+    ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     console = PlainConsole()
     if not ended:
         return
@@ -220,26 +203,118 @@ def _report(sweep: Sweep) -> None:
 
 
 def _compare(sweep: Sweep, console: PlainConsole) -> None:
-    """The best settings with the next ones, as `posttrain compare` does, where the runs have rewarded completions.
+    """Compare the best settings with the next ones by `posttrain compare`, if the runs have rewarded completions.
 
-    Runs that differ by their seed alone are one side, unless only the seed was swept.
+    Runs that differ only in their seed are one side, unless only the seed was swept.
     """
     groups = sweep.groups()
     if len(groups) == 1:
         groups = [(trial.settings, [trial]) for trial in groups[0][1]]
     sides = [
         (", ".join(settings.values()), str(sweep.root / trial.name))
-        for settings, trials in groups[:COMPARED]
-        for trial in trials
+        for settings, members in groups[:COMPARED]
+        for trial in members
     ]
     if len({name for name, _ in sides}) < 2 or not all((Path(path) / ROLLOUTS).is_file() for _, path in sides):
         return
     try:
-        found = compare(make_sides([(name, read_source(path)) for name, path in sides]))
-        write(found, sweep.root / COMPARISON)
+        comparison = compare(make_sides([(name, read_source(path)) for name, path in sides]))
+        write(comparison, sweep.root / COMPARISON)
     except PosttrainError as error:  # the ranking stands without it
         log.warning("the trials are not compared item by item: %s", error)
         return
-    console.print(f"by {', '.join(short_names(list(groups[0][0])).values())}, the best settings first:\n")
-    show(found, console)
+    console.print(f"by {', '.join(trials.short_names(list(groups[0][0])).values())}, the best settings first:\n")
+    show(comparison, console)
     console.print(f"written: {sweep.root / COMPARISON / 'compare.html'}", soft_wrap=True)
+
+
+PICTURE = "sweep.svg"
+PANELS = 3  # swept settings with a panel
+MOST_TICKS = 6
+LOGARITHMIC = 10  # ratio of the largest to the smallest value from which an axis is logarithmic
+
+
+def table(sweep: Sweep) -> Iterator[Table]:
+    """The trials, best first; if seeds were swept, also the means over them."""
+    names = trials.short_names(list(sweep.trials[0].settings))
+    shown = _table("trial", *names.values(), "value", "steps", "time", "")
+    shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
+    for trial in sweep.ranked():
+        took = "" if trial.seconds is None else duration(trial.seconds)
+        state = "" if trial.state == trials.FINISHED else trial.state
+        steps = "" if trial.steps is None else str(trial.steps)
+        shown.add_row(trial.number, *trial.settings.values(), _number(trial), steps, took, state)
+    yield shown
+    if "seed" in names:
+        yield over_seeds(sweep)
+
+
+def over_seeds(sweep: Sweep) -> Table:
+    """Mean and standard deviation of the finished trials that differ only in their seed, best first."""
+    names = [name for path, name in trials.short_names(list(sweep.trials[0].settings)).items() if path != "seed"]
+    shown = _table(*names, "mean", "std", "seeds")
+    for settings, members in sweep.groups():
+        values = [trial.value for trial in members if trial.value is not None]
+        spread = f"{statistics.stdev(values):.2g}" if len(values) > 1 else "-"
+        shown.add_row(*settings.values(), f"{trials.mean_of(members):.4g}", spread, str(len(values)))
+    return shown
+
+
+def planned(sweep: Sweep) -> Table:
+    """The trials before they run, with the state of those of an earlier sweep."""
+    names = trials.short_names(list(sweep.trials[0].settings))
+    shown = _table("folder", *names.values(), "")
+    for trial in sweep.trials:
+        shown.add_row(trial.name, *trial.settings.values(), "" if trial.state == trials.WAITING else trial.state)
+    return shown
+
+
+def write_picture(sweep: Sweep) -> None:
+    """Write sweep.svg: the metric over the steps, and its last value by each of the first swept settings."""
+    ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
+    names = list(trials.short_names(list(sweep.trials[0].settings)).items())[:PANELS]
+    title = f"{sweep.metric} over the steps: the best blue, stopped early dashed"
+    drawings = [chart(list(_curves(sweep, ended)), title, keys=False)]
+    drawings += [_by_setting(sweep, path, name, ended) for path, name in names]
+    write_drawings(sweep.root / PICTURE, drawings)
+
+
+def _curves(sweep: Sweep, ended: Sequence[Trial]) -> Iterator[Line]:
+    """The metric of each trial, the best above the others."""
+    for rank, trial in reversed(list(enumerate(ended))):
+        points = trials.curve_of(read_metrics(sweep.root / trial.name), sweep.metric)
+        points = [point for point in points if point[0] > 0] or points  # before training all are equal
+        values = [math.nan if value is None else value for _, value in points]
+        yield Line(trial.name, [step for step, _ in points], values, min(rank, 1), trial.state == trials.STOPPED)
+
+
+def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> Drawing:
+    """The last values by one setting, on a number line if all its values are numbers. Hollow: stopped early."""
+    known = {trial.name: (trial.settings[path], trial.value) for trial in ended if trial.value is not None}
+    texts = [text for text, _ in known.values()]
+    try:
+        x = [float(text) for text in texts]
+    except ValueError:
+        x = [float(list(dict.fromkeys(texts)).index(text)) for text in texts]
+    else:
+        if x and min(x) > 0 and max(x) >= LOGARITHMIC * min(x):
+            x, name = [math.log10(number) for number in x], f"{name} (logarithmic)"
+    labels = dict(sorted(zip(x, texts, strict=True)))
+    while len(labels) > MOST_TICKS:
+        labels = dict(list(labels.items())[::2])
+    finished = {trial.name for trial in ended if trial.state == trials.FINISHED}
+    points = [(at, y, trial in finished) for at, (trial, (_, y)) in zip(x, known.items(), strict=True)]
+    return scatter(points, f"{sweep.metric} by {name}", labels)
+
+
+def _number(trial: Trial) -> str:
+    if trial.state not in trials.ENDED:
+        return ""
+    return "not finite" if trial.value is None else f"{trial.value:.4g}"
+
+
+def _table(*columns: str) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in columns:
+        shown.add_column(name, justify="left" if name in ("trial", "folder", "") else "right", overflow="fold")
+    return shown

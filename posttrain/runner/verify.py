@@ -3,7 +3,7 @@
 The configuration is trained twice in a scratch folder: once uninterrupted, once in processes that are killed (SIGKILL)
 at random moments, some of them during a save, and resumed each time. Then all saved files and metrics are compared.
 
-Each process is forked from a server that has imported torch but computed nothing, so that a kill costs no import.
+Each process is forked from a server that has imported torch but computed nothing, so that no kill costs an import.
 """
 
 import math
@@ -38,7 +38,7 @@ from posttrain.runs.progress import duration
 
 POLL_S = 0.001
 SAVES = 10  # minimum number of checkpoints in the run, so that a resume seldom starts from nothing
-INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the rest are at any moment
+INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the others are at any moment
 HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
 PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # imported by every run
 SHOWN = 10  # maximum number of differences shown
@@ -76,46 +76,38 @@ class Outcome:
             f"killed {self.kills} times in {duration(self.seconds)}: {self.inside_a_save} inside a save, "
             f"{self.while_starting} while starting; {counted(self.steps_made_again, 'step')} repeated"
         ]
-        for name, seen in self.comparisons.items():
-            what = f"{counted(seen.lines, 'line')} of metrics, {counted(seen.tensors, 'tensor')} of "
-            what += f"{counted(seen.values, 'value')} in {counted(len(seen.folders), 'saved folder')}, "
-            what += f"the last {seen.folders[-1]}"
-            if not seen.differences:
-                lines.append(f"{name}: identical, bit for bit: {what}")
+        for name, compared in self.comparisons.items():
+            if compared.differences:
+                lines.append(f"{name}: {len(compared.differences)} differences (uninterrupted and resumed), the first:")
+                lines += [f"  {difference}" for difference in compared.differences[:SHOWN]]
                 continue
-            lines.append(f"{name}: {len(seen.differences)} differences (uninterrupted and resumed), the first:")
-            lines += [f"  {difference}" for difference in seen.differences[:SHOWN]]
+            what = f"{counted(compared.lines, 'line')} of metrics, {counted(compared.tensors, 'tensor')} of "
+            what += f"{counted(compared.values, 'value')} in {counted(len(compared.folders), 'saved folder')}, "
+            lines.append(f"{name}: identical, bit for bit: {what}the last {compared.folders[-1]}")
         return lines
 
 
 def prepared(stages: Sequence[Stage], default_steps: int = 40) -> tuple[Stage, ...]:
     """The configuration for the verification: every step logged, frequent checkpoints, no tracker."""
-    return tuple(replace(stage, config=_prepared(stage.config, default_steps)) for stage in stages)
 
+    def changed(config: RunConfig) -> RunConfig:
+        steps = config.training.max_steps or default_steps
+        save_steps = min(config.checkpoint.save_steps, max(1, steps // SAVES))
+        training = config.training.model_copy(update={"max_steps": steps})
+        checkpoint = config.checkpoint.model_copy(update={"save_steps": save_steps})
+        tracking = TrackingConfig(logging_steps=1)
+        return config.model_copy(update={"training": training, "checkpoint": checkpoint, "tracking": tracking})
 
-def _prepared(config: RunConfig, default_steps: int) -> RunConfig:
-    steps = config.training.max_steps or default_steps
-    save_steps = min(config.checkpoint.save_steps, max(1, steps // SAVES))
-    return config.model_copy(
-        update={
-            "training": config.training.model_copy(update={"max_steps": steps}),
-            "checkpoint": config.checkpoint.model_copy(update={"save_steps": save_steps}),
-            "tracking": TrackingConfig(logging_steps=1),
-        }
-    )
+    return tuple(replace(stage, config=changed(stage.config)) for stage in stages)
 
 
 def verify_resume(
-    stages: Sequence[Stage],
-    folder: Path,
-    kills: int,
-    console: Console | None = None,
-    train: Train = runner.train,
+    stages: Sequence[Stage], folder: Path, kills: int, console: Console | None = None, train: Train = runner.train
 ) -> Outcome:
     """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
 
-    `train(stages, resume=…)` runs in each process; a module-level function, so that processes can import it.
-    Raises RunError when a process fails by itself.
+    Each process calls `train(stages, resume=…)`, a module-level function, which it can import. Raises RunError if a
+    process fails by itself.
     """
     console = console or PlainConsole(stderr=True)
     scratch = Scratch(stages, folder, train)
@@ -131,10 +123,9 @@ def verify_resume(
         with scratch.process(killed) as process:
             if not scratch.watch(process, killed, plan[outcome.kills]):
                 scratch.refuse_failure(process)
-                continue  # it finished before its moment: finished runs can be resumed, and killed, too
+                continue  # it finished before its moment; finished runs can be resumed, and killed, too
         outcome.kills += 1
-        saving = killed.saving()
-        starting = not killed.moved
+        saving, starting = killed.saving(), not killed.moved
         outcome.inside_a_save += saving
         outcome.while_starting += starting
         outcome.steps_made_again += killed.steps - killed.saved_steps()
@@ -169,19 +160,19 @@ class Watched:
         self.moved = False  # since the process started
         self._runs: list[Path] = []
         self._known: dict[Path, tuple[int, int]] = {}
-        self._look_at = 0.0
+        self._search_at = 0.0  # when to search for new runs
         self._base = 0
 
     def start(self) -> None:
         """A new process starts: existing files are from earlier ones."""
-        self._runs, self._look_at, self.moved = find_runs(self.root), 0.0, False
+        self._runs, self._search_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}
         self._base = self.saved_steps()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Bring `steps` and `moved` up to date."""
-        if time.monotonic() > self._look_at:
-            self._runs, self._look_at = find_runs(self.root), time.monotonic() + 0.1
+        if time.monotonic() > self._search_at:
+            self._runs, self._search_at = find_runs(self.root), time.monotonic() + 0.1
         changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
         if changed:
             self._known |= {run: _identity(run) for run in changed}
@@ -190,18 +181,18 @@ class Watched:
             self.moved |= self.steps > self._base
 
     def saving(self) -> bool:
-        """Whether some folder is unfinished."""
+        """Whether a folder is unfinished."""
         names = [name for run in self._runs for name in os.listdir(run)]
         return any(map(HALF_WRITTEN.fullmatch, names))
 
     def saved_steps(self) -> int:
         """The steps that a resume does not repeat."""
-        newest = [list_checkpoints(run)[-1:] for run in find_runs(self.root)]
-        return sum(int(path.name.rpartition("-")[2]) for paths in newest for path in paths)
+        newest = [path for run in find_runs(self.root) for path in list_checkpoints(run)[-1:]]
+        return sum(int(path.name.rpartition("-")[2]) for path in newest)
 
 
 def _identity(run: Path) -> tuple[int, int]:
-    """Changes whenever a line is added to the run's metrics, or lines are removed."""
+    """A value that changes whenever lines are added to the run's metrics or removed."""
     try:
         facts = os.stat(run / "metrics.jsonl")
     except FileNotFoundError:
@@ -210,7 +201,7 @@ def _identity(run: Path) -> tuple[int, int]:
 
 
 class Scratch:
-    """Where and how the two runs are trained, and how long the parts of one take."""
+    """Trains the two runs, and measures how long a start, a step and a save take."""
 
     def __init__(self, stages: Sequence[Stage], folder: Path, train: Train):
         self.stages, self.folder, self.train = stages, folder, train
@@ -223,9 +214,9 @@ class Scratch:
 
     @contextmanager
     def process(self, watched: Watched) -> Iterator[BaseProcess]:
-        """A process that trains below `watched.root`, resuming what is there; it does not outlive the block."""
-        place = {"output_dir": str(watched.root), "name": "run"}
-        stages = [replace(stage, config=stage.config.model_copy(update=place)) for stage in self.stages]
+        """A process that trains below `watched.root`, and resumes a run there; it does not outlive the block."""
+        folder = {"output_dir": str(watched.root), "name": "run"}
+        stages = [replace(stage, config=stage.config.model_copy(update=folder)) for stage in self.stages]
         watched.start()
         resume = bool(find_runs(watched.root))
         log = self.folder / f"{watched.root.name}.log"
@@ -243,7 +234,7 @@ class Scratch:
         first, first_at = watched.steps, 0.0
         due = math.inf
         while not wait([process.sentinel], timeout=POLL_S):
-            watched.look()
+            watched.update()
             now, saving = time.monotonic(), watched.saving()
             if kill is None and watched.moved and not first_at:
                 first, first_at, self.start_s = watched.steps, now, now - began
@@ -257,9 +248,9 @@ class Scratch:
             if now >= due:
                 process.kill()
                 process.join()
-                watched.look()
+                watched.update()
                 return True
-        watched.look()
+        watched.update()
         if kill is None and watched.steps > first:
             self.step_s = (time.monotonic() - first_at) / (watched.steps - first)
         return False
@@ -280,16 +271,16 @@ class Scratch:
         if process.exitcode:
             logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
             lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            said = lines[-1].removeprefix("error: ")
-            raise RunError(f"training failed by itself, so nothing can be compared: {said} (its messages: {logs[-1]})")
+            last = lines[-1].removeprefix("error: ")
+            raise RunError(f"training failed by itself, so nothing can be compared: {last} (its messages: {logs[-1]})")
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
-    """The body of a process: train, with all messages appended to `log`."""
+    """The body of a process: train, and append all messages to `log`."""
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    multiprocessing.set_start_method(None, force=True)  # as in a process of its own
+    multiprocessing.set_start_method(None, force=True)  # as in a new process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     ConsoleLog()
     try:

@@ -8,7 +8,7 @@ from posttrain.runs.atomic import LineFile, cannot_write
 from posttrain.runs.provenance import redact
 
 LOGGER = "posttrain"
-QUIET_LOGGER = "posttrain.base.progress"  # for training.log only: the console has a progress bar
+QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a progress bar
 
 
 class RunLog(logging.Handler):

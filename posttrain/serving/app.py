@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's chat and completions, and ours for scores and rewards."""
+"""The routes of the server: OpenAI's chat and completions, and posttrain's own for scores and rewards."""
 
 import asyncio
 import json
@@ -19,25 +19,16 @@ from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy
-from posttrain.serving.answers import Form, Json, Replies, usage
-from posttrain.serving.guard import error_body
+from posttrain.serving import wire
 from posttrain.serving.host import Host, Policy, TokenScore
+from posttrain.serving.listening import error_body
 from posttrain.serving.texts import Report
-from posttrain.serving.wire import (
-    MOST_REWARDED,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    RenderRequest,
-    RewardRequest,
-    Sampled,
-    ScoreRequest,
-)
+from posttrain.serving.wire import Json
 
 log = logging.getLogger("posttrain")
-TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # pydantic's name of a type in the place of an error
+TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # pydantic's name of a type in the location of an error
 
-GONE_EVERY_S = 0.2  # how often a waiting request asks whether its client is still there
+GONE_EVERY_S = 0.2  # between two checks whether the client of a waiting request is still there
 
 
 def make_app(host: Host) -> FastAPI:
@@ -73,86 +64,86 @@ def _add_models(app: FastAPI) -> None:
 
 def _add_completions(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    async def chat(body: wire.ChatRequest, request: Request) -> Response:
         policy = _policy(request)
         tokens = await _prompt(policy, body)
-        form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
+        form = wire.Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
-        return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
+        return await _replied(request, body, policy, wire.Replies(form, policy.tokenizer, [job], policy.stops))
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest, request: Request) -> Response:
+    async def complete(body: wire.CompletionRequest, request: Request) -> Response:
         policy = _policy(request)
         if body.echo and body.stream:
             raise DataError("echo is not streamed: give one of the two")
         if not body.max_tokens and not body.echo:
             raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
         given = body.prompts()
-        prompts = await policy.apart(
-            lambda: [policy.text_tokens(one) if isinstance(one, str) else one for one in given]
+        prompts = await policy.in_thread(
+            lambda: [policy.text_tokens(prompt) if isinstance(prompt, str) else prompt for prompt in given]
         )
-        for index, pair in enumerate(zip(given, prompts, strict=True)):
-            if not all(pair):
+        for index, (prompt, tokens) in enumerate(zip(given, prompts, strict=True)):
+            if not prompt or not tokens:
                 raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
-            outside = next((token for token in pair[1] if not 0 <= token < policy.live.vocabulary), None)
+            outside = next((token for token in tokens if not 0 <= token < policy.live.vocabulary), None)
             if outside is not None:
                 raise DataError(f"prompt {index} has the token id {outside}; the model has {policy.live.vocabulary:,}")
-        form = Form(False, body.model or policy.name, body.logprobs)
+        form = wire.Form(False, body.model or policy.name, body.logprobs)
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
         jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts]
-        return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
+        return await _replied(request, body, policy, wire.Replies(form, policy.tokenizer, jobs, policy.stops))
 
 
 def _add_scores(app: FastAPI) -> None:
     @app.post("/v1/score")
-    async def score(body: ScoreRequest, request: Request) -> Json:
-        """Each token of a text with its log-probability, its entropy, and the likeliest ones; `scored` is where the
-        completion begins."""
+    async def score(body: wire.ScoreRequest, request: Request) -> Json:
+        """Each token of a text with its log-probability, entropy and likeliest tokens; the completion begins at the
+        token `scored`."""
         policy = _policy(request)
         if body.messages is not None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
-            prompt, whole = await policy.apart(policy.scored_tokens, turns, body.chat_template_kwargs, renders=True)
+            prompt, whole = await policy.in_thread(policy.scored_tokens, turns, body.chat_template_kwargs, renders=True)
         else:
-            prompt, whole = await policy.apart(
+            prompt, whole = await policy.in_thread(
                 lambda: (policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion))
             )
         if not whole:
             raise DataError("there is nothing to score: give messages, or a prompt or completion")
         scored = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
         scores = await policy.scores(whole, body.top_logprobs, body.model)
-        return await policy.apart(_scored, policy, body, whole, min(scored, len(whole)), scores)
+        return await policy.in_thread(_scored, policy, body, whole, min(scored, len(whole)), scores)
 
     @app.post("/v1/render")
-    async def render(body: RenderRequest, request: Request) -> Json:
+    async def render(body: wire.RenderRequest, request: Request) -> Json:
         """The prompt of a conversation as the model reads it."""
         policy = _policy(request)
         tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
-        return {"text": await policy.apart(Pieces(policy.tokenizer, special=True).whole, tokens), "tokens": tokens}
+        return {"text": await policy.in_thread(Pieces(policy.tokenizer, special=True).whole, tokens), "tokens": tokens}
 
     @app.post("/reward")
-    async def reward(body: RewardRequest, request: Request) -> Json:
+    async def reward(body: wire.RewardRequest, request: Request) -> Json:
         rewards = _host(request).rewards
         if rewards is None:
             raise DataError("no reward model is served: start the server with one, or with --reward-model")
         prompts, completions = _to_reward(body)
-        short = body.truncated if isinstance(body.truncated, list) else [body.truncated] * len(completions)
-        if len(completions) > MOST_REWARDED:
-            raise DataError(f"{len(completions):,} completions; a request takes up to {MOST_REWARDED:,}")
-        if len(short) != len(completions):
-            raise DataError(f"{len(short)} values of truncated for {len(completions)} completions")
-        return {"rewards": await rewards(prompts, completions, short)}
+        truncated = body.truncated if isinstance(body.truncated, list) else [body.truncated] * len(completions)
+        if len(completions) > wire.MOST_REWARDED:
+            raise DataError(f"{len(completions):,} completions; a request takes up to {wire.MOST_REWARDED:,}")
+        if len(truncated) != len(completions):
+            raise DataError(f"{len(truncated)} values of truncated for {len(completions)} completions")
+        return {"rewards": await rewards(prompts, completions, truncated)}
 
 
-def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
+def _to_reward(body: wire.RewardRequest) -> tuple[list[str | Turns], list[str]]:
     """The prompts and completions of a request."""
     if body.messages is not None:
-        talks: list[list[Message]] = (
-            [body.messages] if isinstance(body.messages[0], Message) else body.messages  # pyright: ignore
+        talks: list[list[wire.Message]] = (
+            [body.messages] if isinstance(body.messages[0], wire.Message) else body.messages  # pyright: ignore
         )
         turns = [[message.turn() for message in talk] for talk in talks]
         if any(len(talk) < 2 or talk[-1]["role"] != "assistant" for talk in turns):
@@ -161,33 +152,27 @@ def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     completions = [body.completion] if isinstance(body.completion, str) else body.completion
     if not prompts or not completions or len(prompts) != len(completions):
-        raise DataError("give messages, or a prompt and a completion each, as many of the one as of the other")
+        raise DataError("give messages, or as many prompts as completions")
     return [*prompts], completions
 
 
-def _scored(policy: Policy, body: ScoreRequest, whole: list[int], scored: int, scores: list[TokenScore]) -> Json:
+def _scored(policy: Policy, body: wire.ScoreRequest, whole: list[int], scored: int, scores: list[TokenScore]) -> Json:
     """The object of a text's scores."""
-    report = Report(policy.tokenizer)
-    tokens = [
-        {
-            "id": (one := report.add(token, logprob, likely, last=number == len(whole))).id,
-            "text": one.text,
-            "logprob": logprob,
-            "entropy": entropy,
-            "top_logprobs": [{"id": of.id, "text": of.text, "logprob": of.logprob} for of in one.likely],
-        }
-        for number, (token, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1)
-    ]
+    report, tokens = Report(policy.tokenizer), list[Json]()
+    for number, (id, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1):
+        token = report.add(id, logprob, likely, last=number == len(whole))
+        top = [{"id": other.id, "text": other.text, "logprob": other.logprob} for other in token.likely]
+        tokens.append({"id": id, "text": token.text, "logprob": logprob, "entropy": entropy, "top_logprobs": top})
     return {"model": body.model or policy.name, "scored": scored, "tokens": tokens}
 
 
-async def _prompt(policy: Policy, body: RenderRequest) -> list[int]:
-    given = body.turns(), body.chat_template_kwargs, body.continue_final_message
-    return await policy.apart(policy.chat_tokens, *given, renders=True)
+async def _prompt(policy: Policy, body: wire.RenderRequest) -> list[int]:
+    arguments = body.turns(), body.chat_template_kwargs, body.continue_final_message
+    return await policy.in_thread(policy.chat_tokens, *arguments, renders=True)
 
 
-def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: int | None) -> Job:
-    """A prompt's completions: of `limit` tokens, or as many as there is room for."""
+def _job(policy: Policy, body: wire.Sampled, form: wire.Form, tokens: list[int], limit: int | None) -> Job:
+    """A job for a prompt's completions, of at most `limit` tokens and as many as there is room for."""
     context = policy.live.context
     room = context - len(tokens)
     if limit is not None and limit > context:
@@ -202,11 +187,11 @@ def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: in
     return Job(tokens, sampling, policy.adapter(body.model), form.alternatives or 0, body.stream)
 
 
-async def _replied(request: Request, body: Sampled, policy: Policy, replies: Replies) -> Response:
+async def _replied(request: Request, body: wire.Sampled, policy: Policy, replies: wire.Replies) -> Response:
     events = policy.events(replies.jobs)
     if not body.stream:
         return await _while_there(request, replies.whole(events))
-    first = await anext(events)  # what is refused, is refused before the stream begins
+    first = await anext(events)  # a refusal comes before the stream begins
 
     async def all_events() -> AsyncIterator[Event]:
         yield first
@@ -240,25 +225,26 @@ async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
         task.cancel()
 
 
-async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[int]], form: Form) -> Json:
-    """The object of completions that begin with their prompts."""
+async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[list[int]], form: wire.Form) -> Json:
+    """Completions that begin with their prompts, as an object."""
     jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts] if body.max_tokens else []
-    replies = Replies(form, policy.tokenizer, jobs, policy.stops)
+    replies = wire.Replies(form, policy.tokenizer, jobs, policy.stops)
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        text, before = await policy.apart(Pieces(policy.tokenizer).whole, tokens), None
+        text, before = await policy.in_thread(Pieces(policy.tokenizer).whole, tokens), None
         if form.alternatives is not None:
             scores = await policy.scores(tokens, form.alternatives, body.model)
-            before = await policy.apart(replies.prompt_logprobs, tokens, scores)
+            before = await policy.in_thread(replies.prompt_logprobs, tokens, scores)
         for _ in range(body.n):
-            one = whole["choices"][len(choices)] if jobs else {"text": "", "logprobs": None, "finish_reason": "length"}
-            after = one["logprobs"]
+            nothing = {"text": "", "logprobs": None, "finish_reason": "length"}
+            choice = whole["choices"][len(choices)] if jobs else nothing
+            after = choice["logprobs"]
             if after:
-                after["text_offset"] = [len(text) + place for place in after["text_offset"]]
+                after["text_offset"] = [len(text) + offset for offset in after["text_offset"]]
             logprobs = before and {name: before[name] + (after[name] if after else []) for name in before}
-            choices.append({**one, "index": len(choices), "text": text + one["text"], "logprobs": logprobs})
-    return {**whole, "choices": choices, "usage": usage(prompts, whole["usage"]["completion_tokens"])}
+            choices.append({**choice, "index": len(choices), "text": text + choice["text"], "logprobs": logprobs})
+    return {**whole, "choices": choices, "usage": wire.usage(prompts, whole["usage"]["completion_tokens"])}
 
 
 def _host(request: Request) -> Host:
@@ -268,7 +254,7 @@ def _host(request: Request) -> Host:
 def _policy(request: Request) -> Policy:
     policy = _host(request).policy
     if policy is None:
-        raise DataError("the server has a reward model, which completes nothing: POST /reward")
+        raise DataError("the server has a reward model, which generates nothing: POST /reward")
     return policy
 
 
@@ -293,9 +279,9 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         errors = error.errors()
-        # A value of several types has an error for each; those of types that it does not have say little.
-        same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-        first = next((one for one in same if not one["type"].endswith("_type")), same[0])
+        # A value that may have several types has an error for each; an error other than a wrong type says most.
+        same = [other for other in errors if other["loc"][:2] == errors[0]["loc"][:2]]
+        first = next((other for other in same if not other["type"].endswith("_type")), same[0])
         where = ".".join(str(part) for part in first["loc"] if part != "body" and not TYPE.search(str(part)))
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":

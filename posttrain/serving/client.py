@@ -1,15 +1,25 @@
-"""A client of `posttrain serve`."""
+"""The client side of `posttrain serve`: requests, servers that this program starts, and conversations."""
 
+import atexit
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import queue
+import secrets
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from posttrain.base.child import Child
 from posttrain.base.errors import DataError, EngineError
 
 CONNECT_S, READ_S = 10.0, 600.0
+START_S, STOP_S = 600.0, 8.0  # of a server; a large model may be read from a slow disk
+ERROR_CHARACTERS = 2000
 
 Turn = Mapping[str, str]
 
@@ -36,11 +46,11 @@ class ScoredText:
 
 
 class Client:
-    """Raises DataError for what the server refuses, EngineError if it does not answer."""
+    """A client of a server. Raises DataError if the server refuses a request, EngineError if it does not answer."""
 
     def __init__(self, address: str, key: str | None = None):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # `trust_env` off: a proxy in the environment is not for this machine.
+        # Without `trust_env`: a proxy of the environment is not for this machine.
         timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
         self.address = address
         self._http = httpx.Client(base_url=address, headers=headers, timeout=timeout, trust_env=False)
@@ -49,8 +59,8 @@ class Client:
         self._http.close()
 
     def chat(self, turns: Sequence[Turn], **settings: Any) -> Iterator[str]:
-        """The pieces of a reply as they come, and its finish reason as the iterator's return value. Closing the
-        iterator ends the generation."""
+        """The pieces of a reply as they are generated; the iterator returns the finish reason. Closing it ends the
+        generation."""
         body = {"messages": list(turns), "stream": True, **settings}
         reason = ""
         try:
@@ -73,13 +83,13 @@ class Client:
         return reason
 
     def score(self, turns: Sequence[Turn], alternatives: int = 0) -> ScoredText:
-        """What the model says of each token of the last message, which is the assistant's."""
-        found = self._post("/v1/score", {"messages": list(turns), "top_logprobs": alternatives})
+        """The model's scores of each token of the last message, which is the assistant's."""
+        reply = self._post("/v1/score", {"messages": list(turns), "top_logprobs": alternatives})
         tokens = []
-        for token in found["tokens"]:
+        for token in reply["tokens"]:
             likely = tuple((other["text"], other["logprob"]) for other in token.pop("top_logprobs"))
             tokens.append(ScoredToken(**token, alternatives=likely))
-        return ScoredText(tuple(tokens), found["scored"])
+        return ScoredText(tuple(tokens), reply["scored"])
 
     def rewards(self, talks: Sequence[Sequence[Turn]]) -> list[float]:
         """The reward model's score of the last message of each conversation."""
@@ -105,3 +115,162 @@ def _refusal(response: httpx.Response) -> DataError | EngineError:
     except (ValueError, KeyError, TypeError):
         message = f"status {response.status_code}"
     return DataError(message) if 400 <= response.status_code < 500 else EngineError(message)
+
+
+class ModelServer(Child):
+    """`posttrain serve MODEL` on a free port of this machine, with a key that only this program knows.
+
+    Raises EngineError, with the server's error, if it does not start.
+    """
+
+    def __init__(self, model: str, options: Sequence[str] = ()):
+        key = secrets.token_urlsafe(24)
+        command = [sys.executable, "-m", "posttrain", "serve", "--port", "0", "--attached", *options, "--", model]
+        super().__init__(command, environment=os.environ | {"POSTTRAIN_API_KEY": key}, session=True, grace=STOP_S)
+        try:
+            line = self.line(START_S, b"serving ").decode()
+        except TimeoutError:
+            raise EngineError(f"the server of {model} was not ready in {START_S:g} s") from None
+        except EOFError:
+            self.status(STOP_S)
+            reason = self.last_words()[-ERROR_CHARACTERS:].rpartition("error: ")[2]
+            self.end()
+            raise EngineError(reason or f"the server of {model} ended before it was ready") from None
+        self.client = Client(line.rpartition(" at ")[2].partition("/v1")[0], key)
+
+
+class ModelServers:
+    """The servers of the models in use: at most `most`; the least recently used is stopped first. Thread-safe."""
+
+    def __init__(self, most: int = 2):
+        self._most, self._servers, self._lock = most, OrderedDict[tuple[str, ...], ModelServer](), threading.Lock()
+        atexit.register(self.close)
+
+    def client(self, model: str, options: Sequence[str] = ()) -> Client:
+        """The client of a model's server, which is started if needed. Raises EngineError."""
+        key = (model, *options)
+        with self._lock:  # one after another: two models that load together may not fit
+            server = self._servers.pop(key, None)
+            if server is None or not server.is_alive:
+                while len(self._servers) >= self._most:
+                    self._servers.popitem(last=False)[1].end()
+                server = ModelServer(model, options)
+            self._servers[key] = server
+            return server.client
+
+    def close(self) -> None:
+        with self._lock:
+            while self._servers:
+                self._servers.popitem()[1].end()
+
+
+SETTINGS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "max_tokens": int,
+    "seed": int,
+}
+
+
+@dataclass
+class Talk:
+    """A conversation with a served model. `settings` are those of a request; the system prompt is no turn."""
+
+    client: Client
+    settings: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The pieces of the reply to `text`. The part of the reply that is read stays in the conversation."""
+        self.turns.append({"role": "user", "content": text})
+        yield from self._reply()
+
+    def again(self) -> Iterator[str]:
+        """Another reply to the last question. Raises DataError if there is none."""
+        self._drop("assistant")
+        if not self.turns:
+            raise DataError("there is no question yet")
+        yield from self._reply()
+
+    def take_back(self) -> None:
+        """Forget the last question with its reply."""
+        self._drop("assistant")
+        self._drop("user")
+
+    def change(self, name: str, value: str) -> None:
+        """Change a setting; an empty value is the default. Raises DataError for a wrong one."""
+        if name not in SETTINGS:
+            raise DataError(f"there is no setting {name}; there are {', '.join(SETTINGS)}")
+        self.settings.pop(name, None)
+        if value:
+            try:
+                self.settings[name] = SETTINGS[name](value)
+            except ValueError:
+                raise DataError(f"{name} is {value!r}; give a number") from None
+
+    def prompt(self) -> str:
+        """The model's prompt for its next reply."""
+        return self.client.rendered(self.messages or [{"role": "user", "content": ""}])
+
+    def _reply(self) -> Iterator[str]:
+        parts: list[str] = []
+        try:
+            for part in self.client.chat(self.messages, **self.settings):
+                parts.append(part)
+                yield part
+        finally:
+            if parts:
+                self.turns.append({"role": "assistant", "content": "".join(parts)})
+            else:
+                self._drop("user")  # it was not answered and can be repeated
+
+    def _drop(self, role: str) -> None:
+        if self.turns and self.turns[-1]["role"] == role:
+            del self.turns[-1]
+
+
+def together(replies: Sequence[Iterator[str]]) -> Generator[tuple[int, str]]:
+    """The pieces of all replies, each with its reply's number. Raises the first error once all replies have ended.
+
+    Closing the iterator closes all replies.
+    """
+    found: queue.SimpleQueue[tuple[int, str | BaseException | None]] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def read(number: int, reply: Iterator[str]) -> None:
+        error = None
+        try:
+            for piece in reply:
+                found.put((number, piece))
+                if stop.is_set():
+                    break
+        except BaseException as raised:
+            error = raised
+        finally:
+            if (close := getattr(reply, "close", None)) is not None:
+                close()
+            found.put((number, error))
+
+    threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate(replies)]
+    for thread in threads:
+        thread.start()
+    left, errors = len(threads), []
+    try:
+        while left:
+            number, piece = found.get()
+            if isinstance(piece, str):
+                yield number, piece
+                continue
+            left -= 1
+            errors += [piece] if piece is not None else []
+    finally:
+        stop.set()
+    if errors:
+        raise errors[0]

@@ -34,18 +34,16 @@ from posttrain.serving.texts import Bound
 log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
-RENDERERS = 2  # conversations that the chat template renders at a time, each in a process of its own
-KEPT_S = 86_400.0  # how long an idle process for the template is kept: a conversation may pause
-MOST_REWARDED = 1 << 17  # tokens of a text, where a reward model has no limit of its own
+RENDERERS = 2  # processes that render conversations by the chat template
+KEPT_S = 86_400.0  # how long an idle one of them is kept: a conversation may pause
+MOST_REWARDED = 1 << 17  # tokens of a text, for a reward model without a limit
 TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), the likeliest tokens
-
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, and how much of it at a time; names are those of the HTTP interface."""
+    """The models to serve, by the names of the HTTP interface, and limits of concurrent work."""
 
     model: ModelConfig
     name: str
@@ -56,21 +54,21 @@ class Served:
     max_rows: int
     max_waiting: int
     context: int | None
-    variables: Mapping[str, Any] = field(default_factory=dict)  # defaults of the chat template's
+    variables: Mapping[str, Any] = field(default_factory=dict)  # defaults for the chat template
 
 
 class Policy:
-    """A causal model that completes prompts. Use it within a running event loop."""
+    """A causal model that completes prompts. It needs a running event loop."""
 
     def __init__(self, served: Served):
         device = take_device(served.devices)
         self.name, self.tokenizer = served.name, load_tokenizer(served.model)
         loaded = load_model(served.model, "lm", compute_dtype(served.model, device), device)
         check_embeddings(loaded, self.tokenizer, served.model.path)
-        named = served.template or ("chat" if self.tokenizer.chat_template else "none")
-        data = DataConfig(source="-", template=named, chat_template_kwargs=dict(served.variables))
+        template = served.template or ("chat" if self.tokenizer.chat_template else "none")
+        data = DataConfig(source="-", template=template, chat_template_kwargs=dict(served.variables))
         self.template = choose_template(data, self.tokenizer)
-        if served.template is None and named == "none":
+        if served.template is None and template == "none":
             log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
         adapted = _adapted(loaded, served.adapters)
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
@@ -89,7 +87,7 @@ class Policy:
         self._bound = Bound(self.tokenizer, self.live.context)
 
     async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
-        """The events of jobs that complete together. Leaving early cancels them; if one is refused, all are."""
+        """The events of jobs that are completed together. Closing the iterator cancels them; one refusal is for all."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         left = sum(job.sampling.num_generations for job in jobs)
         try:
@@ -107,41 +105,45 @@ class Policy:
                         self.live.cancel(job)
 
     async def warm_up(self) -> None:
-        """Generate something: the first request would otherwise pay for the engine's memory."""
+        """Generate and render something, so that the first request does not wait for memory and processes."""
         job = Job([self.stops[0] if self.stops else 0], Sampling(max_completion_length=WARM_UP_TOKENS))
         async for _ in self.events([job]):
             pass
         with contextlib.suppress(DataError):  # the template may refuse it
-            await self.apart(self.chat_tokens, [{"role": "user", "content": ""}], {}, renders=True)
+            await self.in_thread(self.chat_tokens, [{"role": "user", "content": ""}], {}, renders=True)
 
     def adapter(self, model: str) -> str | None:
-        """The adapter that a request's `model` names; any other name is the model itself."""
+        """The adapter that a request's `model` names; None for any other name, which means the model itself."""
         return model if model in self.live.adapters else None
 
     def close(self) -> None:
         self.live.close()
         self._renderers.shutdown(wait=False, cancel_futures=True)
 
-    async def apart(self, work: Callable[..., T], *given: Any, renders: bool = False) -> T:
-        """Run `work` on texts in another thread, so that other requests are answered meanwhile. What `renders` with the
-        chat template has a pool of its own and does not hold up the rest."""
-        return await self._loop.run_in_executor(self._renderers if renders else None, work, *given)
+    async def in_thread(self, work: Callable[..., T], *arguments: Any, renders: bool = False) -> T:
+        """Run `work` in another thread, so that other requests are answered meanwhile.
+
+        Work that `renders` with the chat template has its own pool, and does not delay other work.
+        """
+        return await self._loop.run_in_executor(self._renderers if renders else None, work, *arguments)
 
     def chat_tokens(
         self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False
     ) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
 
-        `variables` are more variables of the template. `continued`: the last message is the start of the reply, as with
-        `continue_final_message` of transformers.
+        `variables` are additional ones of the template. `continued`: the last message is the start of the reply, as
+        with `continue_final_message` of transformers.
         """
         return self._tokens(self._chat(turns, variables, continued))
 
     def scored_tokens(
         self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """The prompt of the last message, and the prompt with the message. The message is rendered as in `chat_tokens`;
-        if the template changes it there, it follows the prompt unchanged."""
+        """The prompt of the last message, and the prompt with the message, rendered as in `chat_tokens`.
+
+        A message that the template would change follows the prompt unchanged.
+        """
         prompt = self._chat(turns[:-1], variables)
         try:
             whole = self._chat(turns, variables, continued=True)
@@ -156,8 +158,8 @@ class Policy:
             if variables:
                 raise DataError("chat_template_kwargs: the model is served without a chat template")
             return "".join(turn["content"] for turn in turns)
-        asked = RenderRequest(turns, generate=not continued, continued=continued, variables=variables)
-        return rendered(self.tokenizer, [asked], KEPT_S)[0]
+        request = RenderRequest(turns, generate=not continued, continued=continued, variables=variables)
+        return rendered(self.tokenizer, [request], KEPT_S)[0]
 
     def _tokens(self, text: str) -> list[int]:
         if not self.template.turns:
@@ -166,7 +168,7 @@ class Policy:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text as of a prompt without a template: with one begin token, if texts begin with one."""
+        """The tokens of a text, as of a prompt without a template: with a begin token if the tokenizer adds one."""
         self._bound.check(text)
         [prompt] = self._texts.prompts([Row(text, "")])
         return [] if isinstance(prompt, RowError) else list(prompt[1])
@@ -192,31 +194,28 @@ def score(policy: nn.Module, tokens: Sequence[int], alternatives: int) -> list[T
 
     The token's own log-probability equals the one in that list.
     """
-    first: list[TokenScore] = [(None, None, [])]
+    result: list[TokenScore] = [(None, None, [])]
     if len(tokens) < 2:
-        return first[: len(tokens)]
+        return result[: len(tokens)]
     example = Example((Node(tokens[:1], children=(Node(tokens[1:], trained=True),)),), 0)
     [packed] = pack([example], len(tokens))
     packed = packed.to(next(policy.parameters()).device)
     hidden_N = scored_states(policy, packed)
     scores = scores_of(policy, hidden_N, packed.target_N, 1.0)
     if not alternatives:
-        return [
-            *first,
-            *((*pair, []) for pair in zip(scores.logprob_N.tolist(), scores.entropy_N.tolist(), strict=True)),
-        ]
-    found = first
+        pairs = zip(scores.logprob_N.tolist(), scores.entropy_N.tolist(), strict=True)
+        return result + [(*pair, []) for pair in pairs]
     for part in row_chunks(policy, len(hidden_N)):
         logprobs = next_token_logits(policy, hidden_N[part]).log_softmax(-1)
         own = logprobs.gather(1, packed.target_N[part, None]).squeeze(1).tolist()
-        values, ids = (of.tolist() for of in logprobs.topk(min(alternatives, logprobs.shape[-1])))
+        values, ids = (top.tolist() for top in logprobs.topk(min(alternatives, logprobs.shape[-1])))
         likely = [[*zip(*pair, strict=True)] for pair in zip(ids, values, strict=True)]
-        found += zip(own, scores.entropy_N[part].tolist(), likely, strict=True)
-    return found
+        result += zip(own, scores.entropy_N[part].tolist(), likely, strict=True)
+    return result
 
 
 class Rewards:
-    """A reward model, in a thread of its own."""
+    """A reward model, which runs in its own thread."""
 
     def __init__(self, path: str, devices: DevicesConfig):
         self._reward = LearnedReward(path, devices)
@@ -226,15 +225,13 @@ class Rewards:
     async def __call__(
         self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
     ) -> list[float]:
-        run = asyncio.get_running_loop().run_in_executor
-
         def rewards() -> list[float]:
             for prompt, completion in zip(prompts, completions, strict=True):
                 turns = [prompt] if isinstance(prompt, str) else [str(turn["content"]) for turn in prompt]
                 self._bound.check(*turns, completion)
             return self._reward(prompts, completions, truncated)
 
-        return await run(self._thread, rewards)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, rewards)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -244,17 +241,17 @@ class Rewards:
 class Host:
     policy: Policy | None
     rewards: Rewards | None
-    names: tuple[str, ...]  # of the models, the first is the model itself
+    names: tuple[str, ...]  # of the model itself, then of its adapters
 
     @classmethod
     async def start(cls, served: Served) -> Host:
-        reward = served.reward_model or (served.model.path if is_reward_model(served.model) else None)
+        is_reward = is_reward_model(served.model)
+        reward = served.reward_model or (served.model.path if is_reward else None)
         rewards = None if reward is None else Rewards(reward, served.devices)
         if reward == served.model.path and served.adapters:
             raise ConfigError("a reward model has no adapters to choose from")
-        policy = None
-        if not is_reward_model(served.model):
-            policy = Policy(served)
+        policy = None if is_reward else Policy(served)
+        if policy is not None:
             await policy.warm_up()
         return cls(policy, rewards, (served.name, *served.adapters))
 

@@ -1,35 +1,151 @@
-"""Listening on an address, and running an application there until a signal."""
+"""The edge of a server: listening on an address, running an application until a signal, and a guard for its requests.
+
+A page of another site that is open in a browser can send requests to a server on this machine. It cannot hide its
+origin, and without permission it cannot send JSON; a site whose name was pointed at this machine sends its own name as
+the host.
+"""
 
 import asyncio
+import hmac
+import json
 import logging
+import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.system import resource
+from posttrain.base.system import is_loopback, resource
 
-GRACE_S = 5  # for requests that are being answered, at the end
-HEADERS_S, BODY_S = 10.0, 60.0  # for a request to arrive
-MOST_CONNECTIONS = 512  # at a time; fewer where the process may open fewer files
+MOST_BYTES = 4 << 20
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+OPEN = {"/health"}  # paths that need no key
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
+GRACE_S = 5  # at the end, for requests in progress
+HEADERS_S, BODY_S = 10.0, 60.0  # in which a request has to arrive
+MOST_CONNECTIONS = 512  # at a time; fewer if the process may open fewer files
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError, which names the next free port if this one is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def host_name(host: str) -> str:
+    """The name in a `Host` header, without its port; empty for any other text."""
+    match = HOST.fullmatch(host)
+    return "" if match is None else match[1].strip("[]").lower()
+
+
+def ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why the site of a request is ambiguous (two headers that name one, or no host name); None if it is clear."""
+    names = [name.lower() for name, _ in headers]
+    for name in (b"host", b"origin"):
+        if names.count(name) > 1:
+            return f"the request has two headers {name.decode()}"
+    host = next((value.decode("latin-1") for name, value in headers if name.lower() == b"host"), "")
+    return f"{host!r} is no host name" if host and not host_name(host) else None
+
+
+def is_foreign(origin: str | None, host: str) -> bool:
+    """Whether a request comes from a page of another site, by its headers `Origin` and `Host`."""
     try:
-        found.bind((host, port))
-        found.listen(512)
+        return origin is not None and urlsplit(origin).netloc != host
+    except ValueError:
+        return True
+
+
+class Guard:
+    """ASGI middleware that checks host, origin, key, type and size. Without a key, the host must be a loopback one."""
+
+    def __init__(self, app: App, key: str | None = None, most_bytes: int = MOST_BYTES):
+        self.app, self.key, self.most_bytes = app, key, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await _answer(send, *refusal)
+            return
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message if received <= self.most_bytes else {"type": "http.disconnect"}
+
+        async def sending(message: Message) -> None:
+            if received <= self.most_bytes:
+                await send(message)
+
+        await self.app(scope, limited, sending)
+        if received > self.most_bytes:
+            await _answer(send, 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
+
+    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
+        if (unclear := ambiguous(scope["headers"])) is not None:
+            return 403, unclear, "forbidden"
+        host = host_name(headers.get("host", ""))
+        if self.key is None and not is_loopback(host):
+            return 403, f"the host {host!r} is not this machine's: start the server with --api-key", "forbidden"
+        if is_foreign(headers.get("origin"), headers.get("host", "")):
+            return 403, "requests of web pages of other sites are refused", "forbidden"
+        sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key.encode()):
+            return 401, "the API key is missing or wrong: send `Authorization: Bearer KEY`", "invalid_api_key"
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            return 415, "send JSON, with the header `Content-Type: application/json`", "invalid_request_error"
+        size = headers.get("content-length", "0")
+        if not size.isdecimal() or len(size) > 18 or int(size) > self.most_bytes:  # no int of thousands of digits
+            return 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error"
+        return None
+
+
+def error_body(message: str, code: str | None, kind: str = "invalid_request_error", param: str | None = None) -> Any:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _answer(send: Send, status: int, message: str, code: str) -> None:
+    body = json.dumps(error_body(message, code))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body.encode()})
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. If the port is taken, raises ConfigError with the next free one."""
+    listening = _socket(host)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(512)
     except OSError as error:
-        found.close()
+        listening.close()
         free = _free_port(host, port) if port else None
         advice = f": --port {free} is free" if free else ""
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}){advice}") from error
-    return found
+    return listening
+
+
+def _socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _free_port(host: str, port: int) -> int | None:
+    for other in range(port + 1, min(port + 50, 65536)):
+        with _socket(host) as trial, suppress(OSError):
+            trial.bind((host, other))
+            return other
+    return None
 
 
 class Closing(Protocol):
@@ -45,9 +161,9 @@ def run(
     listening: socket.socket,
     ready: Callable[[str], None],
 ) -> None:
-    """Start what the application needs, and serve it until SIGINT or SIGTERM; `ready` is called with its address.
+    """Await `start()`, and serve the application of its result until SIGINT or SIGTERM; `ready` gets the address.
 
-    Raises what `start` raises.
+    Raises the errors of `start`.
     """
     serving = False
 
@@ -67,16 +183,16 @@ def run(
     try:
         asyncio.run(serve())
     except KeyboardInterrupt:
-        if not serving:  # else it is how one ends it
+        if not serving:  # else Ctrl-C is the usual end
             raise
     finally:
         listening.close()
 
 
 def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
-    """A uvicorn server whose connections are counted and whose requests have to arrive in time.
+    """A uvicorn server that limits connections and the time in which a request has to arrive.
 
-    A second signal ends the process at once, whatever it does. `quiet`: requests that the end cuts off are no error.
+    A second signal ends the process at once. `quiet`: no error is logged for requests that the end cuts off.
     """
     import uvicorn
 
@@ -96,7 +212,7 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
 
 
 def _bounded_connection() -> Any:
-    """uvicorn's connection, closed if it is one too many, or if a request does not arrive in time."""
+    """uvicorn's connection, closed if there are too many, or if a request does not arrive in time."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -106,7 +222,7 @@ def _bounded_connection() -> Any:
 
     class Connection(base):
         arriving: asyncio.TimerHandle | None = None
-        part = ""  # of a request, that has a deadline
+        part = ""  # of a request; the one that has a deadline
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -140,14 +256,3 @@ def _bounded_connection() -> Any:
                 self.arriving = self.loop.call_later(HEADERS_S if part == "headers" else BODY_S, self.transport.close)
 
     return Connection
-
-
-def _free_port(host: str, port: int) -> int | None:
-    for other in range(port + 1, min(port + 50, 65536)):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
-            try:
-                trial.bind((host, other))
-            except OSError:
-                continue
-            return other
-    return None

@@ -11,7 +11,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.pieces import Pieces
 from posttrain.engines.joining import Alternatives
 
-SLICE = 8192  # characters that are tokenised at a time where only the number of tokens is asked for
+SLICE = 8192  # characters that are tokenised at a time to count tokens
 ADVICE = ": shorten it, or start the server with a larger --context"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, in vocabularies that fall back to them
 
@@ -24,7 +24,7 @@ class Bound:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def check(self, *texts: str) -> None:
-        """Raises DataError for texts that have too many tokens together."""
+        """Raises DataError if the texts have too many tokens in total."""
         characters, most = sum(map(len, texts)), self.context * self._longest
         if characters > most:
             raise DataError(
@@ -34,17 +34,17 @@ class Bound:
         for text in texts if characters > size else ():
             for start in range(0, len(text), size):
                 count += len(self._tokenizer(text[start : start + size], add_special_tokens=False).input_ids)
-                if start:  # tokens that the cut between two slices may have made
+                if start:  # the cut between two slices may add tokens
                     count -= self._longest
                 if count > self.context:
                     raise DataError(f"the text has more than {self.context:,} tokens{ADVICE}")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TokenText:
     """A token as the interface reports it.
 
-    The pieces, `text`, of all tokens concatenate to the text; `bytes` are the token's own, also of part of a character.
+    The `text` of all tokens concatenates to the whole text; `bytes` are those of the token, even within a character.
     """
 
     id: int
@@ -54,29 +54,29 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported(Written):
-    """A token with the likeliest ones at its position, and the index of its piece in the text without special ones."""
+class ReportedToken(TokenText):
+    """A token with the likeliest ones at its position, and the offset of its text, not counting special tokens."""
 
     offset: int
-    likely: tuple[Written, ...]
+    likely: tuple[TokenText, ...]
 
 
 class Report:
-    """The tokens of a text that continues `before`, one by one; `offset` is where it begins in the reply."""
+    """The tokens of a text that continues `before`, one by one; the text begins at `offset` of the reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), offset: int = 0):
         self._tokenizer, self._pieces, self._end = tokenizer, Pieces(tokenizer, before), offset
 
-    def add(self, token: int, logprob: float | None, likely: Alternatives, last: bool = False) -> Reported:
-        """`last`: no token completes its character."""
+    def add(self, token: int, logprob: float | None, likely: Alternatives, last: bool = False) -> ReportedToken:
+        """Report the next token; with `last`, no later one completes its character."""
         others = tuple(self._written(id, self._pieces.likely(id), value) for id, value in likely)
         own, begin = self._pieces.likely(token), self._end
         piece = self._pieces.add(token) + (self._pieces.rest() if last else "")
         self._end += len(piece)
-        one = self._written(token, own, logprob)
-        return Reported(token, piece + self._pieces.own, one.bytes, logprob, begin, others)
+        bytes_ = self._written(token, own, logprob).bytes
+        return ReportedToken(token, piece + self._pieces.own, bytes_, logprob, begin, others)
 
-    def _written(self, token: int, text: str, logprob: float | None) -> Written:
+    def _written(self, token: int, text: str, logprob: float | None) -> TokenText:
         name = str(self._tokenizer.convert_ids_to_tokens(token) or "")
         if (byte := BYTE.fullmatch(name)) is not None:
             own = bytes([int(byte[1], 16)])
@@ -84,7 +84,7 @@ class Report:
             own = bytes(self._alphabet[character] for character in name)
         else:
             own = text.encode(errors="replace")
-        return Written(token, text, tuple(own), logprob)
+        return TokenText(token, text, tuple(own), logprob)
 
     @cached_property
     def _alphabet(self) -> dict[str, int]:
@@ -93,14 +93,14 @@ class Report:
         if decoder is None or b"ByteLevel" not in decoder.__getstate__():
             return {}
         shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        hidden = [byte for byte in range(256) if byte not in shown]  # these are written from 256 on
-        return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+        hidden = [byte for byte in range(256) if byte not in shown]  # written as characters from 256 on
+        return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
 class Streamed:
-    """A completion's text after `prompt` as it may be sent: without its stop token, and up to the first stop string.
+    """A completion's text after `prompt`, for sending: without its stop token, and up to the first stop string.
 
-    Text that may begin a stop string is held back, and so is a stop token: if others follow, it ended nothing.
+    Text that may begin a stop string is held back, and so is a stop token: it is sent if other tokens follow.
     """
 
     def __init__(
@@ -121,24 +121,24 @@ class Streamed:
         return self._sent("".join(map(self._pieces.add, before if self._ended else [*before, token])))
 
     def end(self) -> str:
-        """The rest, once the completion is complete."""
+        """The rest of a complete completion."""
         sent = self._sent(self._pieces.rest())
         held, self._held = self._held, ""
         self.sent += 0 if self._stopped else len(held)
         return sent if self._stopped else sent + held
 
-    def place(self, offset: int) -> int:
-        """The offset, or where the text was cut at a stop string."""
+    def clipped(self, offset: int) -> int:
+        """The offset, at most that of the stop string at which the text was cut."""
         return min(offset, self.sent) if self._stopped else offset
 
     def _sent(self, text: str) -> str:
         if self._stopped:
             return ""
         text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self._stopped, self._held = True, ""
-            text = text[: min(places)]
+            text = text[: min(found)]
         else:
             held = max((_overlap(text, stop) for stop in self._stops), default=0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
@@ -147,5 +147,5 @@ class Streamed:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

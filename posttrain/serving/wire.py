@@ -1,59 +1,59 @@
-"""The bodies of requests, checked. Unsupported parameters are refused, except those that do not affect tokens."""
+"""The JSON of OpenAI's interface: bodies of requests, checked, and replies, whole or as a stream."""
 
+import asyncio
 import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import Variables
+from posttrain.engines import text_of
+from posttrain.engines.joining import Ended, Event, Failed, Job, Token
 from posttrain.engines.protocol import Sampling
+from posttrain.serving.host import TokenScore
+from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText
 
 MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
 MOST_STOP_CHARACTERS = 1024
 MOST_REWARDED = 4096
+Json = dict[str, Any]
+# Parameters that are ignored.
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-# Parameters of OpenAI that would change the tokens: accepted only with a value that changes nothing.
+# Unsupported parameters that affect tokens: accepted only with a value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (0, None)),
+    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), (1, None)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([], None)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output", "echo"), (False, None)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True, None)),
+    "parallel_tool_calls": (True, False, None),
     "logit_bias": ({}, None),
-    "best_of": (1, None),
     "suffix": ("", None),
     "response_format": ({"type": "text"}, None),
-    "tools": ([], None),
-    "tool_choice": ("none", "auto", None),
-    "functions": ([], None),
-    "function_call": ("none", None),
     "modalities": (["text"], None),
-    "parallel_tool_calls": (True, False, None),
-    "repetition_penalty": (1, None),
-    "length_penalty": (1, None),
-    "min_tokens": (0, None),
-    "stop_token_ids": ([], None),
-    "bad_words": ([], None),
-    "use_beam_search": (False, None),
-    "early_stopping": (False, None),
-    "include_stop_str_in_output": (False, None),
-    "skip_special_tokens": (True, None),
-    "spaces_between_special_tokens": (True, None),
-    "add_generation_prompt": (True, None),
-    "echo": (False, None),
+    "tool_choice": ("none", "auto", None),
+    "function_call": ("none", None),
 }
-# Fields of a message that a reply's own `model_dump()` has, without content.
+# Empty fields of a reply's `model_dump()`, which clients send back in messages.
 EMPTY: dict[str, tuple[Any, ...]] = {
-    "refusal": (None,),
-    "tool_calls": ([], None),
-    "function_call": (None,),
-    "annotations": ([], None),
-    "audio": (None,),
-    "reasoning_content": ("", None),
-    "reasoning": ("", None),
+    **dict.fromkeys(("refusal", "function_call", "audio"), (None,)),
+    **dict.fromkeys(("tool_calls", "annotations"), ([], None)),
+    **dict.fromkeys(("reasoning_content", "reasoning"), ("", None)),
 }
 
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
-Listed = Annotated[list[Item], Field(fail_fast=True)]  # one error is enough, where every item may have one
+Listed = Annotated[list[Item], Field(fail_fast=True)]  # reports one error, although every item may have one
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Body(BaseModel):
@@ -77,8 +77,8 @@ class Body(BaseModel):
         return {name: value for name, value in values.items() if name not in idle}
 
 
-class Written(Body):
-    """A conversation to render; `chat_template_kwargs` are more variables of the template, as in vLLM."""
+class Templated(Body):
+    """A conversation for the chat template; `chat_template_kwargs` are more variables of it, as in vLLM."""
 
     chat_template_kwargs: Variables = {}
 
@@ -95,7 +95,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """Parameters of both kinds of completions; `top_k`, `min_p` and `ignore_eos` are vLLM's, not OpenAI's."""
+    """Parameters of both kinds of completions; OpenAI lacks `top_k`, `min_p` and `ignore_eos`, which vLLM has."""
 
     model: str = ""
     n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
@@ -113,9 +113,9 @@ class Sampled(Body):
     @classmethod
     def _defaults_of_null(cls, values: Any) -> Any:
         """`null` is the default, as for OpenAI."""
-        return (
-            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
-        )
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
     def sampling(self, seed: int, limit: int, stop_token_ids: tuple[int, ...]) -> Sampling:
         return Sampling(
@@ -167,14 +167,14 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class RenderRequest(Written):
+class RenderRequest(Templated):
     model: str = ""
     messages: list[Message] = Field(min_length=1)
-    continue_final_message: bool = False  # ours: the last message, the assistant's, is continued
+    continue_final_message: bool = False  # the last message, the assistant's, is unfinished; not OpenAI's
 
     def turns(self) -> list[dict[str, str]]:
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise DataError("continue_final_message continues the assistant's last message, and the last is another's")
+            raise DataError("continue_final_message needs the assistant's message at the end")
         return [message.turn() for message in self.messages]
 
 
@@ -192,16 +192,16 @@ class CompletionRequest(Sampled):
     echo: bool = False
 
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.prompt
-        if not given or isinstance(given, str) or isinstance(given[0], int):
-            return [given]
-        if len(given) > MOST_PROMPTS:
-            raise DataError(f"{len(given)} prompts; a request takes up to {MOST_PROMPTS}")
-        return given
+        prompts: Any = self.prompt
+        if not prompts or isinstance(prompts, str) or isinstance(prompts[0], int):
+            return [prompts]
+        if len(prompts) > MOST_PROMPTS:
+            raise DataError(f"{len(prompts)} prompts; a request takes up to {MOST_PROMPTS}")
+        return prompts
 
 
-class ScoreRequest(Written):
-    """A text whose completion, or a conversation whose last message is scored, token by token."""
+class ScoreRequest(Templated):
+    """A prompt whose completion is scored, or a conversation whose last message is, token by token."""
 
     model: str = ""
     messages: list[Message] | None = Field(None, min_length=1)
@@ -218,3 +218,148 @@ class RewardRequest(Body):
     prompt: str | Listed[str] | None = None
     completion: str | Listed[str] | None = None
     truncated: bool | Listed[bool] = False  # whether a completion ended at its length limit
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of an endpoint's objects."""
+
+    chat: bool
+    model: str
+    alternatives: int | None  # None: no log-probabilities
+
+    @property
+    def kind(self) -> str:
+        return "chat.completion" if self.chat else "text_completion"
+
+    def head(self, chunk: bool = False) -> Json:
+        name = "chat.completion.chunk" if self.chat and chunk else self.kind
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": self.model}
+
+
+class Replies:
+    """The replies to a request, from events of the engine: `jobs` in the order of its prompts, with `n` completions."""
+
+    def __init__(
+        self, form: Form, tokenizer: PreTrainedTokenizerBase, jobs: Sequence[Job], stop_token_ids: Sequence[int]
+    ):
+        self.form, self.tokenizer, self.jobs, self.stop_token_ids = form, tokenizer, jobs, tuple(stop_token_ids)
+        *starts, self.total = accumulate((job.sampling.num_generations for job in jobs), initial=0)
+        self.first = dict(zip(jobs, starts, strict=True))
+
+    async def whole(self, events: AsyncIterator[Event]) -> Json:
+        """The object with all completions. Raises the error of a job that failed."""
+        choices: list[Json | None] = [None] * self.total
+        sampled = 0
+        async for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Ended):
+                sampled += len(event.completion.tokens)
+                index = self.first[event.job] + event.number
+                choices[index] = await asyncio.to_thread(self._choice, index, event)
+        return {**self.form.head(), "choices": choices, "usage": usage([job.tokens for job in self.jobs], sampled)}
+
+    def _choice(self, index: int, ended: Ended) -> Json:
+        completion, prompt = ended.completion, ended.job.tokens
+        text = cut(text_of(completion, self.stop_token_ids, self.tokenizer, prompt), ended.job.sampling.stop)
+        logprobs = None
+        if self.form.alternatives is not None:
+            report, last = Report(self.tokenizer, prompt), len(completion.tokens) - 1
+            alternatives = ended.alternatives or [[] for _ in completion.tokens]
+            entries = enumerate(zip(completion.tokens, completion.logprobs, alternatives, strict=True))
+            logprobs = self._logprobs(report.add(*entry, last=index == last) for index, entry in entries)
+            if not self.form.chat:
+                logprobs["text_offset"] = [min(offset, len(text)) for offset in logprobs["text_offset"]]
+        body: Json = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self.form.chat else {"text": text}
+        )
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+
+    async def chunks(self, events: AsyncIterator[Event], include_usage: bool) -> AsyncIterator[Json]:
+        """The objects of a stream; a job that failed ends it with an `error`."""
+        head, sampled = self.form.head(chunk=True), 0
+        texts: dict[int, Streamed] = {}
+        reports: dict[int, Report] = {}
+        extra = {"usage": None} if include_usage else {}
+
+        def chunk(index: int, text: str, logprobs: Json | None, reason: str | None, begin: bool = False) -> Json:
+            body: Json = {"text": text}
+            if self.form.chat:
+                role: Json = {"role": "assistant"} if begin else {}
+                body = {"delta": role | ({"content": text} if text or begin else {})}
+            choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
+            return {**head, "choices": [choice], **extra}
+
+        async for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            index = self.first[event.job] + event.number
+            if index not in texts:
+                prompt = event.job.tokens
+                texts[index] = Streamed(self.tokenizer, self.stop_token_ids, event.job.sampling.stop, prompt)
+                reports[index] = Report(self.tokenizer, prompt)
+                if self.form.chat:
+                    yield chunk(index, "", None, None, begin=True)
+            if isinstance(event, Token):
+                text, logprobs = texts[index].add(event.token), None
+                if self.form.alternatives is not None:
+                    token = reports[index].add(event.token, event.logprob, event.alternatives)
+                    logprobs = self._logprobs([replace(token, offset=texts[index].clipped(token.offset))])
+                if text or logprobs:
+                    yield chunk(index, text, logprobs, None)
+            else:
+                sampled += len(event.completion.tokens)
+                yield chunk(index, texts[index].end(), None, event.completion.finish_reason)
+        if include_usage:
+            yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
+
+    def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
+        """A prompt's log-probabilities in the form of completions; the first token has none."""
+        report = Report(self.tokenizer)
+        pairs = zip(tokens, scores, strict=True)
+        return _columns([report.add(token, logprob, likely) for token, (logprob, _, likely) in pairs])
+
+    def _logprobs(self, tokens: Iterable[ReportedToken]) -> Json:
+        if not self.form.chat:
+            return _columns([*tokens])
+        content = [{**_token(token), "top_logprobs": [_token(other) for other in token.likely]} for token in tokens]
+        return {"content": content, "refusal": None}
+
+
+def _columns(tokens: Sequence[ReportedToken]) -> Json:
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [None if token.logprob is None else _by_text(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def usage(prompts: Sequence[Sequence[int]], sampled: int) -> Json:
+    """The numbers of tokens of a request."""
+    count = sum(map(len, prompts))
+    return {"prompt_tokens": count, "completion_tokens": sampled, "total_tokens": count + sampled}
+
+
+def _by_text(token: ReportedToken) -> dict[str, float | None]:
+    """The log-probabilities of the likeliest tokens and of the token itself by text, or by id for equal texts."""
+    others = [other for other in token.likely if other.id != token.id]
+    names = {token.id: token.text}
+    for other in others:
+        names[other.id] = other.text if other.text not in names.values() else f"token_id:{other.id}"
+    ordered = sorted([*others, token], key=lambda entry: -(entry.logprob or 0.0))
+    return {names[entry.id]: entry.logprob for entry in ordered}
+
+
+def _token(token: TokenText) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

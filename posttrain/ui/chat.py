@@ -16,9 +16,7 @@ from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.words import counted
 from posttrain.reports import design
 from posttrain.reports.markup import el, message, text
-from posttrain.serving.client import Client
-from posttrain.serving.process import ModelServers
-from posttrain.serving.talk import Talk, together
+from posttrain.serving.client import Client, ModelServers, Talk, together
 from posttrain.ui.guard import CHAT
 from posttrain.ui.parts import HEAD, STYLE, bar
 from posttrain.ui.viewer import Viewer, models_below

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import visible
-from posttrain.serving.guard import ambiguous, host_name, is_foreign
+from posttrain.serving.listening import ambiguous, host_name, is_foreign
 from posttrain.ui.parts import LONGEST
 
 log = logging.getLogger("posttrain")

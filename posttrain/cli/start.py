@@ -1,0 +1,62 @@
+"""`posttrain quickstart` and `posttrain doctor`, the first commands after an installation. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.base.console import PlainConsole
+from posttrain.base.imports import quick_imports
+from posttrain.base.options import Flag
+from posttrain.base.progress import progress
+from posttrain.base.terminal import say
+
+
+def quickstart(
+    output_dir: Annotated[Path, Flag("Folder for all files.")] = Path("runs/quickstart"),
+    overwrite: Annotated[bool, Flag("Replace an earlier quickstart in that folder.")] = False,
+    seed: Annotated[int, Flag("Random seed of model and data.", min=0, max=2**32 - 1)] = 0,
+) -> None:
+    """The whole chain in minutes, without a download: a small model, SFT, a reward model, DPO, PPO, GRPO, compared."""
+    say("This makes a model and data, trains and compares; it takes a few minutes.")
+    import torch  # takes seconds
+
+    with quick_imports():
+        from posttrain.quickstart import quickstart as run
+
+    # So small a model gains little from more threads, loses much on shared cores, and its sums depend on their number.
+    torch.set_num_threads(1)
+    run(output_dir, seed=seed, overwrite=overwrite)
+
+
+def doctor(
+    checks: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these checks, by their name in the table.")
+    ] = None,
+    output_dir: Annotated[Path, Flag("Folder of runs, as in the settings.")] = Path("runs"),
+    as_data: Annotated[bool, Flag("Write JSON, with versions and platform, instead of the table.", "--json")] = False,
+) -> None:
+    """Show what is installed, what works, and how to fix the rest.
+
+    Each check makes one real call, such as a backward, a quantised layer, a graded answer or a synced file, in a helper
+    process with a deadline, so that a crash or a hang is one line of the table. `limited` works with a restriction,
+    `absent` is optional and not installed.
+
+    The exit status is 0 if everything that posttrain requires works, 1 if not; optional parts do not count. Nothing is
+    downloaded, no token is shown, and no file is left behind.
+    """
+    from posttrain.doctor import all_checks, as_json, chosen, examine, summary, table
+
+    selected = chosen(all_checks(output_dir), checks or ())
+    order = [check.name for check in selected]
+    results = progress(examine(selected), "checks", len(selected))
+    findings = sorted(results, key=lambda finding: order.index(finding.name))
+    if as_data:
+        say(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
+    else:
+        console = PlainConsole()
+        console.print(table(findings))
+        console.print(f"\n{summary(findings)}", soft_wrap=False)
+    if any(finding.is_fatal for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,221 @@
+"""Exports of what is written already: an adapter as it is, several folded into one, or a quantised model."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+
+from posttrain.base.errors import ModelError, RunError
+from posttrain.base.memory import release_memory
+from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.data.prompts import end_of_turn
+from posttrain.export.card import WrittenModel, origin, public
+from posttrain.export.gate import TITLES, Check, cells
+from posttrain.export.merging import DTYPES, LIMITS, check_equal, load_base, outputs_of
+from posttrain.export.rows import prompts_for
+from posttrain.export.source import QUANTISED, Source, adapters_of, chats
+from posttrain.export.targets import refuse_full_disk
+from posttrain.models.adapters import SCORE, attach, base_settings, name_base, with_adapter
+from posttrain.models.devices import take_device
+from posttrain.models.families import base_of
+from posttrain.models.load import load_config, load_model, load_tokenizer
+from posttrain.models.untrusted import adapter_config, adapter_stops, check_adapter_weights
+from posttrain.runs.files import load_json, save_json
+
+if TYPE_CHECKING:  # its import takes a second
+    from peft import PeftModel
+
+COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # of a quantised model: weights, config, tokenizer
+WEIGHTS, FACTORS = "adapter_model.safetensors", (".lora_A.weight", ".lora_B.weight")
+
+
+class Adapter:
+    """An adapter that is exported as it is, for its base on the hub."""
+
+    failed: tuple[str, ...] = ()
+
+    def __init__(self, source: Source, adapters: Sequence[ModelConfig] = (), base: str | None = None):
+        """`adapters` become one adapter of `base`; by default, the source's own adapter and base."""
+        self._source, self._adapters, self._base = source, adapters or [source.model], base or origin(source.base)
+        if self._base is None:
+            fold = ", or give --fold for an adapter of the original base" if len(adapters_of(source)[0]) > 1 else ""
+            raise ModelError(
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which no one else "
+                "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
+                f"{fold}"
+            )
+        for adapter in self._adapters:
+            check_adapter_weights(adapter.path, None, allow_pickle=False)
+        self._tokenizer = load_tokenizer(source.model)
+
+    def _write_weights(self, folder: Path) -> tuple[str, str]:
+        """Write the adapter; returns its dtype, and the result of its check in words."""
+        source = Path(self._source.model.path)
+        shutil.copy(source / WEIGHTS, folder)
+        config = load_json(source / "adapter_config.json", links=True) | {"base_model_name_or_path": self._base}
+        save_json(folder / "adapter_config.json", config)
+        return "those of the adapter", ""
+
+    def write(self, folder: Path, name: str) -> WrittenModel:
+        dtype, check = self._write_weights(folder)
+        self._tokenizer.save_pretrained(folder)
+        chat, notes = chats(self._source, self._tokenizer), ()
+        if not self._source.reward:
+            end = end_of_turn(self._tokenizer) if chat else None
+            own = [id for adapter in self._adapters for id in adapter_stops(adapter.path)]
+            stops = [self._tokenizer.eos_token_id, *own, None if end is None else end[0]]
+            ids = [id for id in dict.fromkeys(stops) if id is not None]
+            save_json(folder / "generation_config.json", {"eos_token_id": ids})
+            texts = ", ".join(f"`{self._tokenizer.convert_ids_to_tokens(id)}` ({id})" for id in ids)
+            notes = (
+                f"A completion ends with {texts}: the stop tokens in generation_config.json. PEFT does not read them, "
+                "so pass them as below; requests to an engine that loads the adapter beside its base (vLLM) need them "
+                "as `stop_token_ids`.",
+            )
+        return WrittenModel(dtype, check, notes, chat)
+
+
+class QuantisedCopy:
+    """A copy of a folder of `posttrain quantize`, whose gate is on the card."""
+
+    failed: tuple[str, ...] = ()
+
+    def __init__(self, source: Source, target: Path, devices: DevicesConfig):
+        assert source.quantised is not None
+        self._source, self._facts, self._folder = source, source.quantised, Path(source.model.path)
+        self._gate = gate_of(self._facts, self._folder)
+        refuse_full_disk(target, sum(path.stat().st_size for path in self._folder.glob("*.safetensors")))
+        load_model(source.model, source.head, DTYPES[self._facts["dtype"]], take_device(devices))
+        self._tokenizer = load_tokenizer(source.model)
+
+    def write(self, folder: Path, name: str) -> WrittenModel:
+        for path in sorted(self._folder.iterdir()):
+            if path.is_file() and path.suffix in COPIED and path.name not in (QUANTISED, "export.json"):
+                shutil.copy(path, folder)
+        save_json(folder / QUANTISED, public(self._facts))
+        kinds = f"{self._facts['method']} (bitsandbytes) in linear layers, {self._facts['dtype']} elsewhere"
+        return WrittenModel(kinds, *self._gate, chats(self._source, self._tokenizer))
+
+
+def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
+    """The gate of a quantised model: a sentence, and its table. Raises RunError if its facts are damaged."""
+    try:
+        gate, name = facts["gate"], facts["model"]["name"]
+        checks = [Check(**check) for check in gate["checks"]]
+        passed, rows = gate["passed"], public(gate["rows"])
+        lines = ["| " + " | ".join((*cells(check), public(check.of))) + " |" for check in checks]
+        DTYPES[facts["dtype"]]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{folder / QUANTISED} is damaged ({error}): quantise the model again") from error
+    sentence = f"Quantised from `{name}`; its gate (posttrain quantize, {rows}) is {'' if passed else 'not '}passed:"
+    return sentence, ("\n".join([f"| {' | '.join((*TITLES, 'of'))} |", "|---" * (len(TITLES) + 1) + "|", *lines]),)
+
+
+class FoldedAdapters(Adapter):
+    """An adapter, and those that were merged into its base, as one adapter of the original base.
+
+    LoRA factors are concatenated, each scaling in its first factor.
+    """
+
+    def __init__(self, source: Source, prompts: Path | None, devices: DevicesConfig, say: Callable[[str], None]):
+        adapters, self.base = adapters_of(source)
+        if len(adapters) == 1:
+            raise ModelError(
+                f"--fold: no adapter is known that was merged into {source.base.path}, the base of "
+                f"{source.model.path}: name it by --base ADAPTER, or leave out --fold"
+            )
+        super().__init__(source, adapters, origin(self.base) or self.base.path)
+        for adapter in adapters:
+            _refuse_kinds(adapter)
+        self._say, self._device = say, take_device(devices)
+        trained = load_base(replace(source, given_base=None), self._device)
+        self._prompts = prompts_for(prompts, source.config, trained, self._tokenizer)
+        self._trained = self._outputs(with_adapter(trained, source.model))
+        say(f"compared  on {self._prompts.compared} (root mean squares)")
+
+    def _outputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        release_memory()
+        return outputs_of(model.eval(), self._prompts.tokens, self._source.reward)
+
+    def _write_weights(self, folder: Path) -> tuple[str, str]:
+        source, count = self._source, len(self._adapters)
+        original = replace(source, given_base=self.base)
+        adapted = self._all_adapters(original)
+        last = load_file(Path(source.model.path) / WEIGHTS)
+        head = {name: tensor for name, tensor in last.items() if source.reward and name.startswith(SCORE)}
+        rank = _write_folded(adapted, head, folder, self.base)
+        want = self._outputs(adapted)
+        del adapted
+        folded = with_adapter(load_base(original, self._device), ModelConfig(path=str(folder)))
+        got, what = self._outputs(folded), f"{source.model.path}: folded = trained fails"
+        check_equal(got, want, LIMITS[torch.float32], what, "An adapter has a part that cannot be folded")
+        # A merged base in half precision is itself rounded.
+        dtype = load_config(base_settings(source.model)).dtype
+        limit = LIMITS[dtype if isinstance(dtype, torch.dtype) and dtype in LIMITS else torch.float32]
+        remedy = "Other adapters were merged into its base: name the last one by --base ADAPTER"
+        difference = check_equal(got, self._trained, limit, what, remedy)
+        outputs, unit = ("rewards", "") if source.reward else ("log-probabilities", " nats")
+        self._say(f"folded    {count} adapters into one of rank {rank}: differs by {difference:.2g}{unit}")
+        return "float32", (
+            f"It is {count} adapters folded into one. On the base, its {outputs} differ from those of the trained "
+            f"model by {difference:.2g} (root mean square, {self._prompts.compared})."
+        )
+
+    def _all_adapters(self, original: Source) -> "PeftModel":
+        """The original base with all adapters active, whose sum PEFT computes."""
+        adapted = with_adapter(load_base(original, self._device), self._adapters[0])
+        for number, adapter in enumerate(self._adapters[1:], start=2):
+            _, differences = attach(adapted, adapter.path, f"adapter{number}")
+            if differences:
+                raise ModelError(f"--fold: {adapter.path} does not fit {self.base.path}: {differences}")
+        adapted.set_adapter(list(adapted.peft_config)[-1])  # with a reward model's head
+        adapted.base_model.set_adapter(list(adapted.peft_config))  # pyright: ignore[reportCallIssue]
+        return adapted
+
+
+def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder: Path, base: ModelConfig) -> int:
+    """Write all adapters of a model, and these tensors, as one adapter of its base; returns the rank."""
+    from peft import LoraConfig, TaskType
+    from peft.tuners.lora import LoraLayer
+
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for key, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            own = [name for name in adapted.peft_config if name in module.lora_A]
+            a_RI = torch.cat([cast(Any, module.lora_A[name]).weight * module.scaling[name] for name in own])
+            factors[key] = a_RI, torch.cat([cast(Any, module.lora_B[name]).weight for name in own], dim=1)
+    rank = max(len(a_RI) for a_RI, _ in factors.values())
+    for key, (a_RI, b_OR) in factors.items():  # engines read one rank for all modules: zeros fill the others
+        for end, factor in (("A", pad(a_RI, (0, 0, 0, rank - len(a_RI)))), ("B", pad(b_OR, (0, rank - len(a_RI))))):
+            tensors[f"{key}.lora_{end}.weight"] = factor.detach().cpu().contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,  # a scaling of 1
+        target_modules=sorted(key.removeprefix("base_model.model.") for key in factors),
+        fan_in_fan_out=any(getattr(config, "fan_in_fan_out", False) for config in adapted.peft_config.values()),
+        task_type=TaskType.CAUSAL_LM if base_of(adapted).can_generate() else TaskType.SEQ_CLS,
+        base_model_name_or_path=origin(base) or base.path,
+        revision=base.revision,
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+    name_base(folder, base.path)
+    return rank
+
+
+def _refuse_kinds(adapter: ModelConfig) -> None:
+    """Raise ModelError for an adapter that is more than LoRA's two matrices for each module."""
+    weights, config = Path(adapter.path) / WEIGHTS, adapter_config(adapter.path) or {}
+    names = load_file(weights) if weights.is_file() else [WEIGHTS]
+    others = [name for name in names if not name.endswith(FACTORS) and not name.startswith(SCORE)]
+    if config.get("peft_type") != "LORA" or config.get("target_parameters") or others:
+        raise ModelError(
+            f"--fold: {adapter.path} is more than LoRA's two matrices for each module (DoRA, another kind of adapter, "
+            f"saved modules){f': it has {min(others)}' if others else ''}; leave out --fold"
+        )

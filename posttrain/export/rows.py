@@ -1,0 +1,269 @@
+"""The rows on which a written model is compared with the original: the user's, the run's, or built-in prompts."""
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.base.errors import ConfigError, DataError, PosttrainError
+from posttrain.base.words import counted
+from posttrain.batch import Example, Node
+from posttrain.config import DataConfig, DevicesConfig, RunConfig
+from posttrain.config.reading.explain import explain
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION
+from posttrain.data import Dataset, Options, prepare, prepare_run
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.readers import Record, read_files
+from posttrain.data.report import Malformed
+from posttrain.engines import make_engine, stop_token_ids
+from posttrain.evaluation.pairs import LONGEST
+from posttrain.export.source import Source
+from posttrain.inspection.rows import generate_all
+from posttrain.inspection.sample import Setup, first_prompts
+from posttrain.models.families import positions_of
+from posttrain.rollout import sampling_of
+
+log = logging.getLogger("posttrain")
+
+T = TypeVar("T")
+
+EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # prompts, and tokens of each, on which an export is compared
+GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # rows of the gate by default
+GATE_COMPLETIONS = 64  # of few prompts, at least this many in total
+BUILT_IN = (
+    "Once upon a time, a fox and a crow lived at the edge of a dark forest. One winter the fox",
+    "Explain in two sentences why the sky is blue during the day and red at sunset.",
+    "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take? Show your working.",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "Translate into German and French: 'The library closes at six, but the café stays open until nine.'",
+    "Dear Ms Okafor, thank you for your letter of 12 March. I am writing to confirm that",
+    "List three differences between a virus and a bacterium, each with an example.",
+    "Solve for x: 3(x - 4) + 7 = 2x + 11. Then check your answer by substitution.",
+)
+
+
+# --- of an export -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Token ids of each prompt, and their origin in words."""
+
+    tokens: list[list[int]]
+    origin: str
+
+    @property
+    def compared(self) -> str:
+        """The prompts in words."""
+        tokens = counted(sum(map(len, self.tokens)), "token")
+        return f"{counted(len(self.tokens), 'prompt')} of {tokens}, {self.origin}"
+
+
+def prompts_for(
+    file: Path | None, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Prompts:
+    """The first prompts of `file`, else of the run's data, else built-in ones.
+
+    Raises DataError if `file` has no usable prompt.
+    """
+    plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
+    prompts: list[Prompt] | None = None
+    origin = "built-in prompts"
+    if file is not None:
+        records = list(itertools.islice(read_files((file,)), 4 * EXPORT_PROMPTS))
+        data = config.data.model_copy(update={"format": "auto", "columns": {}}) if config else plain
+        results = prompts_of(records, data, tokenizer, str(file), _version(config))
+        prompts, origin = [row for row in results if isinstance(row, Prompt)][:EXPORT_PROMPTS], file.name
+        if not prompts:
+            raise DataError(f"{file} has no usable prompt among its first {len(records)} rows: {results[0]}")
+    elif config is not None:
+        model_config, rollout, devices = config.models[0], config.rollout, config.devices
+        setup = Setup(model_config, config.data, (), rollout, devices, None, config.seed, _version(config))
+        try:
+            prompts, _ = first_prompts(setup, model, tokenizer, EXPORT_PROMPTS)
+            origin = "the run's data"
+        except PosttrainError as error:
+            log.info("the run's own prompts cannot be read (%s): built-in ones are compared", error)
+    if prompts is None:
+        prompts = built_in(plain, tokenizer)
+    longest = min(EXPORT_TOKENS, positions_of(model.config) or EXPORT_TOKENS)
+    return Prompts([prompt.tokens[:longest] for prompt in prompts], origin)
+
+
+def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The usable built-in prompts, by the settings of `data`."""
+    records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
+    return [row for row in prompts_of(records, data, tokenizer, "built-in prompts") if isinstance(row, Prompt)]
+
+
+# --- of the gate of a quantised model ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """The user's choice of rows. Without a `format` or `template`: that of the run if it has one, else inferred."""
+
+    files: tuple[Path, ...] = ()
+    format: str | None = None
+    template: str | None = None
+    max_rows: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GateRows:
+    """The rows as examples, and their origin in words. Without examples, nothing can be measured."""
+
+    examples: list[Example]
+    origin: str
+
+
+def pairs_for(
+    options: RowOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> GateRows:
+    """Preference pairs of the files, else of the run's validation sets; evenly spread if there are more than wanted.
+
+    Raises DataError for files without usable pairs.
+    """
+    most, config = options.max_rows or GATE_PAIRS, source.config
+    if options.files:
+        longest = min(positions_of(model.config) or LONGEST, LONGEST)
+        limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
+        how = Options(seed=options.seed, behavior_version=_version(config))
+        prepared = _read(
+            options,
+            config,
+            lambda options: prepare(_settings(options, config, tokenizer, limits), tokenizer, "pair", how),
+        )
+        lost = prepared.report.read - len(prepared.train)
+        dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
+        return GateRows(_spread([prepared.train], most), ", ".join(file.name for file in options.files) + dropped)
+    if config is None or config.method.kind != "pair":
+        return GateRows([], "no pairs: give --gate FILE")
+    try:
+        sets = prepare_run(config, tokenizer).validation
+    except PosttrainError as error:
+        log.warning("the run's own data cannot be read: %s", error)
+        return GateRows([], "the run's data cannot be read: give --gate FILE")
+    if not sets:
+        return GateRows([], "the run has no validation data: give --gate FILE")
+    return GateRows(_spread(list(sets.values()), most), "the run's validation data")
+
+
+def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
+    """At most `most` examples, evenly spread over the sets."""
+    positions = [(dataset, index) for dataset in sets for index in range(len(dataset))]
+    count = min(most, len(positions))
+    return [dataset[index] for dataset, index in (positions[n * len(positions) // count] for n in range(count))]
+
+
+def completions_for(
+    options: RowOptions,
+    source: Source,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rollout: RolloutConfig,
+    devices: DevicesConfig,
+) -> GateRows:
+    """Prompts with completions that the original model samples: one for each prompt, or several for few prompts.
+
+    An example is a prompt with its completions. Raises DataError for files without usable prompts.
+    """
+    prompts, origin = _prompts(options, source, model, tokenizer, devices)
+    samples = max(1, GATE_COMPLETIONS // len(prompts))
+    turns = (options.template or (source.config.data.template if source.config else "chat")) != "none"
+    sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer, turns), options.seed)
+    with closing(make_engine(rollout.engine, model, tokenizer, vllm=rollout.vllm)) as engine:
+        sampled = generate_all(engine, prompts, sampling, "gate: sampling from the original model")
+    trees = {
+        prompt.row: Node(prompt.tokens, children=tuple(Node(done.tokens, trained=True) for done in sampled[prompt.row]))
+        for prompt in prompts
+    }
+    return GateRows([Example((tree,), row=row) for row, tree in trees.items()], origin)
+
+
+def _prompts(
+    options: RowOptions,
+    source: Source,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    devices: DevicesConfig,
+) -> tuple[list[Prompt], str]:
+    """The first usable prompts, numbered through, and their origin."""
+    most, config = options.max_rows or GATE_PROMPTS, source.config
+    if not options.files and config is not None:
+        try:
+            prompts, _ = first_prompts(_setup(source, config.data, devices), model, tokenizer, most)
+            return prompts, "the run's own prompts"
+        except PosttrainError as error:
+            log.warning("the run's own prompts cannot be read (%s): built-in ones are used", error)
+    if not options.files:
+        data = _settings(replace(options, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
+        half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the rest is for completions
+        prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
+        return prompts, "built-in prompts (your own: --gate FILE)"
+    prompts, unused = list[Prompt](), 0
+
+    def first(options: RowOptions) -> tuple[list[Prompt], Sequence[Malformed]]:
+        data = _settings(options, config, tokenizer, {})
+        return first_prompts(_setup(source, data, devices), model, tokenizer, most - len(prompts))
+
+    for file in options.files:
+        usable, malformed = _read(replace(options, files=(file,)), config, first)
+        prompts += [replace(prompt, row=len(prompts) + index) for index, prompt in enumerate(usable)]
+        unused += len(malformed)
+        if len(prompts) == most:
+            break
+    names = ", ".join(file.name for file in options.files)
+    return prompts, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
+
+
+def _read(options: RowOptions, config: RunConfig | None, read: Callable[[RowOptions], T]) -> T:
+    """`read(options)` in the run's format, or in the inferred one if the files have another. Raises DataError."""
+    try:
+        return read(options)
+    except DataError:
+        if options.format is not None or config is None:
+            raise
+        with suppress(DataError):
+            return read(replace(options, format="auto"))
+        raise
+
+
+def _setup(source: Source, data: DataConfig, devices: DevicesConfig) -> Setup:
+    seed = source.config.seed if source.config else 0
+    return Setup(source.model, data, (), RolloutConfig(), devices, None, seed, _version(source.config))
+
+
+def _version(config: RunConfig | None) -> int:
+    return config.behavior_version if config else BEHAVIOR_VERSION
+
+
+def _settings(
+    options: RowOptions, config: RunConfig | None, tokenizer: PreTrainedTokenizerBase, limits: dict[str, Any]
+) -> DataConfig:
+    """The data settings of the run, or the defaults, for the gate's files."""
+    values: dict[str, Any] = (
+        config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
+    )
+    files = [str(file) for file in options.files]
+    parts = [{"source": file} for file in files]
+    values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None, "excluded": ()}
+    values |= {"max_rows": None, "skip_rows": 0, **limits}
+    if options.format is not None:
+        values |= {"format": options.format, "columns": {}}  # columns belong to the format of the run
+    if options.template not in (None, values["template"]):
+        values |= {"template": options.template, "chat_template_kwargs": {}}
+    if values["template"] != "tags":
+        values["tags"] = {}
+    try:
+        return DataConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error, values, {}))) from error
