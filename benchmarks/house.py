@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = (".py", ".js", ".css")
 LONG = 60  # lines of a function
 # Settings and logging, which every path crosses.
-APART = ("config/", "base/progress.py", "base/console.py", "base/terminal.py", "runs/progress.py", "runs/logs.py")
+APART = ("config/", "base/console.py", "base/terminal.py", "runs/progress.py", "runs/logs.py")
 PAIRS = [{"prompt": f"{a} + 1 = ", "chosen": str(a + 1), "rejected": str(a)} for a in range(8)]
 # What answers a prompt: its own book, which the figure of an evaluation leaves closed.
 ENGINE = ("engines/", "models/", "scoring.py", "batch.py")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.house import APART, ROOT, Trace, sizes, traced
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.base.words import counted
 
 ONE_STEP = """

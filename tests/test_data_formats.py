@@ -6,7 +6,7 @@ import pytest
 from data_tokenizer import byte_tokenizer, find_layout, prepare
 
 from posttrain.base.errors import DataError
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data.formats import FORMATS, without_think_tags
 from posttrain.data.readers import read_files

@@ -5,7 +5,7 @@ import re
 from fuzzing import ANY_CHARACTER, fuzzed
 from hypothesis import strategies as st
 
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.config import TagsConfig
 from posttrain.grading import extract, forms, notation, numbers, sets, units
 from posttrain.grading.equality import _bare, same_answer

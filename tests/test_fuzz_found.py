@@ -14,8 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from posttrain.base.errors import ConfigError, DataError, RunError
-from posttrain.base.paths import path_of
-from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.files import path_of, read_yaml
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data.readers import read_files

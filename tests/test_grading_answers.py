@@ -9,7 +9,7 @@ from answer_tables import DIFFERENT, EQUAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.grading.equality import same_answer
 from posttrain.grading.extract import after_thinking, final_answer, first_number, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number

@@ -15,9 +15,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, bar
 from posttrain.base.errors import RewardError
-from posttrain.base.progress import bar
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.rewards import PythonReward, Reward
 from posttrain.rewards import calls, python

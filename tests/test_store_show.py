@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from posttrain.base.progress import progress
+from posttrain.base.console import progress
 from posttrain.base.words import counted, model_name
 from posttrain.reports.curves import PANELS, lines_of, write_curves
 from posttrain.reports.series import Series
@@ -81,7 +81,7 @@ def test_a_bar_on_a_terminal():
 
 def test_short_work_shows_nothing_and_long_work_does(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("posttrain.base.progress.time.monotonic", clock)
+    monkeypatch.setattr("posttrain.base.console.time.monotonic", clock)
 
     def work(count: int, seconds: float):
         for item in range(count):

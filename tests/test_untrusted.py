@@ -26,9 +26,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import posttrain
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, progress
 from posttrain.base.errors import ConfigError, DataError, ModelError
-from posttrain.base.progress import progress
 from posttrain.base.terminal import UNSAFE
 from posttrain.cli import main
 from posttrain.config import ModelConfig, dump, load

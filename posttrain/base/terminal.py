@@ -1,7 +1,17 @@
 """Output to a terminal, a log or a page: strings of any origin are escaped, and its reader may disappear."""
 
+import errno
+import logging
+import os
 import re
+import signal
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+from posttrain.base.signals import handling
+from posttrain.base.system import HANGUP
 
 # For the brackets of a regular expression (of Python, Rust or JSON Schema): the characters that move the cursor,
 # colour, beep, write to a clipboard (C0, DEL, C1), break lines invisibly, or change the direction of the text.
@@ -22,3 +32,79 @@ def escaped(text: str) -> str:
 def say(text: str, end: str = "\n", error: bool = False) -> None:
     """Print text, on stderr with `error`: the only `print` of the commands; tables go to a console."""
     print(visible(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+log = logging.getLogger("posttrain")
+
+# A pipe's reader (Windows calls it an invalid argument), a terminal, a socket's peer.
+GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET} | ({errno.EINVAL} if os.name == "nt" else set())
+QUIT = 141  # exit status of a shell for a process that SIGPIPE ended
+
+
+class _Stream:
+    """A text stream that survives the loss of its reader; with `quits` it ends the process instead.
+
+    Once a write fails, the file descriptor is redirected to the null device, so that no other user of it fails.
+    """
+
+    def __init__(self, stream: TextIO, quits: bool):
+        self._stream, self._quits = stream, quits
+
+    def write(self, text: str) -> int:
+        with self._survived():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        with self._survived():
+            self._stream.writelines(lines)
+
+    def flush(self) -> None:
+        with self._survived():
+            self._stream.flush()
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            if self._quits:
+                raise SystemExit(QUIT) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _wrapped(quits: bool) -> Iterator[None]:
+    before = sys.stdout, sys.stderr
+    # A stream is None if the process was started without it.
+    sys.stdout, sys.stderr = (cast(TextIO, stream and _Stream(stream, quits)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def enduring() -> Iterator[None]:
+    """Continue without output when the reader of a pipe ends (`… | head`) or the terminal is closed (SIGHUP)."""
+
+    def note(number: int, frame: object) -> None:
+        log.warning("the terminal was closed: continuing without it")
+
+    hang_up = [HANGUP] if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_DFL else []
+    with _wrapped(quits=False), handling(note, *hang_up):
+        yield
+
+
+@contextmanager
+def quitting() -> Iterator[None]:
+    """End the process silently when the reader of its output ends, as other tools do."""
+    with _wrapped(quits=True):
+        yield

@@ -16,8 +16,7 @@ from pathlib import Path
 import typer
 
 from posttrain import __version__
-from posttrain.base.output import enduring, quitting
-from posttrain.base.terminal import say
+from posttrain.base.terminal import enduring, quitting, say
 from posttrain.cli.command import guarded, with_options
 from posttrain.runs.logs import ConsoleLog
 

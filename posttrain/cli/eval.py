@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from posttrain.base.errors import UsageError
-from posttrain.base.extras import need
-from posttrain.base.imports import quick_imports
+from posttrain.base.imports import need, quick_imports
 from posttrain.base.options import Flag, values_of
 from posttrain.base.terminal import say
 from posttrain.cli.command import Interrupted

@@ -14,8 +14,7 @@ import typer
 
 from posttrain.base.child import end_with_parent
 from posttrain.base.errors import PosttrainError, UsageError
-from posttrain.base.extras import need
-from posttrain.base.imports import quick_imports
+from posttrain.base.imports import need, quick_imports
 from posttrain.base.options import Flag, values_of
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say

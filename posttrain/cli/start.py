@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, progress
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
-from posttrain.base.progress import progress
 from posttrain.base.terminal import say
 
 

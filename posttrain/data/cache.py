@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.base.atomic import LEFTOVER, put_folder, take_away
 from posttrain.base.errors import DataError
+from posttrain.base.files import LEFTOVER, put_folder, take_away
 from posttrain.data.report import Reading
 from posttrain.data.streams import sha256_of
 

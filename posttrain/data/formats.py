@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.base.errors import DataError
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.data.render import PREFILL
 from posttrain.data.rows import (
     Fields,

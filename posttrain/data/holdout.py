@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from posttrain.base.console import progress
 from posttrain.base.errors import DataError
-from posttrain.base.progress import progress
 from posttrain.config.schema.data import DataConfig, HeldOutRows, ValidationConfig
 from posttrain.data import cache
 from posttrain.data.readers import Record

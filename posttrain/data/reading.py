@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.console import progress
 from posttrain.base.errors import DataError
-from posttrain.base.paths import default_cache
-from posttrain.base.progress import progress
+from posttrain.base.files import default_cache
 from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache

@@ -28,11 +28,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from posttrain.base.atomic import put_folder, settle
+from posttrain.base.console import progress
 from posttrain.base.errors import DataError
+from posttrain.base.files import path_of, put_folder, settle
 from posttrain.base.hub import stay_offline_without_network
-from posttrain.base.paths import path_of
-from posttrain.base.progress import progress
 from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of

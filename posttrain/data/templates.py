@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
 
 R1_ZERO_PREAMBLE = (

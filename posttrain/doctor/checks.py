@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.paths import default_cache
+from posttrain.base.files import default_cache
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation

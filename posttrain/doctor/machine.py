@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base import system
-from posttrain.base.atomic import put_file, put_folder
+from posttrain.base.files import put_file, put_folder
 from posttrain.base.words import counted, in_units
 from posttrain.doctor.checks import Broken, Found, version_of
 from posttrain.runs.folder import FolderLock, is_locked

@@ -11,11 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
+from posttrain.base.console import progress
 from posttrain.base.errors import DataError, ModelError
-from posttrain.base.latex import last_box
-from posttrain.base.progress import progress
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted
+from posttrain.base.words import counted, last_box
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import CALIBRATED, SuiteConfig

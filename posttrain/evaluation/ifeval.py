@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.grading.verdict import BadGold, Judgement
 
 # They count sentences with NLTK's punkt_tab, which NLTK downloads.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.base.errors import DataError, RewardError
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.base.words import counted
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import Record

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import first_line
 from posttrain.config import DevicesConfig, ModelConfig

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.console import counter, progress
 from posttrain.base.errors import ConfigError, DataError
-from posttrain.base.progress import counter, progress
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import RolloutConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DataError
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.data.readers import Record
 from posttrain.data.sources import open_source
 

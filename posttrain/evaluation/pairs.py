@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.base.console import progress
 from posttrain.base.errors import ModelError
-from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.options import EvalOptions

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Self
 
+from posttrain.base.console import counter
 from posttrain.base.errors import ConfigError, RunError
-from posttrain.base.progress import counter
 from posttrain.config import TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.evaluation import ifeval

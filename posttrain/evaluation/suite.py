@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from posttrain.base.errors import ConfigError, RewardError
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from posttrain import __version__
+from posttrain.base.files import read_yaml
 from posttrain.base.hub import stay_offline_without_network
-from posttrain.base.plain_yaml import read_yaml
 from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml

@@ -15,8 +15,8 @@ from rich import box
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from posttrain.base.console import progress
 from posttrain.base.distributions import t_quantile
-from posttrain.base.progress import progress
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision

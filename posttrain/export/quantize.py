@@ -10,9 +10,9 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
-from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import ModelError
-from posttrain.base.extras import need
+from posttrain.base.files import LEFTOVER
+from posttrain.base.imports import need
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units

@@ -16,8 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from posttrain.base.atomic import put_folder, settle
 from posttrain.base.errors import ModelError, RunError
+from posttrain.base.files import put_folder, settle
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.words import first_line, in_units
 from posttrain.runs.atomic import cannot_write

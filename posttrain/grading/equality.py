@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.grading import forms
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number

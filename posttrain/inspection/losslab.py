@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from posttrain.base.console import progress
 from posttrain.base.errors import RunError
 from posttrain.base.memory import available_memory
-from posttrain.base.progress import progress
 from posttrain.batch import Pack
 from posttrain.config import DevicesConfig, RunConfig, dump
 from posttrain.config.schema.methods import AnyMethod

@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import constants
 
 from posttrain.base.errors import DataError, PosttrainError
-from posttrain.base.paths import path_of
+from posttrain.base.files import path_of
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import read_files
 from posttrain.evaluation.items import FIELD, load_items

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.base.console import progress
 from posttrain.base.errors import ConfigError
-from posttrain.base.progress import progress
 from posttrain.base.threads import sharing_cores
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig

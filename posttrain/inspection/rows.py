@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
-from posttrain.base.progress import counter, progress
 from posttrain.base.threads import sharing_cores
 from posttrain.batch import Pack, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig

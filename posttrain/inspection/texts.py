@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.base.progress import progress
+from posttrain.base.console import progress
 from posttrain.data import Prepared
 from posttrain.data.rows import Row, Turns
 

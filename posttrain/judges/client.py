@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
+from posttrain.base.console import progress
 from posttrain.base.errors import RewardError
-from posttrain.base.paths import default_cache
-from posttrain.base.progress import progress
+from posttrain.base.files import default_cache
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.judges.post import Answer, Pace, Post
 

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from posttrain.base.errors import ModelError, WeightsError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models.adapters import base_settings, is_adapter, merged, saved_config, with_adapter
 from posttrain.models.attention import NAME as PACKED

@@ -4,7 +4,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from posttrain.base.errors import ModelError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models import flex
 from posttrain.models.lean import TORCH, Kernels

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.base.errors import ModelError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.config.options import Precision
 from posttrain.models.families import backbone_of
 

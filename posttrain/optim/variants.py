@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.models.sharding import is_sharded, own_part
 from posttrain.optim.update import AdamW
 from posttrain.parallel.ranks import Ranks

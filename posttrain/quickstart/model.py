@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.base.progress import counter, progress
+from posttrain.base.console import counter, progress
 from posttrain.config import DataConfig, ModelConfig, TagsConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered

@@ -13,9 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, progress
 from posttrain.base.errors import DataError, RewardError
-from posttrain.base.progress import progress
 from posttrain.base.words import counted
 from posttrain.config import TagsConfig
 from posttrain.data.readers import Record, read_files, type_name

@@ -13,7 +13,7 @@ Liu et al. 2025.)
 
 import re
 
-from posttrain.base.latex import last_box
+from posttrain.base.words import last_box
 from posttrain.grading import extract
 from posttrain.grading.equality import LONGEST, is_readable, same_answer
 from posttrain.grading.notation import tidy

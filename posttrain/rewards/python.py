@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import PosttrainError, RewardError
-from posttrain.base.paths import settings_folders
+from posttrain.base.files import settings_folders
 from posttrain.base.words import counted
 from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_of_process, output_logged, unchanged
 

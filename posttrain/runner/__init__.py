@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RankError, RunError, is_out_of_memory
-from posttrain.base.output import enduring
+from posttrain.base.terminal import enduring
 from posttrain.config import RunConfig, Stage
 from posttrain.parallel.ranks import Ranks, joined
 from posttrain.runner.comparison import compare_methods

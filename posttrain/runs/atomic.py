@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from posttrain.base.atomic import put_file, put_folder, settle, take_away
 from posttrain.base.errors import RunError
+from posttrain.base.files import put_file, put_folder, settle, take_away
 from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK
 
 # Errors of a full disk: no space, quota reached, file size limit reached.

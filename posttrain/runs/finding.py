@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
+from posttrain.base.files import LEFTOVER
 from posttrain.base.terminal import CONTROLS, escaped
 from posttrain.base.words import SAVED, counted, model_name
 from posttrain.runs.atomic import remove_folder

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.base.atomic import LEFTOVER
 from posttrain.base.errors import RunError
+from posttrain.base.files import LEFTOVER
 from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
 from posttrain.runs.atomic import cannot_write

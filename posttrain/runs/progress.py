@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from rich.table import Column
 
-from posttrain.base.console import PlainConsole
-from posttrain.base.progress import bar
+from posttrain.base.console import PlainConsole, bar
 from posttrain.runs.logs import QUIET_LOGGER
 
 SPEED_WINDOW_S = 60.0  # time window of speed and ETA

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.files import read_yaml
 
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from posttrain.base.atomic import settle
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
+from posttrain.base.files import settle
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
 from posttrain.runs.atomic import cannot_write, recover, write_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.base.errors import PosttrainError, RunError
-from posttrain.base.plain_yaml import read_yaml
+from posttrain.base.files import read_yaml
 from posttrain.base.words import model_name
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
 from posttrain.runs.files import load_json, open_regular, read_regular

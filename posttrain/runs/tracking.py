@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.training import TrackingConfig
 from posttrain.runs.provenance import redact, redacted_command

@@ -16,8 +16,8 @@ import numpy as np
 from torch import nn
 
 from posttrain import __version__
+from posttrain.base.console import progress
 from posttrain.base.errors import ConfigError
-from posttrain.base.progress import progress
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
 from posttrain.config.schema.evaluation import EvaluationDataset

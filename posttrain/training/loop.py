@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.base.console import progress
 from posttrain.base.errors import VitalSignError
 from posttrain.base.memory import return_free_pages
-from posttrain.base.progress import progress
 from posttrain.batch import Example, Pack
 from posttrain.config import RunConfig
 from posttrain.data import Dataset, Prepared, longest_sequence

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from posttrain.base.console import progress
 from posttrain.base.errors import ModelError, RunError
-from posttrain.base.paths import default_cache
-from posttrain.base.progress import progress
+from posttrain.base.files import default_cache
 from posttrain.batch import Example, Pack, sent, sequences
 from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings

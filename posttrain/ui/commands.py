@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.base.atomic import put_file
 from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
+from posttrain.base.files import put_file
 
 DEADLINE_S = 600.0  # data may have to be downloaded
 KEPT, KEPT_SIZE = 50, 32_000_000  # outputs, and characters of all together

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
-from posttrain.base.paths import default_cache
+from posttrain.base.files import default_cache
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare
 from posttrain.evaluation.comparing.sources import Source, make_sides, read_source

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.paths import remember_settings
-from posttrain.base.plain_yaml import MOST_DEPTH, is_too_deep
+from posttrain.base.files import MOST_DEPTH, is_too_deep, remember_settings
 from posttrain.base.terminal import visible
 
 KeyPath = tuple[str | int, ...]

@@ -13,8 +13,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.paths import path_of
-from posttrain.base.plain_yaml import MOST_DEPTH
+from posttrain.base.files import MOST_DEPTH, path_of
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
 from posttrain.config.reading.files import Tree, read_settings, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError, EngineError, EngineLostError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.base.words import first_line
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.stops import StopTexts

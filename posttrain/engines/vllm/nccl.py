@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.base.errors import ConfigError, EngineError, PosttrainError
-from posttrain.base.extras import need
+from posttrain.base.imports import need
 from posttrain.engines.vllm.weights import Named
 
 TRAINER, SERVER, BOTH = 0, 1, 2  # ranks of the communicator, and their number

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.base.atomic import LEFTOVER, beside, settle
 from posttrain.base.errors import RunError
+from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
 from posttrain.runs.atomic import cannot_write, remove_folder, write_folder
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify

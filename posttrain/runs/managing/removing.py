@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.base.atomic import leftovers, settle
 from posttrain.base.errors import RunError
+from posttrain.base.files import leftovers, settle
 from posttrain.runs.atomic import remove_folder
 from posttrain.runs.checkpoint import list_checkpoints, saved_step, verify
 from posttrain.runs.finding import (

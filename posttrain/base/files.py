@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all.
+"""Files: paths as users write them, files and folders that appear complete or not at all, and YAML as plain data.
 
 Everything is written to a temporary sibling, synced to the disk, and renamed into place; a rename is atomic on one file
 system. A crash leaves at most siblings named `*.tmp-*` (unfinished, or being deleted) and `*.old-*` (the previous
@@ -6,14 +6,57 @@ folder, moved aside while it is replaced). Functions raise OSError as the system
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable
+from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
+from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.base.system import sync_file, sync_folder
+
+
+def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
+    """The path, with `~` expanded; it need not exist.
+
+    Raises `error` if its name is too long, or if a folder above it may not be read.
+    """
+    path = Path(expanduser(text))
+    try:
+        path.exists()
+    except OSError as problem:
+        if problem.errno == errno.ENAMETOOLONG:
+            raise error(f"{text[:60]}… is too long for the name of a file or folder") from problem
+        raise error(f"{text} cannot be read: {problem.strerror}") from problem
+    return path
+
+
+def default_cache() -> Path:
+    """The folder of caches (tokenised data, judges' replies, …): `$POSTTRAIN_CACHE`, or else `~/.cache/posttrain`."""
+    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
+
+
+_settings_folders: dict[Path, None] = {}  # of the whole program, like `sys.path`
+
+
+def remember_settings(path: Path) -> None:
+    """Remember a settings file's folder: functions named in settings may come from Python files there.
+
+    A run's own folder is not remembered.
+    """
+    folder = path.resolve().parent
+    if not (folder / "run.json").exists():
+        _settings_folders[folder] = None
+
+
+def settings_folders() -> list[Path]:
+    """The folders of the settings files that were read, the latest first."""
+    return list(_settings_folders)[::-1]
+
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 # A name made by `beside` ends with a process id and six digits; a shorter number or a date is a user's.
@@ -129,3 +172,32 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             sync_file(Path(root) / name)
         sync_folder(Path(root))
+
+
+MOST_DEPTH = 100  # of lists and mappings in one another: the C library would overflow the stack
+
+
+def read_yaml(text: str) -> Any:
+    """The plain values of a document. Raises ValueError if it is not YAML, is nested too deeply, or has tags or
+    aliases, which can multiply without bound: posttrain writes neither."""
+    import yaml  # rarely needed for a list
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ValueError("it is nested too deeply")
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+                raise ValueError(f"it has a tag or alias on line {event.start_mark.line + 1}")
+        return yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        if is_too_deep(error):
+            raise ValueError("it is nested too deeply") from error
+        raise ValueError(f"it is not YAML: {' '.join(str(error).split())}") from error
+
+
+def is_too_deep(error: Exception) -> bool:
+    """Whether YAML could not be read because of its depth, which PyYAML limits since 6.0.4."""
+    return isinstance(error, RecursionError) or "maximum nesting depth" in str(error)
