@@ -28,8 +28,7 @@ ROUNDS = 5
 
 def measure(folder: Path) -> dict:
     """The bytes of the weights, and the seconds of each push."""
-    from posttrain.engines.vllm.engine import VllmEngine
-    from posttrain.engines.vllm.weights import weights_of
+    from posttrain.engines.vllm.engine import VllmEngine, weights_of
 
     torch.set_num_threads(THREADS)
     policy = load_model(ModelConfig(path=str(folder)), "lm", torch.float32, torch.device("cpu")).eval()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Evaluated", "TrainedRun", "evaluate", "load_run", "train", "train_all"]
 
-# Libraries that report their use do not, unless the user's environment says so. They ask when they are imported.
+# Turn off telemetry of libraries, which they decide on when they are imported; the user's environment goes first.
 TELEMETRY = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -29,7 +29,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
-    """The interface for programs, which imports torch, when it is first used."""
+    """The interface for programs, imported at its first use, since it imports torch."""
     if name in __all__:
         return getattr(import_module("posttrain.api"), name)
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -6,7 +6,7 @@
     run.metric("loss")                      # steps and values
     posttrain.evaluate(run, ["gsm8k"]).summary["gsm8k"]["value"]
 
-Settings are those of a file (docs/config.md). Errors are of the classes in posttrain/base/errors.py.
+Settings are those of a file (docs/config.md). posttrain/base/errors.py has the classes of errors.
 """
 
 import logging
@@ -55,7 +55,7 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """A run folder. What it has is read when it is asked for, so a run in progress is followed."""
+    """A run folder. Its properties are read at each access, so a run in progress is followed."""
 
     folder: Path
 
@@ -75,7 +75,7 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: `step`, and what was logged; validation has the prefix `eval_`."""
+        """The lines of `metrics.jsonl`: `step` and the logged metrics; those of validation start with `eval_`."""
         return read_metrics(self.folder)
 
     @property
@@ -118,13 +118,13 @@ class Evaluated:
     """The records of an evaluation."""
 
     folder: Path
-    summary: Mapping[str, Any]  # by suite, of those asked: value, low, high, items … (docs/eval.md)
+    summary: Mapping[str, Any]  # by suite, of the requested ones: value, low, high, items … (docs/eval.md)
 
     @property
     def answers(self) -> list[Answer]:
         """Every answer to these suites with its verdict."""
-        asked = {one["suite"] for one in self.summary.values()}
-        return [answer for answer in read_answers(self.folder) if answer.suite in asked]
+        suites = {entry["suite"] for entry in self.summary.values()}
+        return [answer for answer in read_answers(self.folder) if answer.suite in suites]
 
 
 def train(
@@ -183,7 +183,7 @@ def load_run(folder: Path | str) -> TrainedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions(EvalOptions):
-    """Options of `evaluate`: those of the command, and what only a program can give."""
+    """Options of `evaluate`: those of the command, and more that only a program can pass."""
 
     settings: Mapping[str, Any] | None = None
     data: Mapping[str, Path | str] | None = None
@@ -198,8 +198,8 @@ def _taking(
 
     def decorate(function: Callable[[Model, Suites, Options], Evaluated]) -> Callable[..., Evaluated]:
         @wraps(function)
-        def called(model: Model, suites: Suites, *args: P.args, **given: P.kwargs) -> Evaluated:
-            return function(model, suites, group(*args, **given))
+        def called(model: Model, suites: Suites, *args: P.args, **kwargs: P.kwargs) -> Evaluated:
+            return function(model, suites, group(*args, **kwargs))
 
         model, suites, _ = signature(function).parameters.values()
         called.__signature__ = Signature([model, suites, *signature(group).parameters.values()])  # pyright: ignore
@@ -218,14 +218,14 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
     `top_p` are a sweep, `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to
     evaluation/ in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
     """
-    path, name, place = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
-    folder, devices, file = Path(options.output or place), options.device or DevicesConfig(), Path(path)
+    path, name, default = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
+    folder, devices, file = Path(options.output or default), options.device or DevicesConfig(), Path(path)
     rollout, settings = _rollout(options), {**options.of_suites, **(options.settings or {})}
     config = _checked(ModelConfig, {"path": path, "dtype": options.dtype}, "a model")
     chosen = _chosen(suites, settings, options.data or {}, options.max_rows)
     tasks = _tasks(suites, settings, rollout, options)
-    asked, summary = {items.suite.name for items in chosen}, dict[str, Any]()
-    if not asked and not tasks.names:
+    requested, summary = {items.suite.name for items in chosen}, dict[str, Any]()
+    if not requested and not tasks.names:
         raise ConfigError("no suite is named: give at least one, such as gsm8k")
     if file.is_file() and tasks.names:
         raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
@@ -237,49 +237,49 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
         summary = evaluate_suites(config, name, chosen, options, devices, folder)
     if tasks.names:
         summary, ran = evaluate_tasks(config, name, tasks, devices, folder, options.overwrite)
-        asked |= ran
-    return Evaluated(folder, {key: one for key, one in summary["suites"].items() if one["suite"] in asked})
+        requested |= ran
+    return Evaluated(folder, {key: entry for key, entry in summary["suites"].items() if entry["suite"] in requested})
 
 
 def _is_task(suite: object) -> bool:
     return isinstance(suite, str) and suite.startswith(LM_EVAL)
 
 
-def _tasks(suites: Suites, given: Mapping[str, Any], rollout: RolloutConfig, options: EvalOptions) -> Tasks:
+def _tasks(suites: Suites, settings: Mapping[str, Any], rollout: RolloutConfig, options: EvalOptions) -> Tasks:
     """lm-eval's tasks among the suites; of the settings they read the template and the system prompt."""
-    names = tuple(str(one).removeprefix(LM_EVAL) for one in suites if _is_task(one))
-    chat, system_prompt = given.get("template") == "chat", given.get("system_prompt")
+    names = tuple(str(suite).removeprefix(LM_EVAL) for suite in suites if _is_task(suite))
+    chat, system_prompt = settings.get("template") == "chat", settings.get("system_prompt")
     return Tasks(names, rollout, options.max_rows, chat, system_prompt, options.seed)
 
 
 def _chosen(
-    suites: Suites, given: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
+    suites: Suites, settings: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
 ) -> list[Items]:
     """The items of each suite that is not lm-eval's. Raises ConfigError for one named twice, and for unread data."""
     sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
-    found: dict[str, Items] = {}
-    for one in suites:
-        if _is_task(one):
+    chosen: dict[str, Items] = {}
+    for entry in suites:
+        if _is_task(entry):
             continue
-        suite = one.suite if isinstance(one, Items) else find_suite(one) if isinstance(one, str) else one
-        if suite.name in found:
+        suite = entry.suite if isinstance(entry, Items) else find_suite(entry) if isinstance(entry, str) else entry
+        if suite.name in chosen:
             raise ConfigError(f"the suite {suite.name} is named twice")
-        if isinstance(one, Items):
-            found[suite.name] = one
+        if isinstance(entry, Items):
+            chosen[suite.name] = entry
             continue
         own = {"source": sources.pop(suite.name)} if suite.name in sources else {}
-        found[suite.name] = load_items(with_settings(suite, {**given, **own}), max_rows)
+        chosen[suite.name] = load_items(with_settings(suite, {**settings, **own}), max_rows)
     if sources:
-        raise ConfigError(f"data of {', '.join(sources)}, which none of the suites {', '.join(found)} reads")
-    return list(found.values())
+        raise ConfigError(f"data of {', '.join(sources)}, which none of the suites {', '.join(chosen)} reads")
+    return list(chosen.values())
 
 
 def _rollout(options: EvalOptions) -> RolloutConfig:
     """The checked settings of sampling. Raises ConfigError for a wrong one."""
-    given = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
+    common = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
     for setting in options.swept:
-        _checked(RolloutConfig, given | setting, "sampling")
-    return _checked(RolloutConfig, given, "sampling")
+        _checked(RolloutConfig, common | setting, "sampling")
+    return _checked(RolloutConfig, common, "sampling")
 
 
 def _checked(group: type[Group], values: dict[str, Any], noun: str) -> Group:

@@ -2,25 +2,25 @@
 
 Shape letters, used as suffixes on tensors everywhere:
     T  physical tokens: what the model is fed, trees laid one after another, depth first
-    N  scored tokens: the targets whose log-probability is asked for
+    N  scored tokens: the targets whose log-probability is computed
     U  physical tokens that predict a target, one or several
     S  sequences: paths from a root to a leaf (a completion with its prompt)
     G  groups: the prompts of a rollout, each with its completions
     R  trained tokens of a rollout, completion after completion: a pack's N are some of them
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
 
-(Engines have letters of their own: posttrain/engines/cache.py.)
+(Engines use other letters: posttrain/engines/cache.py.)
 
 A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
-prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector says
+prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector defines
 which keys a query sees:
 
     key k is visible to query q   <=>   k <= q < end_T[k]
 
 A prompt token's `end` is the end of its whole tree, a completion token's the end of that completion, so `end_T` alone
-says causality, document boundaries and prompt sharing, for trees of any depth.
+defines causality, document boundaries and prompt sharing, for trees of any depth.
 
-Which pack an example goes into (`fewest`, `equal`): those with the same root share its tokens where they share a pack.
+`fewest` and `equal` choose the pack of each example: examples with the same root share its tokens within a pack.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segment
 class Node:
     """A node of a tree of token ids; a sequence is a path from the root to a leaf.
 
-    `trained` says which of this node's tokens are targets: one bool for all, or one per token. The first token of a
-    root has nothing before it that could predict it and is never scored.
+    `trained` selects the tokens that are targets: one bool for all, or one per token. The first token of a root has no
+    token before it that could predict it and is never scored.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -53,14 +53,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one row of a data set becomes. Its trees always share a pack: a loss sees all its sequences at once."""
+    """One row of a data set. Its trees always share a pack, so that a loss sees all its sequences at once."""
 
     trees: tuple[Node, ...]
     row: int
     margin: float | None = None  # reward models: by how much chosen is better
     tie: bool = False  # reward models: neither of the two is better
     label: bool | None = None  # KTO: whether the completion is desirable
-    facts: Mapping[str, Any] | None = None  # online methods: `prompt` as it was written, `answer`, the row's `columns`
+    facts: Mapping[str, Any] | None = None  # online methods: `prompt` as in the data, `answer`, the row's `columns`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,19 @@ class Pack:
     target_N: Tensor  # the target's token id
     sequence_N: Tensor  # the sequence that owns the target; ascending
     read_U: Tensor  # the physical tokens among the sources, each once, ascending
-    where_N: Tensor  # the place of a target's source among those
+    where_N: Tensor  # the index of a target's source in read_U
     length_S: Tensor  # scored tokens of each sequence
-    last_S: Tensor  # physical token last fed of each sequence
+    last_S: Tensor  # last physical token of each sequence
     group_S: Tensor  # index of the example (in the list given to `pack`) that owns the sequence
-    groups: tuple[int, ...]  # the same as `group_S`, wherever the pack is: a GPU need not be waited for
+    groups: tuple[int, ...]  # group_S as numbers, which need no wait for a GPU
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
-    nodes: tuple[tuple[int, int], ...]  # where each run of tokens begins that see the same before them, and their `end`
-    longest: int  # most physical tokens of a sequence
+    nodes: tuple[tuple[int, int], ...]  # start and `end` of each run of tokens that see the same earlier tokens
+    longest: int  # maximum number of physical tokens of a sequence
     weight_N: Tensor | None = None  # SFT: loss weights of the targets, float32; None: all 1
 
     @property
     def num_tokens(self) -> int:
-        """T without padding: the tokens the model computes for a purpose."""
+        """T without padding."""
         return self.tree_start[-1]
 
     @property
@@ -98,7 +98,7 @@ class Pack:
         return sum_segments(value_N, self.length_S)
 
     def pairs(self, value_S: Tensor) -> tuple[Tensor, Tensor]:
-        """A value per sequence as those of chosen and of rejected completions (P each): a pair's stand side by side."""
+        """A value per sequence as values of chosen and of rejected completions (P each): a pair's are adjacent."""
         return value_S[0::2], value_S[1::2]
 
     @property
@@ -112,7 +112,7 @@ class Pack:
         return self.sequence_N % 2 == 0
 
     def with_targets(self, kept_N: Tensor) -> Pack:
-        """The same pack with these of its targets alone: bool (N)."""
+        """The same pack with only the selected targets: bool (N)."""
         source_N, sequence_N = self.source_N[kept_N], self.sequence_N[kept_N]
         read_U, where_N = source_N.unique(return_inverse=True)
         return replace(
@@ -127,7 +127,7 @@ class Pack:
         )
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack with its tensors on `device`: to a GPU in one copy, which nothing waits for."""
+        """The same pack with its tensors on `device`: to a GPU in one asynchronous copy."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         weight_N = values.pop("weight_N")  # of another type than the others
         weight_N = None if weight_N is None else sent(weight_N, device).to(device)
@@ -139,7 +139,7 @@ class Pack:
         return replace(self, weight_N=weight_N, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def seen_ST(self) -> Tensor:
-        """The physical tokens of each sequence, which its last token sees, bool: (S, T)."""
+        """Which physical tokens belong to each sequence: those that its last token sees, bool (S, T)."""
         index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
         return (index_T <= self.last_S[:, None]) & (self.last_S[:, None] < self.end_T)
 
@@ -149,7 +149,7 @@ class Pack:
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`: to a GPU from page-locked memory, by a copy that nothing waits for."""
+    """The tensor on `device`: to a GPU by an asynchronous copy from page-locked memory."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -169,19 +169,18 @@ def pack(
     pad_to: int | None = None,
     ranks: int = 1,
 ) -> list[Pack]:
-    """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
+    """Pack examples by first-fit-decreasing into packs of at most `tokens_per_pack` physical tokens.
 
-    The fullest pack comes first: what those after it need fits into the memory it leaves, and gradients are not there
-    yet when it is at its peak.
+    The fullest pack comes first: later packs fit into the memory that it leaves, and at its peak there are no gradients
+    yet. Within a pack, examples of one tree with equal roots (several rows of one prompt) share the root and are
+    adjacent; otherwise examples keep the order of the list.
 
-    Examples of one tree whose roots are the same (a prompt that has several rows) share it where they share a pack.
-    The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
+    The last token of a sequence predicts nothing and is not fed; with `keep_last` it is, for its hidden state (reward
     models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
-    kernel meets few shapes. For several `ranks`, they are equally full and a multiple of `ranks`, so that every
-    `ranks`-th one is an equal share. The order of examples within a pack is theirs in the list, but that those with a
-    common root lie side by side.
+    kernel meets few shapes. With several `ranks`, packs are equally full and their number is a multiple of `ranks`, so
+    that every `ranks`-th one is an equal share.
 
-    Raises ValueError when one example is longer than `tokens_per_pack`: its loss needs all of it at once.
+    Raises ValueError if an example is longer than `tokens_per_pack`: its loss needs all of it at once.
     """
     lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
     for example, length in zip(examples, lengths, strict=True):
@@ -198,7 +197,7 @@ def pack(
 
 
 def _root(example: Example, index: int) -> Hashable:
-    """Equal for examples that may share their root: its tokens, and which are trained; else a number of its own."""
+    """A key that is equal for examples that may share their root: its tokens, and which of them are trained."""
     root = example.trees[0]
     if len(example.trees) > 1 or not root.children:
         return index
@@ -207,7 +206,7 @@ def _root(example: Example, index: int) -> Hashable:
 
 
 def _in_order(held: dict[Hashable, list[int]], examples: Sequence[Example]) -> list[list[tuple[int, Example]]]:
-    """A pack's examples with their numbers; those of one root together, where the first of them stands in the list."""
+    """A pack's examples with their numbers; those of one root together, at the first one's position in the list."""
     return [[(i, examples[i]) for i in members] for members in sorted(sorted(members) for members in held.values())]
 
 
@@ -215,9 +214,7 @@ class _Layout:
     """Collects one pack's arrays while trees are walked depth first."""
 
     def __init__(self, keep_last: bool):
-        self.keep_last = keep_last
-        self.length = 0
-        self.deepest = 0
+        self.keep_last, self.length, self.deepest = keep_last, 0, 0
         self.tokens: list[np.ndarray] = []
         self.position: list[np.ndarray] = []
         self.spans: list[tuple[int, int, int]] = []  # (start, stop, end): tokens start..stop have this `end`
@@ -252,11 +249,11 @@ class _Layout:
         cut = (end[1 : self.length] != end[: self.length - 1]) | (np.diff(position[: self.length]) != 1)
         starts = [0, *(np.flatnonzero(cut) + 1).tolist()]
         return Pack(
-            tokens_T=_tensor([*self.tokens, zeros]),
+            tokens_T=torch.from_numpy(_joined([*self.tokens, zeros])),
             position_T=torch.from_numpy(position),
             end_T=torch.from_numpy(end),
             source_N=torch.from_numpy(source),
-            target_N=_tensor(self.target),
+            target_N=torch.from_numpy(_joined(self.target)),
             sequence_N=torch.from_numpy(np.repeat(np.arange(len(self.scored)), self.scored)),
             read_U=torch.from_numpy(read),
             where_N=torch.from_numpy(where),
@@ -273,13 +270,13 @@ class _Layout:
     def _weights(self) -> Tensor | None:
         if all(weight is None for weight in self.weight):
             return None
-        given = zip(self.weight, self.target, strict=True)
-        whole = [np.ones(len(target), np.float32) if weight is None else weight for weight, target in given]
-        return torch.from_numpy(np.concatenate(whole).astype(np.float32))
+        pairs = zip(self.weight, self.target, strict=True)
+        weights = [np.ones(len(target)) if weight is None else weight for weight, target in pairs]
+        return torch.from_numpy(np.concatenate(weights).astype(np.float32))
 
     def lay(self, node: Node, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
-        """Append `node` and what is below it. `previous` is the physical token before the node, `path` the scored
-        (source, target, weight) arrays of the nodes above, which every leaf below owns a copy of."""
+        """Append `node` and its descendants. `previous` is the physical token before the node, `path` the scored
+        (source, target, weight) arrays of its ancestors, which every leaf copies."""
         ids = np.asarray(node.tokens, np.int64)
         start = self.length
         fed = len(ids) if node.children or self.keep_last else max(len(ids) - 1, 0)
@@ -319,12 +316,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
-def _tensor(arrays: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(_joined(arrays))
-
-
 def sequences(tree: Node) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every path of a tree as (token ids, which are trained): what one-by-one evaluation would be given."""
+    """Every path of a tree as (token ids, which are trained), the input of one-by-one evaluation."""
     ids = np.asarray(tree.tokens, np.int64)
     trained = np.broadcast_to(np.asarray(tree.trained, bool), ids.shape)
     if not tree.children:
@@ -361,22 +354,22 @@ Bins = tuple[list[dict[Hashable, list[int]]], list[int]]
 
 
 def fewest(items: Items, tokens: int) -> Bins:
-    """The longest example first, each into the first pack of `tokens` that has its root, else the first with room, else
-    a new one."""
+    """Packs of at most `tokens`: longest example first, each into the first pack with room that has its root, else the
+    first with room, else a new one."""
     return _filled(items, tokens, 0, keep_roots=False)
 
 
 def equal(items: Items, tokens: int, ranks: int) -> Bins:
-    """As many packs, or up to a multiple of `ranks`, equally full."""
+    """Equally full packs; their number is that of `fewest`, rounded up to a multiple of `ranks`."""
     count = -(-len(fewest(items, tokens)[0]) // ranks) * ranks
-    ways = [_filled(items, tokens, count, keep_roots) for keep_roots in (True, False)]
-    # The way of as many packs whose fullest is the emptiest.
-    return max(ways, key=lambda way: (-max(len(way[0]), count), min(way[1], default=0)))
+    candidates = [_filled(items, tokens, count, keep_roots) for keep_roots in (True, False)]
+    # Fewest packs first, then the most room in the fullest pack.
+    return max(candidates, key=lambda bins: (-max(len(bins[0]), count), min(bins[1], default=0)))
 
 
 def _filled(items: Items, tokens: int, count: int, keep_roots: bool) -> Bins:
-    """With a `count`, that many packs are there from the start, and each example goes into the emptiest. With
-    `keep_roots` so do all examples of one root, those that take the most tokens together first."""
+    """With a `count`, start with that many packs and put each example into the emptiest. With `keep_roots`, keep the
+    examples of one root together, and place the roots with the most tokens first."""
     order = [(-length, index) for index, length in enumerate(items.lengths)]
     if keep_roots:
         first: dict[Hashable, int] = {}

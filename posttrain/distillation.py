@@ -2,24 +2,70 @@
 
 Both heads are applied to a chunk of rows at a time, and the student's gradient is computed with the chunk: a [N, V]
 tensor of either model never exists, and no logits are computed twice.
+
+p is the student's distribution, q the teacher's, m = (1 − β) p + β q:
+
+    reverse KL       KL(p ‖ q) = Σ p log(p / q)             seeks the teacher's modes (arXiv 2306.13649, section 3)
+    forward KL       KL(q ‖ p) = Σ q log(q / p)             covers all modes: classic distillation
+    Jensen-Shannon   β KL(q ‖ m) + (1 − β) KL(p ‖ m)        between the two (arXiv 2306.13649, equation 1)
+
+Each divergence maps log p and log q (N, V) to its value for each row (N) and its gradient by the student's logits
+(N, V), the logits that log p is the log-softmax of. As in TRL 1.16's GKD, nothing is multiplied by the square of a
+temperature.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.losses.distillation import Divergence
 from posttrain.models.matmul import float32_weight, product
 from posttrain.scoring import chunks_of, head_of, logits_of, row_step
 
 # Elements of a block of logits. About five of them exist at a time, like a chunk of `ChunkedScores`.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-class Compared(NamedTuple):
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p ‖ q); by the logits p (log(p / q) − KL)."""
+    p, ratio = log_p.exp(), log_p - log_q
+    value_N = torch.linalg.vecdot(p, ratio)
+    return value_N, p.mul_(ratio.sub_(value_N[:, None]))
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q ‖ p); by the logits p − q."""
+    q = log_q.exp()
+    value_N = torch.linalg.vecdot(q, log_q - log_p)
+    return value_N, q.neg_().add_(log_p.exp())
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
+    """β KL(q ‖ m) + (1 − β) KL(p ‖ m), 0 < β < 1; by the logits (1 − β) p (log(p / m) − KL(p ‖ m))."""
+    log_m = log_q + math.log(beta)
+    torch.logaddexp(log_p + math.log1p(-beta), log_m, out=log_m)
+    p, ratio = log_p.exp(), log_p - log_m
+    of_student_N = torch.linalg.vecdot(p, ratio)
+    of_teacher_N = torch.linalg.vecdot(log_q.exp(), log_m.neg_().add_(log_q))
+    gradient = p.mul_(ratio.sub_(of_student_N[:, None])).mul_(1 - beta)
+    return beta * of_teacher_N + (1 - beta) * of_student_N, gradient
+
+
+def divergence_of(name: str, beta: float) -> Divergence:
+    """The divergence of this name, one of DIVERGENCES (KeyError otherwise); `beta` is Jensen-Shannon's."""
+    return {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jensen_shannon, beta=beta)}[name]
+
+
+class Comparison(NamedTuple):
     """Student and teacher compared on N scored tokens, float32. Only `loss` has a gradient."""
 
     loss: Tensor  # sum of weight_N * divergence_N
@@ -42,8 +88,7 @@ class Head(NamedTuple):
         """The model's LM head for the first `vocabulary` token ids."""
         head, scale, softcap = head_of(model)
         bias = None if head.bias is None else head.bias[:vocabulary]
-        weight = head.weight
-        weight = weight if len(weight) == vocabulary else weight[:vocabulary]
+        weight = head.weight if len(head.weight) == vocabulary else head.weight[:vocabulary]
         return cls(weight, bias, temperature / scale, softcap)
 
     def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -59,24 +104,24 @@ def compare_distributions(
     weight_N: Tensor,
     divergence: Divergence,
     temperature: float = 1.0,
-) -> Compared:
+) -> Comparison:
     """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
 
     Heads of different sizes, for instance of a vocabulary padded to another multiple, are compared on the ids that both
-    have, over which each distribution is normalised. `divergence` is one of posttrain/losses/distillation.py.
+    have, over which each distribution is normalised. `divergence` is from `divergence_of`.
     """
     vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
     (ours, hidden_N), (theirs, teacher_N) = (
         (Head.of(model, temperature, vocabulary), states) for model, states in (student, teacher)
     )
-    found = ChunkedDivergence.apply(
+    outputs = ChunkedDivergence.apply(
         hidden_N, ours.weight, ours.bias, ours, teacher_N, theirs, target_N, weight_N, divergence
     )
-    return Compared(*found)
+    return Comparison(*outputs)
 
 
 class ChunkedDivergence(torch.autograd.Function):
-    """The outputs of `Compared`. Sums run in float32 whatever the models' dtypes.
+    """The outputs of `Comparison`. Sums run in float32 whatever the models' dtypes.
 
     The weights of the sum are known beforehand, so forward can compute the gradients by hidden states and head, and
     backward multiplies them by the incoming gradient.
@@ -130,4 +175,4 @@ class ChunkedDivergence(torch.autograd.Function):
         ctx.gradients = None  # scaled in place, so usable once
         if gradients is None:
             raise RuntimeError("this divergence was already backpropagated: compute it again")
-        return (*(None if one is None or factor is None else one.mul_(factor) for one in gradients), *[None] * 6)
+        return (*(None if grad is None or factor is None else grad.mul_(factor) for grad in gradients), *[None] * 6)

@@ -3,9 +3,9 @@
     rollout = sample(step, prompts)      S completions of G prompts, grouped by prompt
 
 Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over its trained tokens,
-completion after completion. A completion may also have tokens of others, such as a tool's output: they are fed to the
-model, and have no place in R. A `RolloutPack` is a pack of some of the completions, with the positions of its N scored
-tokens among the R: `old_R[part.token_N]` has the pack's values.
+completion after completion. A completion may also have tokens that were not sampled, such as a tool's output: they are
+fed to the model, but are not among the R. A `RolloutPack` is a pack of some of the completions, with the positions of
+its N scored tokens among the R: `old_R[part.token_N]` has the pack's values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SampledCompletion:
     finish_reason: FinishReason
     version: int  # of the sampling weights
     reward: CompletionReward
-    trained: Sequence[bool] | None = None  # for each token: False for a token of others; None: all are trained
+    trained: Sequence[bool] | None = None  # for each token: False if it was not sampled; None: all are trained
 
     def __post_init__(self) -> None:
         trained = len(self.tokens) if self.trained is None else sum(self.trained)
@@ -155,8 +155,9 @@ class Rollout:
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
             for some in _fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
-                leaves = tuple(_leaf(self.completions[index]) for index in some)
-                examples.append(replace(self.prompts[group], trees=(replace(prompt, children=leaves),)))
+                completions = [self.completions[index] for index in some]
+                leaves = (Node(c.tokens, trained=True if c.trained is None else c.trained) for c in completions)
+                examples.append(replace(self.prompts[group], trees=(replace(prompt, children=tuple(leaves)),)))
                 owners.append(some)
         return examples, owners
 
@@ -177,7 +178,7 @@ class Rollout:
         if not self.completions:
             return {}
         length, stopped = self.length_S.float(), self.length_S[~self.truncated_S].float()
-        found = {
+        metrics = {
             "completions/mean_length": length.mean().item(),
             "completions/min_length": length.min().item(),
             "completions/max_length": length.max().item(),
@@ -185,22 +186,18 @@ class Rollout:
             "resampled_groups": float(self.resampled),
         }
         if self.completions[0].reward.parts:
-            found["rewards/left_out_ratio"] = 1.0 - self.has_reward_S.float().mean().item()
+            metrics["rewards/left_out_ratio"] = 1.0 - self.has_reward_S.float().mean().item()
             lacking = sum(reward.lacks_verdict for reward in self.rewarded)
-            found["rewards/no_verdict_ratio"] = lacking / len(self.rewarded)
+            metrics["rewards/no_verdict_ratio"] = lacking / len(self.rewarded)
             if len(self.completions) > len(self.prompts):
-                found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
+                metrics["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
         if len(stopped):
-            found["completions/mean_terminated_length"] = stopped.mean().item()
-        return found | self.rewarded.metrics()
-
-
-def _leaf(completion: SampledCompletion) -> Node:
-    return Node(completion.tokens, trained=True if completion.trained is None else completion.trained)
+            metrics["completions/mean_terminated_length"] = stopped.mean().item()
+        return metrics | self.rewarded.metrics()
 
 
 def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """The completions, of so many tokens that are fed, in parts that each fit into a pack together with the prompt."""
+    """The completions, which feed `fed_S` tokens, in parts that fit into a pack of `most` together with the prompt."""
     some: list[int] = []
     taken = prompt
     for index in indices:
@@ -233,8 +230,8 @@ class Sampler:
 
     A completion's random stream is a function of the run's seed, the step, the prompt's index in the step and its row,
     so that a resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the
-    validation sets. Without `keeps`, the engine releases its memory after each rollout. `continues`: texts continue
-    their prompts, leading spaces included; False: as in runs of earlier versions.
+    validation sets. Without `keeps`, the engine releases its memory after each rollout. `continues`: a completion's
+    text continues its prompt's, leading spaces included; False: as in runs of earlier versions.
     """
 
     def __init__(
@@ -280,9 +277,7 @@ class Sampler:
         return rollout
 
     def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
-        requests = [
-            (index, prompt, seed_of(self.seed, stream, index, prompt.row)) for index, prompt in enumerate(prompts)
-        ]
+        requests = [(i, prompt, seed_of(self.seed, stream, i, prompt.row)) for i, prompt in enumerate(prompts)]
         # Each rank completes some of the prompts, with the seeds that they have in the step.
         made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version))
         return Rollout(prompts, sorted(chain(*made), key=attrgetter("group")))
@@ -290,7 +285,7 @@ class Sampler:
     def _generate(self, requests: Sequence[tuple[int, Example, int]], n: int, version: int) -> list[SampledCompletion]:
         """The rewarded completions of prompts, each with its index in the step and its seed.
 
-        The engine is called without prompts, too: its servers are shared by the ranks.
+        The engine is also called without prompts: the ranks share its servers.
         """
         prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
         groups = self.engine.generate(
@@ -315,8 +310,8 @@ class Sampler:
                 made.append((index, completion, text))
                 inputs.append(to_reward(completion, text, end, facts))
         return [
-            SampledCompletion(index, one.tokens, one.logprobs, text, one.finish_reason, one.version, reward)
-            for (index, one, text), reward in zip(made, self.rewards(inputs), strict=True)
+            SampledCompletion(index, sampled.tokens, sampled.logprobs, text, sampled.finish_reason, version, reward)
+            for (index, sampled, text), reward in zip(made, self.rewards(inputs), strict=True)
         ]
 
 
@@ -334,17 +329,12 @@ def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str
         answer=facts["answer"],
         columns=facts["columns"],
         truncated=completion.finish_reason == "length",
-        thinking=ends_in_thinking(prompt),
+        thinking=prompt.rstrip().endswith(THINK),
     )
 
 
-def ends_in_thinking(prompt: str) -> bool:
-    """Whether the prompt ends with an open `<think>`."""
-    return prompt.rstrip().endswith(THINK)
-
-
 def _facts(prompt: Example) -> Mapping[str, Any]:
-    """The facts of a row for rewards: prompt, answer, columns."""
+    """A row's facts for rewards: prompt, answer, columns."""
     if prompt.facts is None:
         raise DataError(f"row {prompt.row} is not a prompt: rollouts need data prepared as prompts")
     return prompt.facts
@@ -355,7 +345,7 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
     prompts: list[Example] = []
     completions: list[SampledCompletion] = []
     for rollout in rollouts:
-        completions += [replace(one, group=one.group + len(prompts)) for one in rollout.completions]
+        completions += [replace(each, group=each.group + len(prompts)) for each in rollout.completions]
         prompts += rollout.prompts
     return Rollout(prompts, completions, sum(rollout.resampled for rollout in rollouts))
 

@@ -35,7 +35,7 @@ from posttrain.models.sharding import PARTS
 # Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
 # leave the device idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-GRADIENT_ELEMENTS = 1 << 27  # at least, of logits' gradients with kernels/scores.py: 256 MB in 16 bits
+GRADIENT_ELEMENTS = 1 << 27  # minimum of a chunk of logits' gradients with kernels/scores.py: 256 MB in 16 bits
 READ_STEP = 4 * ROWS  # the last layer continues with a multiple of this number of tokens
 
 
@@ -86,7 +86,7 @@ class ValueScorer(nn.Module):
         return cls(model, head)
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:
-        """Scores, and values (N), float32."""
+        """Scores, and values (N, float32)."""
         hidden_N = scored_states(self.model, pack)
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
         return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
@@ -103,7 +103,7 @@ class RewardScorer(nn.Module):
     """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32.
 
     It reads the last token that is not the config's pad token, as in transformers: for a model that pads with its stop
-    token, the one before the final stop tokens.
+    token, the last token before the final stop tokens.
     """
 
     def __init__(self, model: nn.Module):
@@ -171,40 +171,33 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 
     A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
     """
-    rows = _rows(pack)
-    out = _through_backbone(model, input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
+    tokens_SL, mask_SL = _rows(pack)
+    out = _through_backbone(model, input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False)
     return out.last_hidden_state[owner, pack.position_T[index]]
 
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
-    weight = head.weight
-    fused = uses_triton(base_of(model), weight)
-    return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
+    fused = uses_triton(base_of(model), head.weight)
+    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    tokens_SL: torch.Tensor
-    mask_SL: torch.Tensor
-
-
-def _rows(pack: Pack) -> _Rows:
-    """A pack as right-padded rows, one sequence each: column = position. No pad token is needed, thanks to the mask."""
+def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pack as right-padded rows, one sequence each: token ids and mask (S, L), column = position."""
     seen_ST, longest = pack.seen_ST(), pack.longest
     column_ST = pack.position_T.where(seen_ST, longest)  # invisible tokens go to an extra column
     tokens_SL = pack.tokens_T.new_zeros(len(seen_ST), longest + 1)
     mask_SL = torch.zeros_like(tokens_SL).scatter_(1, column_ST, seen_ST.long())
     tokens_SL.scatter_(1, column_ST, pack.tokens_T.where(seen_ST, 0))
-    return _Rows(tokens_SL[:, :longest], mask_SL[:, :longest])
+    return tokens_SL[:, :longest], mask_SL[:, :longest]
 
 
 class ChunkedScores(torch.autograd.Function):
     """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
 
-    A chunk of rows at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves one number per row,
-    the log of the softmax's denominator. Backward recomputes each chunk's logits:
+    Computed a chunk of rows at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves one number
+    per row, the log of the softmax's denominator. Backward recomputes each chunk's logits:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
     Sums run in float32 whatever the model's dtype, those of the logits too.
     """
@@ -284,7 +277,7 @@ def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
 def _logits_gradient(
     hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
 ) -> torch.Tensor:
-    """One chunk's gradient by h W^T + b, float32. One of the two given gradients may be None."""
+    """One chunk's gradient by h W^T + b, float32. One of `grad_logprob` and `grad_entropy` may be None."""
     logits, capped = logits_of(hidden, weight, bias, temperature, softcap)
     log_p = logits.sub_(log_z[:, None])
     if grad_entropy is None:
@@ -341,19 +334,16 @@ def row_step(weight: torch.Tensor) -> int:
 
 def gradient_elements(weight: torch.Tensor, trained: bool) -> int:
     """Elements of a chunk of the logits' gradient with kernels/scores.py. A trained weight's gradient, float32, is read
-    and written for every chunk: one of as many bytes costs little beside the products with it."""
+    and written for every chunk: with chunks of as many bytes that costs little beside the products."""
     return max(GRADIENT_ELEMENTS, 2 * weight.numel()) if trained else GRADIENT_ELEMENTS
 
 
-def _rows_of_a_chunk(weight: torch.Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-
-
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
-    """Rows in chunks of a multiple of `step`; fewer remaining rows are a chunk of their own."""
-    return chunks_of(size, _rows_of_a_chunk(weight), step)
+    rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
+    return chunks_of(size, rows, step)
 
 
 def chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
+    """`size` rows in chunks of `rows`, rounded up to a multiple of `step`; the remainder by `step` is another chunk."""
     rows, even = -(-rows // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

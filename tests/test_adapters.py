@@ -35,10 +35,9 @@ from posttrain.config.schema.model import LoraConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.adapters import base_settings, with_adapter
 from posttrain.models.families import head_layer
-from posttrain.models.load import load_model, load_tokenizer, new_token_ids
+from posttrain.models.files import ADAPTERS
+from posttrain.models.load import keep_storage, load_model, load_tokenizer, new_token_ids
 from posttrain.models.lora import add_lora, load_lora, target_modules
-from posttrain.models.optional import keep_storage
-from posttrain.models.untrusted import ADAPTERS
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate
 from posttrain.runs.inputs import reference_settings

@@ -10,7 +10,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.config import DPOMethod, load
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.config.schema.offline import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
-from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
+from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
 
 GOOD = {"model": "gpt2", "method": "sft", "data": {"source": "rows.jsonl"}}
 

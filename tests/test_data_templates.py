@@ -38,8 +38,8 @@ from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.answering import ask, stops_of, written_by
 from posttrain.evaluation.items import Item
+from posttrain.models.files import adapter_stops
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.models.untrusted import adapter_stops
 from posttrain.rewards.learned import LearnedReward
 from posttrain.runs.inputs import dated
 

@@ -12,8 +12,7 @@ from trl.experimental.gkd import GKDTrainer
 from posttrain import distillation, runner
 from posttrain.base.errors import ConfigError, DataError, ModelError
 from posttrain.config import load
-from posttrain.distillation import compare_distributions
-from posttrain.losses import DIVERGENCES, divergence_of
+from posttrain.distillation import DIVERGENCES, compare_distributions, divergence_of
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
 

@@ -16,8 +16,7 @@ from posttrain.base.errors import VitalSignError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.cache import Cache, Room, cache_tokens, token_bytes
-from posttrain.engines.decode import Shape
-from posttrain.engines.graphs import Recordings, StaticStepper
+from posttrain.engines.decode import Recordings, Shape, StaticStepper
 from posttrain.engines.sampling import sample_tokens
 from posttrain.models.load import load_model
 from posttrain.models.matmul import float32_product

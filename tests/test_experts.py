@@ -19,9 +19,8 @@ from posttrain.batch import Example, Node, pack, sequences
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
-from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.experts import RouterLoad, RouterLoss
-from posttrain.models.lean import lean
+from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import load_tokenizer
 from posttrain.planning.largest import largest_step, with_completions
 from posttrain.rollout import _fitting
@@ -213,7 +212,7 @@ def test_families_without_such_a_loss(caplog):
     dense = make("qwen3")
     with pytest.raises(ModelError, match="no load-balancing loss for Qwen3ForCausalLM"):
         RouterLoss(dense, 0.1)
-    assert RouterLoss(dense, 0.1, is_asked=False).coefficient == 0.0
+    assert RouterLoss(dense, 0.1, is_explicit=False).coefficient == 0.0
     assert "its routers are trained without one" in caplog.text
 
 

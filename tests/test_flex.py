@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.batch import Example, Node, pack
-from posttrain.models import flex
+from posttrain.models import attention
 from posttrain.models.attention import How, PackedMask, _eager, _sdpa
 
 CARDS = {"RTX 4090": 101_376, "A100": 166_912, "H100": 232_448}  # bytes of shared memory a block may have
@@ -22,7 +22,7 @@ CARDS = {"RTX 4090": 101_376, "A100": 166_912, "H100": 232_448}  # bytes of shar
 
 @pytest.fixture(autouse=True)
 def forget():
-    cached = (flex.lacking, flex.announce)
+    cached = (attention.lacking_for_triton, attention.announce_without_flex)
     for function in cached:
         function.cache_clear()
     yield
@@ -37,9 +37,9 @@ def compiled(monkeypatch):
     counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # which refuses gradients on a CPU
-    monkeypatch.setattr(flex, "_compiled", cache(flex._compiled.__wrapped__))
-    of_gpu = cache(partial(flex._block_mask_maker.__wrapped__, "cuda"))
-    monkeypatch.setattr(flex, "_block_mask_maker", lambda device_type: of_gpu())
+    monkeypatch.setattr(attention, "_compiled", cache(attention._compiled.__wrapped__))
+    of_gpu = cache(partial(attention._block_mask_maker.__wrapped__, "cuda"))
+    monkeypatch.setattr(attention, "_block_mask_maker", lambda device_type: of_gpu())
     with config.patch(specialize_float=False, fail_on_recompile_limit_hit=False):  # put back afterwards
         yield
     torch.compiler.reset()
@@ -49,10 +49,10 @@ def test_padded_inside_it_is_dense_attention(compiled):
     """Values and gradients of a pack that is no whole number of blocks, with a window and capped logits."""
     [whole] = pack(forest(), 1000)
     mask, total = PackedMask(whole), len(whole.tokens_T)
-    assert total % flex.BLOCK
+    assert total % attention.BLOCK
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, total, 16, requires_grad=True) for heads in (4, 2, 2))
-    got = flex.attend(q, k, v, mask.blocks(5), 0.4, 2.0, True)
+    got = attention.flex_attend(q, k, v, mask.blocks(5), 0.4, 2.0, True)
     seen = torch.zeros(total, total).masked_fill_(~mask.dense(5), -torch.inf)
     want = _eager(q, k, v, seen, How(0.4, 0.0, 5, 2.0))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -70,7 +70,7 @@ def test_every_width_and_window_has_one_kernel(compiled):
         [whole] = pack([Example((Node([1] * 15, children=(Node([1] * (width - 14), True),)),), 0)], width)
         mask = PackedMask(whole)
         q, k, v = (torch.randn(1, heads, width, 16) for heads in (4, 2, 2))
-        got = flex.attend(q, k, v, mask.blocks(window), 0.25, None, True)
+        got = attention.flex_attend(q, k, v, mask.blocks(window), 0.25, None, True)
         if number in (0, 33, 64):
             want = scaled_dot_product_attention(q, k, v, mask.dense(window), scale=0.25, enable_gqa=True)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -84,12 +84,12 @@ def query(dtype=torch.bfloat16, head=64, is_cuda=True) -> Any:
 
 
 def test_where_it_suits(monkeypatch):
-    monkeypatch.setattr(flex, "lacking", lambda: None)
-    assert flex.suits(query(), 0.0) and flex.suits(query(torch.float16, 256), 0.0)
+    monkeypatch.setattr(attention, "lacking_for_triton", lambda: None)
+    assert attention.suits_flex(query(), 0.0) and attention.suits_flex(query(torch.float16, 256), 0.0)
     others = [query(is_cuda=False), query(torch.float32), query(head=8)]
-    assert not any(flex.suits(other, 0.0) for other in others) and not flex.suits(query(), 0.1)
-    monkeypatch.setattr(flex, "lacking", lambda: "Triton is not installed")
-    assert not flex.suits(query(), 0.0)
+    assert not any(attention.suits_flex(other, 0.0) for other in others) and not attention.suits_flex(query(), 0.1)
+    monkeypatch.setattr(attention, "lacking_for_triton", lambda: "Triton is not installed")
+    assert not attention.suits_flex(query(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ def test_where_it_suits(monkeypatch):
     ],
 )
 def test_missing_requirements_are_reported_once(monkeypatch, caplog, triton, compiler, why):
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: triton)
-    monkeypatch.setattr(flex.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: triton)
+    monkeypatch.setattr(attention.shutil, "which", lambda name: compiler)
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING):
-        flex.announce()
-        flex.announce()
+        attention.announce_without_flex()
+        attention.announce_without_flex()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (why is not None) and all(why in text for text in said)
 
 
 def test_without_it_attention_runs_node_by_node(monkeypatch):
-    monkeypatch.setattr(flex, "attend", None)
+    monkeypatch.setattr(attention, "flex_attend", None)
     [whole] = pack(forest(), 160)
     q = torch.randn(1, 2, len(whole.end_T), 16)
     out = PackedMask(whole).attend(torch.nn.Module(), q, q, q, How(0.25, 0.0, None, None))
@@ -122,7 +122,7 @@ def test_without_it_attention_runs_node_by_node(monkeypatch):
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("head", [16, 64, 80, 96, 128, 192, 256])
 def test_blocks_fit_the_card(card, head):
-    chosen, shared, wide = flex.blocks_for(head, CARDS[card]), CARDS[card], 1 << (head - 1).bit_length()
+    chosen, shared, wide = attention.flex_blocks_for(head, CARDS[card]), CARDS[card], 1 << (head - 1).bit_length()
     if not chosen:
         assert head in (16, 64, 128) and card != "RTX 4090"  # as PyTorch has chosen and tuned them
         return
@@ -130,7 +130,7 @@ def test_blocks_fit_the_card(card, head):
     backward = 2 * chosen["bwd_BLOCK_N1"] + 2 * chosen["bwd_BLOCK_M1"] * chosen["bwd_num_stages"]
     assert max(forward, backward) * 2 * wide < shared
     assert chosen["bwd_BLOCK_N1"] % chosen["bwd_BLOCK_M1"] == chosen["bwd_BLOCK_M2"] % chosen["bwd_BLOCK_N2"] == 0
-    assert all(flex.BLOCK % size == 0 and size >= 16 for name, size in chosen.items() if "BLOCK" in name)
+    assert all(attention.BLOCK % size == 0 and size >= 16 for name, size in chosen.items() if "BLOCK" in name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

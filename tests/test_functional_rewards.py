@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain import functional as pf
-from posttrain.functional import rewards
+from posttrain.functional import steps
 from posttrain.rewards.rules import RULES
 
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
@@ -53,7 +53,7 @@ def test_a_truth_that_nothing_equals_is_refused():
 @pytest.mark.parametrize(("rule", "reason"), [("HANG", r"timeout \(no answer within 0.5 s"), ("LEAVE", "crashed")])
 def test_no_verdict_counts_as_wrong_with_a_warning(monkeypatch, rule, reason):
     monkeypatch.setitem(RULES, "r1_zero", f"grading_rules:{rule}")
-    monkeypatch.setattr(rewards, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(steps, "DEADLINE_S", 0.5)
     with pytest.warns(RuntimeWarning, match=reason):
         assert pf.r1_zero_reward_fn("4", "4") == UNFORMATTED
 

@@ -19,12 +19,12 @@ from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache, Room
-from posttrain.models import flex
+from posttrain.models import attention
 from posttrain.models import lean as operations
 from posttrain.models.attention import How
 from posttrain.models.families import use_triton, uses_triton
 from posttrain.models.lean import TORCH, Kernels, lean
-from posttrain.models.optional import chains_for, takes_triton
+from posttrain.models.load import chains_for, takes_triton
 from posttrain.scoring import ChunkedScores, Scorer
 
 triton = pytest.importorskip("triton", reason="kernels need Triton: pip install -e .[gpu-dev]")
@@ -249,7 +249,7 @@ def test_tuning_runs_what_it_times(monkeypatch):
 def test_which_models_take_them(monkeypatch):
     """Those on a GPU where Triton can compile, unless the setting is off."""
     gpu, cpu, model = torch.device("cuda", 0), torch.device("cpu"), ModelConfig(path="some")
-    monkeypatch.setattr(flex, "lacking", lambda: None)
+    monkeypatch.setattr(attention, "lacking_for_triton", lambda: None)
     assert takes_triton(model, gpu) and chains_for(model, gpu) is not TORCH
     assert not takes_triton(model, cpu) and chains_for(model, cpu) is TORCH
     off = model.model_copy(update={"triton_kernels": False})
@@ -260,7 +260,7 @@ def test_which_models_take_them(monkeypatch):
         factor = SimpleNamespace(dtype=dtype, is_cuda=on_gpu)
         assert uses_triton(there, factor) is on  # pyright: ignore[reportArgumentType]
         assert not uses_triton(torch.nn.Module(), factor)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(flex, "lacking", lambda: "Triton is not installed")
+    monkeypatch.setattr(attention, "lacking_for_triton", lambda: "Triton is not installed")
     assert not takes_triton(model, gpu) and chains_for(model, gpu) is TORCH
 
 

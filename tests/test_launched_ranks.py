@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from posttrain.base.errors import RankError, RunError
 from posttrain.cli import main
-from posttrain.parallel import launch as launching
 from posttrain.parallel import rendezvous
-from posttrain.parallel.launch import launch as start
+from posttrain.parallel.rendezvous import launch as start
 from posttrain.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -132,7 +131,7 @@ def test_a_port_in_use_is_named_and_another_proposed(occupied, nodes):
 
 @pytest.mark.slow
 def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
-    monkeypatch.setattr(launching, "NODE_PATIENCE_S", 1)
+    monkeypatch.setattr(rendezvous, "NODE_PATIENCE_S", 1)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -143,7 +142,7 @@ def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
     ended = []
     monkeypatch.setattr(rendezvous.os, "_exit", ended.append)  # what would end this process
     monkeypatch.setattr(rendezvous, "say", lambda text, error: ended.append(text))
-    monkeypatch.setattr(rendezvous, "TCPStore", lambda *given, **named: until(lambda: ended, 10))
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *given, **named: until(lambda: ended, 10))
     rendezvous.reach("127.0.0.1", int(occupied.rpartition(":")[2]), 1)
     assert f"no answer from a launcher at {occupied} within 2 seconds" in ended[0] and ended[1] == 1
 

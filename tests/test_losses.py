@@ -9,20 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.losses import (
+from posttrain.losses import global_mean, loss_coefficients, nll
+from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
+from posttrain.losses.preference import (
     F_DIVERGENCES,
     PREFERENCE_LOSSES,
-    Pairs,
-    bradley_terry,
     couples_batch,
     divergence_score,
-    global_mean,
-    loss_coefficients,
-    nll,
     preference_loss,
-    preference_metrics,
-    reward_metrics,
-    reward_range,
 )
 
 SETTINGS = {

@@ -10,24 +10,26 @@ import pytest
 import torch
 from trl_grpo import trl_grpo
 
-from posttrain.losses import (
-    POLICY_LOSSES,
-    Counts,
+from posttrain.losses.advantage import (
     ReturnScale,
-    adapted_kl_coef,
-    cispo,
     gae,
     group_advantages,
-    grpo_clip,
-    kl_penalty,
     leave_one_out,
     normalized,
-    policy_loss,
     rewards_to_go,
-    token_weights,
-    truncated_weights,
     value_loss,
     whitened,
+)
+from posttrain.losses.policy import (
+    POLICY_LOSSES,
+    Counts,
+    adapted_kl_coef,
+    cispo,
+    grpo_clip,
+    kl_penalty,
+    policy_loss,
+    token_weights,
+    truncated_weights,
 )
 
 V = 3

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from posttrain.losses import group_advantages, grpo_clip, policy_gradient
+from posttrain.losses.advantage import group_advantages
+from posttrain.losses.policy import grpo_clip, policy_gradient
 
 
 def advantages(rewards, groups, scale="group", eps=0.0) -> list[float]:

@@ -6,17 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.losses import (
-    F_DIVERGENCES,
-    PREFERENCE_LOSSES,
-    Pairs,
-    bradley_terry,
-    global_mean,
-    preference_loss,
-    preference_metrics,
-    reward_metrics,
-    reward_range,
-)
+from posttrain.losses import global_mean
+from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
+from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES, preference_loss
 
 trl = pytest.importorskip("trl", reason="the oracle: pip install 'posttrain[bench]'")
 

@@ -14,7 +14,14 @@ from test_recipes import dpo, metrics, run
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config import load
-from posttrain.losses import CONTRASTIVE_LOSSES, Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
+from posttrain.losses.pairs import (
+    CONTRASTIVE_LOSSES,
+    Pairs,
+    contrastive,
+    contrastive_metrics,
+    odds_ratio,
+    odds_ratio_metrics,
+)
 from posttrain.planning.largest import pack_rows
 from posttrain.recipes.reference_free import in_prompt, pack_with_chosen_prompts
 

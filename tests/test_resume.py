@@ -226,7 +226,7 @@ def test_an_evaluation_that_is_made_anew_is_logged_once(tmp_path, shared, scratc
 
     def stop(self, measure):
         if self.state.step == 4:
-            self.save_checkpoint()
+            self.saver.save(self.state)
             raise KeyboardInterrupt
         return evaluate(self, measure)
 

@@ -26,7 +26,7 @@ from posttrain.cli import main
 from posttrain.cli.rollouts import token_shown
 from posttrain.config import PPOMethod, load
 from posttrain.inspection.regrade import _change, _completion
-from posttrain.losses import gae, normalized
+from posttrain.losses.advantage import gae, normalized
 from posttrain.recipes import REWARDED, ppo
 from posttrain.rewards.compose import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion

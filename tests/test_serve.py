@@ -35,8 +35,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
 from posttrain.data import render
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
-from posttrain.engines.joining import Ended, Failed, Job, Token
-from posttrain.engines.live import Busy, Live
+from posttrain.engines.live import Busy, Ended, Failed, Job, Live, Token
 from posttrain.judges.judge import JudgeInput, SingleJudge
 from posttrain.models.adapters import with_adapter
 from posttrain.models.load import load_model, load_tokenizer

@@ -6,8 +6,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from posttrain.parallel import shared_sums
-from posttrain.parallel.ranks import _exchanges
+from posttrain.parallel import ranks
 
 LENGTHS = (1000, 1, 0, 517, 90)
 
@@ -40,16 +39,15 @@ def on_ranks(size: int, work):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_are_those_of_all_ranks_with_the_same_bits(monkeypatch, size, dtype):
     """In several exchanges, one after the other in the two halves; a part may be longer than the room."""
-    monkeypatch.setattr(shared_sums, "ROOM", 4096)
-    monkeypatch.setattr("posttrain.parallel.ranks.ROOM", 4096)
+    monkeypatch.setattr(ranks, "ROOM", 4096)
     generator = torch.Generator().manual_seed(size)
     given = [[torch.randn(length, generator=generator).to(dtype) for length in LENGTHS] for _ in range(size)]
 
     def work(index, gather):
-        memory = shared_sums.shared_sums(index, lambda: gather(None), gather)
+        memory = ranks.shared_sums(index, lambda: gather(None), gather)
         assert memory is not None
         mine = [one.clone() for one in given[index]]
-        groups = list(_exchanges(mine))
+        groups = list(ranks._exchanges(mine))
         for pieces in groups * 3:
             memory.sum_(pieces)
         return len(groups), mine
@@ -68,11 +66,11 @@ def test_without_a_look_at_the_memory_of_the_others_there_are_none(monkeypatch):
     """Where a number of a process is that of another one, as in two containers; where the system has no such memory."""
 
     def blind(index, gather):
-        return shared_sums.shared_sums(index, lambda: gather(None), gather)
+        return ranks.shared_sums(index, lambda: gather(None), gather)
 
-    mapped = shared_sums._mapped
-    monkeypatch.setattr(shared_sums, "_mapped", lambda place, name: mapped(place, name[::-1]))
+    mapped = ranks._mapped
+    monkeypatch.setattr(ranks, "_mapped", lambda place, name: mapped(place, name[::-1]))
     assert on_ranks(2, blind) == [None, None]
-    monkeypatch.setattr(shared_sums, "_mapped", mapped)
+    monkeypatch.setattr(ranks, "_mapped", mapped)
     monkeypatch.delattr("os.memfd_create")
     assert on_ranks(2, blind) == [None, None]

@@ -74,4 +74,4 @@ def test_a_block_that_ended_meanwhile_is_not_given_up_again():
         with pytest.raises(GivenUpError), stop.giving_up():
             signal_in_destructor(signal.SIGINT, wait_s=0)
         time.sleep(0.1)
-    assert stop.asked
+    assert stop.requested

@@ -33,7 +33,7 @@ from posttrain.cli import main
 from posttrain.config import ModelConfig, dump, load
 from posttrain.data import streams
 from posttrain.data.readers import read_files
-from posttrain.models import untrusted
+from posttrain.models import files
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.runs.run import Run
@@ -293,7 +293,7 @@ FAST = [
 
 @pytest.mark.parametrize("pattern", FAST)
 def test_patterns_of_published_models_are_accepted(pattern):
-    untrusted._check_patterns([pattern], "target_modules", "m", "adapter_config.json")
+    files._check_patterns([pattern], "target_modules", "m", "adapter_config.json")
 
 
 # At the end of what a text is searched for, a repetition within another has nothing to try again.
@@ -311,7 +311,7 @@ def test_patterns_of_published_tokenizers_are_accepted_and_fast(pattern, copied)
     tokenizer["pre_tokenizer"] = split
     (copied / "tokenizer.json").unlink()
     (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
-    untrusted.check_file(str(copied), None, "tokenizer.json")
+    files.check_file(str(copied), None, "tokenizer.json")
     split = Tokenizer.from_file(str(copied / "tokenizer.json")).pre_tokenizer
     for text in ("a" * 2000 + "!", "a a" * 500 + "$", "\n" * 2000 + "x"):  # exponential ones would never end
         assert "".join(part for part, _ in split.pre_tokenize_str(text)) == text

@@ -27,7 +27,7 @@ from posttrain.base.errors import ConfigError, EngineError, ModelError, VitalSig
 from posttrain.config.schema.rollout import RolloutConfig, VllmConfig
 from posttrain.engines import EmbeddedEngine, make_engine
 from posttrain.engines.vllm import core, server, wire
-from posttrain.engines.vllm.weights import fingerprint, weights_of
+from posttrain.engines.vllm.engine import fingerprint, weights_of
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason=NO_VLLM)
 
@@ -272,7 +272,7 @@ class Slow(Core):
 
 
 def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch):
-    monkeypatch.setattr(server, "SIGN", 0.2)
+    monkeypatch.setattr(server, "BEAT", 0.2)
     with standing_in(patched=Slow) as url:
         engine = make_engine("vllm", policy_of(), vllm=at(url, timeout=1.0))
         assert len(engine.generate(PROMPTS, SAMPLED)) == len(PROMPTS)
@@ -365,13 +365,13 @@ def test_a_group_shares_its_prefill_and_a_push_forgets_it():
     sampling = replace(SAMPLED, num_generations=8, max_completion_length=20, stop_token_ids=())
     policy = policy_of()
     engine = make_engine("vllm", policy)
-    before = engine.host.core.prefilled
+    before = engine.host.prefilled
     for version in range(2):
         engine.load(policy, version)
         got = engine.generate([prompt], sampling)
         assert tokens_of(got) == tokens_of(EmbeddedEngine(policy).generate([prompt], sampling))
         change(policy)
-    fed = (engine.host.core.prefilled - before) / 2
+    fed = (engine.host.prefilled - before) / 2
     print(f"{fed:.0f} tokens of the prompt's {8 * 80} were computed for 8 completions")
     assert 80 <= fed < 80 + 8 * core.CPU_BLOCK, "whole blocks are shared, the rest is each completion's own"
     engine.close()
@@ -383,7 +383,7 @@ def test_weights_that_are_missing_are_named():
     engine = make_engine("vllm", policy)
     some = [(name, tensor) for name, tensor in weights_of(policy) if "layers.1.mlp.down" not in name]
     with pytest.raises(ModelError, match=r"not given all weights.*layers\.1\.mlp\.down_proj"):
-        engine.host.core.load("x", some)
+        engine.host.load("x", some)
     with pytest.raises(VitalSignError, match="holds other weights"):
         engine.generate(PROMPTS, SAMPLED)
     engine.close()

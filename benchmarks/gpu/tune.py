@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.common import Case, CheckError, Setup
 from benchmarks.gpu.generate import bandwidth
 from posttrain.batch import Example, Node, pack
-from posttrain.models import flex
+from posttrain.models import attention as packed_attention
 from posttrain.models.attention import PackedMask
 
 TOKENS, WORDS = 8192, 151_936
@@ -45,7 +45,7 @@ def _backward(m: int, n: int, stages: int, warps: int) -> dict[str, Any]:
     return sizes | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# Options that are added to those of posttrain.models.flex; PyTorch's own for a head of 128 on an H100 are
+# Options that are added to those of posttrain.models.attention; PyTorch's own for a head of 128 on an H100 are
 # forward (128, 64, 3, 8) and backward (64, 128, 3, 8).
 OPTIONS: dict[str, dict[str, Any]] = {
     "as they are": {},
@@ -163,21 +163,21 @@ def attention(setup: Setup, size: str, options: dict[str, Any]) -> Mapping[str, 
     """FlexAttention over a pack, with options besides those that posttrain gives."""
     torch.compiler.reset()  # other options are another compilation, of which one function may have eight
     qkv, found = inputs(setup, size), {}
-    own = flex._options_on
-    flex._options_on = lambda device, head: own(device, head) | options
+    own = packed_attention._options_on
+    packed_attention._options_on = lambda device, head: own(device, head) | options
     try:
         for name, tree in TREES.items():
             [whole] = pack([Example((tree,), 0)], TOKENS)
             mask = PackedMask(whole.to(setup.device))
             blocks = mask.blocks(None)
-            forward = partial(flex.attend, *qkv, blocks, 128**-0.5, None, True)
+            forward = partial(packed_attention.flex_attend, *qkv, blocks, 128**-0.5, None, True)
             if name == "sequence":
                 want = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True).float()
                 if not (error := float((forward().float() - want).norm() / want.norm())) <= 0.01:
                     raise CheckError(f"outputs differ by {error:.1%} (RMS)")
             found[name] = _both(*timed(setup, forward, qkv))
     finally:
-        flex._options_on = own
+        packed_attention._options_on = own
     return {**found, "options": json.dumps(options), "note": ", ".join(f"{n} {v['note']}" for n, v in found.items())}
 
 

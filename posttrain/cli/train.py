@@ -21,8 +21,8 @@ from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
-from posttrain.parallel.launch import is_rank
-from posttrain.parallel.launch import launch as start_ranks
+from posttrain.parallel.rendezvous import is_rank
+from posttrain.parallel.rendezvous import launch as start_ranks
 from posttrain.planning import CARDS
 from posttrain.runs.files import flat
 from posttrain.runs.progress import duration

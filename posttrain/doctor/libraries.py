@@ -160,7 +160,7 @@ def liger() -> Found:
 
     from posttrain.config.schema.model import ModelConfig
     from posttrain.models.lean import TORCH
-    from posttrain.models.optional import chains_for
+    from posttrain.models.load import chains_for
 
     if not torch.cuda.is_available():
         return Found(f"{version}, which needs a GPU", "limited")

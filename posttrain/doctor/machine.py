@@ -308,10 +308,10 @@ def triton() -> Found:
     """posttrain's own kernel of a norm: on a GPU its values, elsewhere whether it compiles for an H100."""
     import torch
 
-    from posttrain.models import flex
+    from posttrain.models import attention
 
     on_gpu = torch.cuda.is_available()
-    if why := flex.lacking():
+    if why := attention.lacking_for_triton():
         install = "pip install 'posttrain[gpu-dev]'" if "Triton" in why else "apt-get install gcc"
         return Found(f"{why}; kernels run as PyTorch's operations", "limited" if on_gpu else "absent", install)
     import triton
@@ -356,19 +356,19 @@ def flex_attention() -> Found:
     from torch.nn.functional import scaled_dot_product_attention
 
     from posttrain.batch import Example, Node, pack
-    from posttrain.models import flex
+    from posttrain.models import attention
     from posttrain.models.attention import PackedMask
 
-    device = "cuda" if torch.cuda.is_available() and flex.lacking() is None else "cpu"
+    device = "cuda" if torch.cuda.is_available() and attention.lacking_for_triton() is None else "cpu"
     tree = Node(range(100), children=(Node(range(91)), Node(range(67))))
     [batch] = pack([Example((tree,), 0)], 1000)
-    assert len(batch.tokens_T) == 2 * flex.BLOCK
+    assert len(batch.tokens_T) == 2 * attention.BLOCK
     mask = PackedMask(batch.to(torch.device(device)))
-    query, key, value = torch.randn(3, 1, 2, 2 * flex.BLOCK, 16, device=device).unbind()
+    query, key, value = torch.randn(3, 1, 2, 2 * attention.BLOCK, 16, device=device).unbind()
     want = scaled_dot_product_attention(query, key, value, attn_mask=mask.dense(None), scale=0.25)
     if device == "cuda":
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
-        got = flex.attend(query, key, value, mask.blocks(None), 0.25, None, False).float()
+        got = attention.flex_attend(query, key, value, mask.blocks(None), 0.25, None, False).float()
     else:
         blocks: Any = mask.blocks(None)
         got = uncompiled(query, key, value, block_mask=blocks, scale=0.25)

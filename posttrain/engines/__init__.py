@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
-from posttrain.engines.protocol import Completion, Engine, Finished, Sampling, seed_of
-from posttrain.engines.stops import stop_token_ids, text_of
+from posttrain.engines.protocol import Completion, Engine, Finished, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.parallel.ranks import ALONE, Ranks
 
 __all__ = [
@@ -34,11 +33,11 @@ def make_engine(
     longest_prompt: int = 1,
     ranks: Ranks = ALONE,
 ) -> Engine:
-    """The engine of that name over `policy`; `vllm` has the settings of vLLM. Raises ModelError if it cannot run this
-    model. Close it after use: it may hold a process or GPU memory.
+    """The engine of that name over `policy`. Raises ModelError if it cannot run this model. Close it after use: it may
+    hold a process or GPU memory.
 
-    The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens. `ranks` use the engine
-    together: servers of vLLM are shared between them.
+    `vllm` has vLLM's settings. The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens.
+    `ranks` use the engine together: they share vLLM's servers.
     """
     if name == "vllm":
         from posttrain.engines.vllm.engine import VllmEngine

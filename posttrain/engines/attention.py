@@ -2,12 +2,12 @@
 
 A prompt's keys and values are computed and stored once for all its completions: with n completions and r query heads
 per key head, n·r queries are multiplied with them in one product. A completion's own are stored separately. Each part
-gives the largest logit m, the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the higher m,
+gives the largest logit m, the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value. With h the higher m,
 
     output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
 
 is attention to both, without copying either. Logits are divided by ln 2 beforehand, so that powers of 2 replace those
-of e: on a CPU they take a third of the time, also when the result is nearly 0.
+of e: on a CPU they take a third of the time, even if the result is nearly 0.
 
 The m keep every power within the range of a float. That is seldom needed, and on a CPU finding and subtracting them
 takes as long as the powers. So on a CPU all m are 0 as long as the sums of a layer show that this is valid (`_plain`).
@@ -20,7 +20,7 @@ a group, M slots for the live ones of these, d the size of a head.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
 PLAIN_SUMS = (2.0**-60, 2.0**90)  # range of sums in which m = 0 is valid: values may be up to 2^37
-LEAST = -110.0  # logits are raised to it, also masked ones, which adds at most 2^-50 of the sum per key
+LEAST = -110.0  # logits, masked ones too, are raised to it, which adds at most 2^-50 of the sum per key
 HIDDEN = -1e30  # added to a masked logit; finite, so that a fully masked part has no NaN
 
 
@@ -59,50 +59,37 @@ class Attended:
     highest: Tensor | None  # None: 0
 
 
+@dataclass(eq=False)
 class Decoding:
-    """One new token of each live completion: its keys and values are written, and it attends to its prompt and
-    its completion so far.
+    """One new token of each live completion: it writes its keys and values, and attends to its prompt and completion.
 
-    `column_R` is the column of the token's own keys, `length_G` the length of each group's prompt, and `age_G` the
-    number of tokens of its completions (they start together and have the same age). `prompt_columns` and `own_columns`
-    are the columns of the cache that are read. If every prompt has `prompt_columns` tokens (`even_prompts`), and every
-    live completion `own_columns` (`even_ages`), nothing is masked; otherwise unused columns are. `group_R` and
-    `member_R` are the slot of a row among the queries to its prompt, and `row_GM` the row in each slot; an empty slot
-    repeats another row's query. An idle row may see leftovers: nothing reads it, but its sums also decide whether a
-    layer needs its m. `fused` uses models/kernels/decode.py instead.
+    An idle row may see leftovers: nothing reads it, but its sums also decide whether a layer needs its m.
     """
+
+    cache: Cache
+    group_R: Tensor  # the group of each row
+    member_R: Tensor  # its slot among the queries to its prompt
+    row_GM: Tensor  # the row in each slot; an empty slot repeats another row's query
+    column_R: Tensor  # the column of the new token's own keys
+    length_G: Tensor  # of each group's prompt
+    age_G: Tensor  # tokens of its completions, which start together
+    _: KW_ONLY
+    prompt_columns: int  # columns of the cache that are read; those that are unused are masked
+    own_columns: int
+    even_prompts: bool  # whether every prompt has `prompt_columns` tokens, so that none is masked
+    even_ages: bool  # whether every live completion has `own_columns`
+    fused: bool = False  # whether models/kernels/decode.py computes the attention
 
     read = slice(None)
 
-    def __init__(
-        self,
-        cache: Cache,
-        group_R: Tensor,
-        member_R: Tensor,
-        row_GM: Tensor,
-        column_R: Tensor,
-        length_G: Tensor,
-        age_G: Tensor,
-        *,
-        prompt_columns: int,
-        own_columns: int,
-        even_prompts: bool,
-        even_ages: bool,
-        fused: bool = False,
-    ):
-        self.cache, self.fused = cache, fused
-        self.group_R, self.member_R, self.row_GM, self.column_R = group_R, member_R, row_GM, column_R
-        self.length_G, self.age_G = length_G, age_G
-        self.prompt_columns, self.own_columns = prompt_columns, own_columns
-        self.even_prompts, self.even_ages = even_prompts, even_ages
-        self.row_R = torch.arange(len(group_R), device=group_R.device)
-        self.position_R, self.age_R = length_G[group_R] + column_R, column_R + 1
+    def __post_init__(self) -> None:
+        self.row_R = torch.arange(len(self.group_R), device=self.group_R.device)
+        self.position_R, self.age_R = self.length_G[self.group_R] + self.column_R, self.column_R + 1
         self._masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        self._query_slots: dict[int, tuple[Tensor, Tensor]] = {}
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Masks added to logits: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns); None: nothing is
-        masked."""
+        """Masks added to logits, or None: prompt (G, 1, 1, prompt_columns) and own (R, 1, 1, own_columns)."""
         if window is not None and self.prompt_columns + self.own_columns <= window:
             window = None
         if window not in self._masks:
@@ -119,14 +106,14 @@ class Decoding:
             self._masks[window] = (_mask(prompt_seen), _mask(own_seen))
         return self._masks[window]
 
-    def places(self, heads: int) -> tuple[Tensor, Tensor]:
+    def query_slots(self, heads: int) -> tuple[Tensor, Tensor]:
         """For each (group, head, slot) the (row, head) of its query, and the inverse; flat indices."""
-        if heads not in self._places:
+        if heads not in self._query_slots:
             head_K = torch.arange(heads, device=self.group_R.device)
             query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
-            place_RK = (self.group_R[:, None] * heads + head_K) * self.row_GM.shape[1] + self.member_R[:, None]
-            self._places[heads] = (query_GKM.flatten(), place_RK.flatten())
-        return self._places[heads]
+            slot_RK = (self.group_R[:, None] * heads + head_K) * self.row_GM.shape[1] + self.member_R[:, None]
+            self._query_slots[heads] = (query_GKM.flatten(), slot_RK.flatten())
+        return self._query_slots[heads]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         layer = self.cache.layer(module, key)
@@ -146,14 +133,12 @@ class Decoding:
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
 
     def _fused(self, layer: Layer, query_RKrd: Tensor, how: How) -> Tensor:
-        """The same by kernels, which read only the actual lengths of prompts and completions."""
+        """The same by kernels, which read prompts and completions up to their lengths."""
         from posttrain.models.kernels.decode import decode_attention  # needs Triton
 
         rows, (groups, _) = len(query_RKrd), self.row_GM.shape
-        prompt, own = (
-            (slice(groups), slice(None), slice(self.prompt_columns)),
-            (slice(rows), slice(None), slice(self.own_columns)),
-        )
+        prompt = slice(groups), slice(None), slice(self.prompt_columns)
+        own = slice(rows), slice(None), slice(self.own_columns)
         return decode_attention(
             query_RKrd,
             layer.prompt_key[prompt],
@@ -185,13 +170,13 @@ class Decoding:
         """The queries of a group gathered, so that one product multiplies them with its keys; then back to rows."""
         groups, columns = len(self.row_GM), self.prompt_columns
         rows, heads, each, size = query_RKrd.shape
-        query_GKM, place_RK = self.places(heads)
+        query_GKM, slot_RK = self.query_slots(heads)
         query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)
         key, value = layer.prompt_key[:groups, :, :columns], layer.prompt_value[:groups, :, :columns]
         part = self._attend(query, key, value, mask, how, shifted)
 
         def of_rows(x: Tensor) -> Tensor:
-            return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
+            return x.view(len(query_GKM), -1).index_select(0, slot_RK).view(rows, heads, each, -1)
 
         return Attended(of_rows(part.out), of_rows(part.total), None if part.highest is None else of_rows(part.highest))
 

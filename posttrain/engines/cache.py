@@ -24,6 +24,9 @@ GPU_SHARE = 4  # on a GPU a quarter of its memory
 FEWEST_COLUMNS = 32  # of completions: with fewer, PyTorch may use its slow path for products of small matrices
 COLUMNS = 256  # with static shapes, columns of prompts and of completions are multiples of it
 
+SMALL_HEAD = 32  # below this size keys are stored transposed, which makes products up to twice as fast on a CPU
+WIDTH_STEP = 48  # columns by which a cache grows: fewer cost more copies, more leave larger gaps
+
 
 class Room(NamedTuple):
     """The capacity of the cache: maximum number of completions (rows) and of prompts (groups)."""
@@ -38,22 +41,22 @@ class Room(NamedTuple):
     def of(
         cls, prompts: int, n: int, longest: int, own: int, *, max_rows: int, tokens: int, static: bool = False
     ) -> Room:
-        """For `n` completions of at most `own` tokens for each of `prompts` of at most `longest` tokens: as many at a
-        time as `max_rows` and `tokens` of cache allow.
+        """Room for `n` completions of at most `own` tokens of each of `prompts` prompts of at most `longest` tokens: as
+        many at a time as `max_rows` and `tokens` of cache allow.
 
         One prompt with one completion always fits. A group with finished completions keeps its prompt's slot while
         other groups enter, so there are twice as many slots as complete groups, unless a group is one completion.
-        `static` sizes are rounded up: calls with fewer or shorter prompts have the same ones.
+        `static` sizes are rounded up, so that calls with fewer or shorter prompts have the same sizes.
         """
         prompt_columns, own_columns = longest, max(FEWEST_COLUMNS, own)
         if static:
             prompts = max(2, power_of_two(prompts))
             prompt_columns, own_columns = in_columns(longest), in_columns(own)
         members = max(1, min(n, max_rows, (tokens - prompt_columns) // own_columns))
-        places = 1 if members == 1 else 2
-        fitting = tokens * members // (members * own_columns + places * prompt_columns)
+        slots = 1 if members == 1 else 2  # of prompts, per complete group
+        fitting = tokens * members // (members * own_columns + slots * prompt_columns)
         rows = max(members, min(prompts * n, max_rows, fitting))
-        holding = min(places * rows // members, (tokens - rows * own_columns) // prompt_columns)
+        holding = min(slots * rows // members, (tokens - rows * own_columns) // prompt_columns)
         groups = min(prompts * -(-n // members), max(1, holding))
         return cls(rows, groups, members, prompt_columns, own_columns)
 
@@ -96,12 +99,8 @@ def in_columns(length: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
-
-
-SMALL_HEAD = 32  # below this size keys are stored transposed, which makes products up to twice as fast on a CPU
-WIDTH_STEP = 48  # columns by which a cache grows: fewer cost more copies, more leave larger gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +114,10 @@ class Layer:
 
 
 class Buffers:
-    """Memory for the keys and values of this number of tokens, allocated per layer at its first use.
+    """Memory for the keys and values of `tokens` tokens, allocated per layer at its first use.
 
-    In float32 on a CPU, which has no 16-bit products with float32 sums: they would be converted at every step. Caches
-    of several sizes can use it in turn. With `finite` it starts as zeros, since one cache may read what another has
-    left.
+    It is float32 on a CPU, which has no 16-bit products with float32 sums, so that no step converts it. Caches of
+    several sizes can use it in turn; with `finite` it starts as zeros, since a cache may read another's leftovers.
     """
 
     def __init__(self, tokens: int, finite: bool = False):
@@ -223,8 +221,7 @@ def _laid(memory: Tensor, count: int, heads: int, columns: int, size: int, turne
 
 
 def _widened(side: Tensor, rows: int, columns: int, turned: bool) -> Tensor:
-    """The same memory with more columns: the first `rows` keep their values, with zeros beyond; the rest is
-    undefined."""
+    """The same memory with more columns: the first `rows` keep their values, then zeros; the others are undefined."""
     count, heads, before, size = side.shape
     wide = _laid(side, count, heads, columns, size, turned)
     while rows:  # last rows first, as many as can move without overwriting rows that have not moved

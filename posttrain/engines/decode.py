@@ -1,23 +1,39 @@
-"""The live completions as tensors, and the step that gives each of them its next token."""
+"""The live completions as tensors, and the step that gives each of them its next token.
+
+On a GPU, a step of a small model launches hundreds of kernels, each shorter than its launch. There a step has few
+shapes, is compiled once, and is recorded as a CUDA graph for each shape, which one call replays. A recording has fixed
+addresses and sizes, so the state and the cache keep their memory between calls of `generate`, and shapes are rounded
+up: rows to a power of two, columns to some hundreds. Rows beyond the live ones are computed and discarded.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.engines.attention import Decoding
-from posttrain.engines.cache import Cache, Room
+from posttrain.engines.cache import Cache, Room, in_columns, power_of_two
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.sampling import sample_tokens, token_words
 from posttrain.models.families import backbone_of, base_of, head_layer, uses_triton
 from posttrain.scoring import next_token_logits, row_chunks
 
+log = logging.getLogger("posttrain")
+
+FEWEST_ROWS = 8
+STEPS_BETWEEN_CHECKS = 8  # steps between transfers of the finished rows from the GPU; these rows idle
+WARM_UPS = 2  # runs before a recording, in which libraries choose kernels and allocate memory
+
 
 class Shape(NamedTuple):
-    """The sizes of a step: about the live part on a CPU, rounded up to a few sizes on a GPU."""
+    """The sizes of a step: about those of the live completions, on a GPU rounded up to a few."""
 
     rows: int  # may be a few more than the live ones
     groups: int
@@ -29,7 +45,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(slots=True)
-class State:
+class DecodeState:
     """The tensors that a step reads and writes, on the device. The first rows are the live completions."""
 
     token_R: Tensor  # the last sampled token, the next input
@@ -46,31 +62,28 @@ class State:
     logprobs_RL: Tensor
 
     @classmethod
-    def empty(cls, room: Room, device: torch.device) -> State:
+    def empty(cls, room: Room, device: torch.device) -> DecodeState:
         rows, groups, columns = room.rows, room.groups, room.own_columns
-
-        def whole(*size: int) -> Tensor:
-            return torch.zeros(*size, dtype=torch.int64, device=device)
-
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(
-            token_R=whole(rows),
-            count_R=torch.ones(rows, dtype=torch.int64, device=device),  # so that an unused row has a column to write
-            limit_R=whole(rows),
+            token_R=zeros(rows),
+            count_R=zeros(rows) + 1,  # so that an unused row has a column to write
+            limit_R=zeros(rows),
             done_R=torch.ones(rows, dtype=torch.bool, device=device),
-            group_R=whole(rows),
-            member_R=whole(rows),
-            row_GM=whole(groups, room.members),
-            key_R2=torch.zeros(rows, 2, dtype=torch.int32, device=device),
-            length_G=whole(groups),
-            age_G=whole(groups),
-            tokens_RL=whole(rows, columns + 1),
-            logprobs_RL=torch.zeros(rows, columns + 1, device=device),
+            group_R=zeros(rows),
+            member_R=zeros(rows),
+            row_GM=zeros(groups, room.members),
+            key_R2=zeros(rows, 2, dtype=torch.int32),
+            length_G=zeros(groups),
+            age_G=zeros(groups),
+            tokens_RL=zeros(rows, columns + 1),
+            logprobs_RL=zeros(rows, columns + 1, dtype=torch.float32),
         )
 
-    def copy(self) -> State:
-        return State(*(getattr(self, field.name).clone() for field in fields(self)))
+    def copy(self) -> DecodeState:
+        return DecodeState(*(getattr(self, field.name).clone() for field in fields(self)))
 
-    def become(self, other: State) -> None:
+    def become(self, other: DecodeState) -> None:
         """Copy the other's values; each tensor keeps its address."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
@@ -84,15 +97,8 @@ class State:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows at `source` to `target`, except group and member."""
-        for tensor in (
-            self.token_R,
-            self.count_R,
-            self.limit_R,
-            self.done_R,
-            self.key_R2,
-            self.tokens_RL,
-            self.logprobs_RL,
-        ):
+        for name in ("token_R", "count_R", "limit_R", "done_R", "key_R2", "tokens_RL", "logprobs_RL"):
+            tensor = getattr(self, name)
             tensor[target] = tensor[source]
 
 
@@ -115,7 +121,7 @@ class Stepper:
         """The shape of the step for `shape`, within the room."""
         return shape
 
-    def step(self, state: State, cache: Cache, shape: Shape) -> None:
+    def step(self, state: DecodeState, cache: Cache, shape: Shape) -> None:
         rows, groups = slice(shape.rows), slice(shape.groups)
         group_R, column_R = state.group_R[rows], state.count_R[rows] - 1
         decoding = Decoding(
@@ -137,16 +143,117 @@ class Stepper:
         self.record(state, rows, out.last_hidden_state[0])
         state.age_G[groups] += 1
 
-    def record(self, state: State, rows: slice, hidden_R: Tensor) -> None:
+    def record(self, state: DecodeState, rows: slice, hidden_R: Tensor) -> None:
         """Sample the next token of the rows from their last hidden states. A row that is done does not change."""
-        place_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
+        position_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
         for part in row_chunks(self.policy, len(hidden_R)):
             logits = next_token_logits(self.policy, hidden_R[part])
-            token, logprob = self.sample(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
+            token, logprob = self.sample(logits, self.sampling, self.words_V, key_R2[part], position_R[part])
             state.token_R[rows][part] = torch.where(done_R[part], state.token_R[rows][part], token)
-            state.tokens_RL[rows][part].scatter_(1, place_R[part, None], token[:, None])
-            state.logprobs_RL[rows][part].scatter_(1, place_R[part, None], logprob[:, None])
+            state.tokens_RL[rows][part].scatter_(1, position_R[part, None], token[:, None])
+            state.logprobs_RL[rows][part].scatter_(1, position_R[part, None], logprob[:, None])
         state.count_R[rows] += ~done_R
         done_R |= state.count_R[rows] >= state.limit_R[rows]
         if len(self.stops):
             done_R |= (state.token_R[rows][:, None] == self.stops).any(1)
+
+
+class Recordings:
+    """The recorded steps over one policy. All share one pool of memory: they never run at the same time.
+
+    A recording reads the weights and adapters at the addresses that they had when it was made.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple[Stepper, Shape], torch.cuda.CUDAGraph] = {}
+        self._recorded_with: object = None
+
+    def check(self, policy: nn.Module) -> None:
+        """Drop all recordings if weights have moved or other adapters are active."""
+        facts = recorded_with(policy)
+        if facts != self._recorded_with:
+            self.graphs.clear()
+        self._recorded_with = facts
+
+    def drop(self, stepper: Stepper) -> None:
+        """Drop the recordings of one stepper, whose state is gone."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not stepper}
+
+    @property
+    def pool(self):
+        return next((graph.pool() for graph in self.graphs.values()), None)
+
+
+def recorded_with(policy: nn.Module) -> tuple[object, ...]:
+    """The facts of the policy that a recording depends on, besides its architecture: addresses, and active adapters."""
+    tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
+    modules: Iterator[Any] = policy.modules()
+    adapters = [
+        (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
+        for module in modules
+        if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
+    ]
+    return (*tensors, *adapters)
+
+
+class StaticStepper(Stepper):
+    """A stepper of few shapes over one state and one cache; recorded on a GPU.
+
+    `compiled` lets torch.compile fuse the operations of sampling, which read and write the logits. Sizes are symbolic,
+    so one compilation serves every shape. The layers are not compiled: with models/kernels their operations are fused
+    already, and compiling 28 of them takes two minutes.
+    """
+
+    steps_between_checks = STEPS_BETWEEN_CHECKS
+    still = True
+
+    def __init__(
+        self, policy: nn.Module, sampling: Sampling, device: torch.device, recordings: Recordings, compiled: bool
+    ):
+        super().__init__(policy, sampling, device)
+        self.recordings = recordings
+        if compiled:
+            self.sample = torch.compile(_sample_copied, dynamic=True)
+
+    def rounded(self, shape: Shape, room: Room) -> Shape:
+        """The shape of the recording: all prompt columns and every slot of a group."""
+        return Shape(
+            rows=min(room.rows, max(FEWEST_ROWS, power_of_two(shape.rows))),
+            groups=min(room.groups, power_of_two(shape.groups)),
+            members=room.members,
+            prompt_columns=room.prompt_columns,
+            own_columns=min(room.own_columns, in_columns(shape.own_columns)),
+            even_prompts=False,
+            even_ages=False,
+        )
+
+    def step(self, state: DecodeState, cache: Cache, shape: Shape) -> None:
+        if self.device.type != "cuda":
+            super().step(state, cache, shape)
+            return
+        graphs = self.recordings.graphs
+        if (self, shape) not in graphs:
+            graphs[self, shape] = self._record(state, cache, shape)
+        graphs[self, shape].replay()
+
+    def _record(self, state: DecodeState, cache: Cache, shape: Shape) -> torch.cuda.CUDAGraph:
+        """Run the step on a side stream to warm up, undo its changes, and record it."""
+        before = state.copy()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                super().step(state, cache, shape)
+                state.become(before)  # keys and values that were written ahead are written again in their turn
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.recordings.pool):  # pyright: ignore[reportArgumentType]
+            super().step(state, cache, shape)
+        state.become(before)  # recording does not compute; the first replay gives the tokens
+        log.debug("the engine recorded a step of %s", shape)
+        return graph
+
+
+def _sample_copied(logits: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` on a copy: compiled code would write its changes back to `logits` at the end."""
+    return sample_tokens(logits.clone(), *settings)

@@ -16,8 +16,7 @@ from posttrain.base.errors import ModelError
 from posttrain.engines.cache import Room, cache_tokens
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
-from posttrain.engines.protocol import Completion, Finished, Request, Sampling, requests
-from posttrain.engines.stops import StopTexts
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopTexts, checked_requests
 from posttrain.models.families import (
     base_of,
     check_positions,
@@ -26,6 +25,7 @@ from posttrain.models.families import (
     is_recurrent,
     positions_of,
     trains_rows,
+    vocabulary_of,
 )
 from posttrain.models.matmul import packed_weights
 
@@ -35,11 +35,11 @@ MAX_ROWS = 512  # more live completions are hardly faster
 class EmbeddedEngine:
     """Engine (see protocol.py) for families that take packs. Only stop strings need a `tokenizer`.
 
-    The policy is a plain transformers model or a PEFT model, whose active adapters at the call of `generate` are used.
+    The policy is a plain transformers model or a PEFT model; `generate` uses the adapters that are active then.
     In float32 log-probabilities equal those of `posttrain.scoring` to 1e-5.
 
-    At most `max_rows` completions are alive, whose keys and values, with those of their prompts, take `cache_bytes`
-    (None: the device's default). `static`: whether steps have few shapes and are recorded (graphs.py), by default on a
+    At most `max_rows` completions are alive; their keys and values, with those of their prompts, take `cache_bytes`
+    (None: the device's default). `static`: whether steps have few shapes and are recorded (decode.py), by default on a
     GPU. The memory of such steps is kept between calls, with room for prompts of `longest_prompt` tokens.
     """
 
@@ -94,38 +94,33 @@ class EmbeddedEngine:
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
         head = head_layer(base)
-        asked = requests(
-            prompts,
-            sampling,
-            seeds,
-            limits,
-            vocabulary=base.get_input_embeddings().weight.shape[0],  # pyright: ignore
-            positions=positions_of(base.config),
+        requests = checked_requests(
+            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
         )
-        if not asked:
+        if not requests:
             return []
-        check_positions(base.config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
+        check_positions(base.config, max(request.longest for request in requests))
         texts = StopTexts(sampling.stop, self.tokenizer)
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
-            memory, room = self._memory(base, asked, sampling, head.weight.device)
+            memory, room = self._memory(base, requests, sampling, head.weight.device)
             try:
-                return Generation(memory, room, asked, self.version, rows_step, texts, finished).completions()
+                return Generation(memory, room, requests, self.version, rows_step, texts, finished).completions()
             except BaseException:
                 self.release()  # its leftovers may not be finite, which no mask hides
                 raise
 
     def _memory(
-        self, base: PreTrainedModel, asked: Sequence[Request], sampling: Sampling, device: torch.device
+        self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device
     ) -> tuple[Memory, Room]:
         """The memory of a call and its sizes: new for the call, or with static shapes kept and rounded up."""
         static = device.type == "cuda" if self.static is None else self.static
         static = static and not trains_rows(base.get_input_embeddings())  # whose lookup cannot be recorded
         tokens = cache_tokens(base.config, base.dtype, device, self.cache_bytes)
-        longest, own = (max(len(r.tokens) for r in asked), max(max(r.limits) for r in asked))
+        longest, own = max(len(r.tokens) for r in requests), max(max(r.limits) for r in requests)
         if static:  # the maximum, so that all calls have the same shapes
             longest, own = max(longest, self.longest_prompt), sampling.max_completion_length
         room = Room.of(
-            len(asked), sampling.num_generations, longest, own, max_rows=self.max_rows, tokens=tokens, static=static
+            len(requests), sampling.num_generations, longest, own, max_rows=self.max_rows, tokens=tokens, static=static
         )
         if not static:
             return Memory.of(room, Stepper(self.policy, sampling, device)), room
@@ -137,7 +132,7 @@ class EmbeddedEngine:
 
 @contextlib.contextmanager
 def evaluating(policy: nn.Module) -> Iterator[None]:
-    """Context: every module in evaluation mode, without dropout; restored afterwards."""
+    """Context in which every module is in evaluation mode, without dropout."""
     training = [module for module in policy.modules() if module.training]
     for module in training:
         module.training = False

@@ -16,15 +16,14 @@ from torch import nn
 from posttrain.batch import Example, Node, pack
 from posttrain.engines.attention import Prefill
 from posttrain.engines.cache import FEWEST_COLUMNS, Buffers, Cache, Room
-from posttrain.engines.decode import Shape, State, Stepper
-from posttrain.engines.graphs import Recordings, StaticStepper
-from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite
+from posttrain.engines.decode import DecodeState, Recordings, Shape, StaticStepper, Stepper
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopSearch, StopTexts, not_finite
 from posttrain.engines.sampling import keys
-from posttrain.engines.stops import StopSearch, StopTexts
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of
 
 MOST_KEPT = 4  # sampling settings whose state and recordings are kept: those of a run and of its evaluations
+TOKENS_PER_PREFILL = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +32,21 @@ class Memory:
 
     room: Room
     cache: Cache
-    state: State
+    state: DecodeState
     stepper: Stepper
 
     @classmethod
     def of(cls, room: Room, stepper: Stepper, buffers: Buffers | None = None) -> Memory:
         cache = Cache(room, stepper.still, buffers)
-        return cls(room, cache, State.empty(room, stepper.device), stepper)
+        return cls(room, cache, DecodeState.empty(room, stepper.device), stepper)
 
 
 class Kept:
     """The memory of static shapes that is kept for one policy.
 
     Evaluation often samples another number of completions than training, at another temperature: each sampling setting
-    has its own state and recordings, while the keys and values of all use the same buffers in turn. A call only uses
-    the part of the memory within its own room, so that the needs of earlier calls have no influence.
+    has its own state and recordings, while the keys and values of all use the same buffers in turn. A call uses only
+    the part of the memory within its own room, so that earlier calls have no influence.
     """
 
     def __init__(self, policy: nn.Module, device: torch.device):
@@ -95,9 +94,6 @@ class Kept:
             torch.cuda.empty_cache()
 
 
-TOKENS_PER_PREFILL = 8192
-
-
 @dataclass(slots=True, eq=False)
 class Group:
     """A prompt with the numbers of its completions that are generated together."""
@@ -135,7 +131,7 @@ class Generation:
         self,
         memory: Memory,
         room: Room,
-        asked: list[Request],
+        requests: list[Request],
         version: int,
         rows_step: int,
         texts: StopTexts,
@@ -146,13 +142,14 @@ class Generation:
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
         self.version, self.finished = version, finished
-        self.spent, self.since = 0.0, time.perf_counter()  # seconds of a completion that lives all the time
+        self.spent, self.since = 0.0, time.perf_counter()  # seconds of a completion that is live throughout
         # Long prompts first would waste least, but callers often sort by difficulty: their order is kept.
         sampling = self.stepper.sampling
-        self.waiting = deque(group for one in asked for group in groups_of(one, sampling, texts, room.members))
+        groups = (group for request in requests for group in groups_of(request, sampling, texts, room.members))
+        self.waiting = deque(groups)
         self.groups: list[Group] = []  # by slot
         self.rows: list[Slot] = []  # in the order of the state's tensors
-        self.found: list[list[Completion | None]] = [[None] * len(request.limits) for request in asked]
+        self.completed: list[list[Completion | None]] = [[None] * len(request.limits) for request in requests]
 
     def completions(self) -> list[list[Completion]]:
         while self.waiting or self.rows:
@@ -162,7 +159,7 @@ class Generation:
                 for _ in range(self.stepper.steps_between_checks):
                     self.step()
                 self.retire()
-        return [[done for done in group if done is not None] for group in self.found]
+        return [[done for done in group if done is not None] for group in self.completed]
 
     def step(self) -> None:
         """Give every live completion its next token."""
@@ -202,10 +199,10 @@ class Generation:
         state = self.state
         state.count_R[new] = 0
         state.done_R[new] = False
-        state.limit_R[new] = self.whole([row.group.request.limits[row.number] for row in self.rows[new]])
+        state.limit_R[new] = self.tensor([row.group.request.limits[row.number] for row in self.rows[new]])
         state.key_R2[new] = keys([(row.group.request.seed, row.number) for row in self.rows[new]], self.device)
-        self.stepper.record(state, new, hidden_G[self.whole([row.group.slot - before for row in self.rows[new]])])
-        self.place()
+        self.stepper.record(state, new, hidden_G[self.tensor([row.group.slot - before for row in self.rows[new]])])
+        self.assign_slots()
         return True
 
     def fits(self, group: Group) -> bool:
@@ -229,7 +226,7 @@ class Generation:
             hidden = out.last_hidden_state[0]  # of all tokens, or only of the last ones (models/lean.py)
             parts.append(hidden if len(hidden) == len(owners) else hidden[packed.last_S])
             order += owners
-        return torch.cat(parts)[self.whole(order).argsort()]
+        return torch.cat(parts)[self.tensor(order).argsort()]
 
     def retire(self) -> None:
         """Remove finished rows and close the gaps."""
@@ -240,18 +237,18 @@ class Generation:
         if not ends:
             return
         self.collect(sorted(ends), ends)
-        kept = [place for place in range(len(self.rows)) if place not in ends]
-        holes = [place for place in sorted(ends) if place < len(kept)]
-        tails = [place for place in kept if place >= len(kept)]
+        kept = [index for index in range(len(self.rows)) if index not in ends]
+        holes = [index for index in sorted(ends) if index < len(kept)]
+        tails = [index for index in kept if index >= len(kept)]
         if holes:
-            source, target = self.whole(tails), self.whole(holes)
-            self.cache.move_rows(source, target, max(self.rows[place].group.age for place in tails))
+            source, target = self.tensor(tails), self.tensor(holes)
+            self.cache.move_rows(source, target, max(self.rows[index].group.age for index in tails))
             self.state.move(source, target)
         for hole, tail in zip(holes, tails, strict=True):
             self.rows[hole] = self.rows[tail]
         del self.rows[len(kept) :]
         self.close_groups()
-        self.place()
+        self.assign_slots()
 
     def charge(self) -> None:
         """Share the time since the last call among the live completions."""
@@ -259,41 +256,41 @@ class Generation:
         self.spent += (now - self.since) / len(self.rows)
         self.since = now
 
-    def collect(self, places: list[int], ends: dict[int, int | None]) -> None:
+    def collect(self, rows: list[int], ends: dict[int, int | None]) -> None:
         """Convert finished rows to completions, each up to its stop string if any."""
-        index = self.whole(places)
+        index = self.tensor(rows)
         counts = self.state.count_R[index].tolist()
         columns = max(counts)
         tokens = self.state.tokens_RL[index, :columns].tolist()
         logprobs_RL = self.state.logprobs_RL[index, :columns]
         if not logprobs_RL.isfinite().all():
             raise not_finite()
-        logprobs = logprobs_RL.tolist()
-        for place, count, ids, values in zip(places, counts, tokens, logprobs, strict=True):
-            row, end = self.rows[place], ends[place]
+        for number, count, ids, logprobs in zip(rows, counts, tokens, logprobs_RL.tolist(), strict=True):
+            row, end = self.rows[number], ends[number]
             row.group.live.remove(row)
             size = count if end is None else end
             stopped = end is not None or ids[size - 1] in row.group.sampling.stop_token_ids
             reason, seconds = "stop" if stopped else "length", self.spent - row.began
-            self.ended(row, Completion(ids[:size], values[:size], reason, self.version, seconds))
+            self.ended(row, Completion(ids[:size], logprobs[:size], reason, self.version, seconds))
 
     def ended(self, row: Slot, completion: Completion) -> None:
-        index, group = row.group.request.index, self.found[row.group.request.index]
+        index = row.group.request.index
+        group = self.completed[index]
         group[row.number] = completion
         if self.finished is not None and None not in group:
             self.finished(index, [done for done in group if done is not None])
 
     def stopped_early(self) -> dict[int, int | None]:
         """The rows with a stop string, and the number of tokens up to its end."""
-        found: dict[int, int | None] = {}
+        ends: dict[int, int | None] = {}
         if not any(group.texts for group in self.groups):
-            return found
+            return ends
         tokens = self.state.tokens_RL[: len(self.rows)].tolist()
         counts = self.state.count_R[: len(self.rows)].tolist()
-        for place, (row, ids, count) in enumerate(zip(self.rows, tokens, counts, strict=True)):
+        for index, (row, ids, count) in enumerate(zip(self.rows, tokens, counts, strict=True)):
             if row.search is not None and (end := row.search.first(ids[:count])) is not None:
-                found[place] = end
-        return found
+                ends[index] = end
+        return ends
 
     def close_groups(self) -> None:
         """Remove prompts without live completions; the last ones move into their slots."""
@@ -308,17 +305,17 @@ class Generation:
                 last.slot = slot
                 self.groups[slot] = last
 
-    def place(self) -> None:
+    def assign_slots(self) -> None:
         """Set each row's group and its slot among the group's live rows."""
         member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
         state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
         state.idle(len(self.rows))
-        state.group_R[rows] = self.whole([row.group.slot for row in self.rows])
-        state.member_R[rows] = self.whole([member[id(row)] for row in self.rows])
+        state.group_R[rows] = self.tensor([row.group.slot for row in self.rows])
+        state.member_R[rows] = self.tensor([member[id(row)] for row in self.rows])
         state.row_GM.zero_()
         state.row_GM[state.group_R[rows], state.member_R[rows]] = torch.arange(len(self.rows), device=self.device)
-        state.length_G[groups] = self.whole([len(group.request.tokens) for group in self.groups])
-        state.age_G[groups] = self.whole([group.age for group in self.groups])
+        state.length_G[groups] = self.tensor([len(group.request.tokens) for group in self.groups])
+        state.age_G[groups] = self.tensor([group.age for group in self.groups])
 
-    def whole(self, values: Sequence[int]) -> torch.Tensor:
+    def tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

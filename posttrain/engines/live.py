@@ -1,28 +1,226 @@
-"""The embedded engine as a service: a thread that generates for all requests that are there, until it is closed."""
+"""The embedded engine as a service: a thread that generates for all requests until it is closed.
+
+Requests join and leave at any step, each with its own sampling settings and adapter.
+"""
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError, EngineError, PosttrainError
 from posttrain.engines.cache import CACHE_BYTES, Room, cache_tokens
+from posttrain.engines.decode import DecodeState, Stepper
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.joining import Event, Failed, Job, Joining, JoiningStepper
-from posttrain.engines.protocol import requests
-from posttrain.engines.stops import StopTexts
-from posttrain.models.families import base_of, check_positions, head_layer, positions_of
+from posttrain.engines.generation import Generation, Group, Memory, Slot, groups_of
+from posttrain.engines.protocol import Completion, Request, Sampling, StopTexts, checked_requests
+from posttrain.engines.sampling import sample_tokens
+from posttrain.models.families import base_of, check_positions, head_layer, positions_of, vocabulary_of
 from posttrain.models.matmul import packed_weights
+from posttrain.scoring import next_token_logits, row_chunks
 
 log = logging.getLogger("posttrain")
 
 MAX_ROWS, MAX_WAITING, CONTEXT = 64, 256, 4096
+Alternatives = list[tuple[int, float]]  # token ids with their log-probabilities, the likeliest first
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt to complete."""
+
+    tokens: Sequence[int]
+    sampling: Sampling  # with its seed: `num_generations` completions have the streams (seed, 0), (seed, 1), …
+    adapter: str | None = None  # by name; None: the model without adapters
+    alternatives: int = 0  # of each token, to report
+    streamed: bool = False  # whether each token is an event
+    remaining: int = field(default=0, init=False)  # completions that are not complete
+    noted: dict[int, list[Alternatives]] = field(default_factory=dict, init=False)  # by completion and token
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A streamed job's completion `number` has one more token."""
+
+    job: Job
+    number: int
+    token: int
+    logprob: float
+    alternatives: Alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job's completion `number` is complete. Its log-probabilities are the model's, at temperature 1."""
+
+    job: Job
+    number: int
+    completion: Completion
+    alternatives: list[Alternatives]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job has no completions."""
+
+    job: Job
+    error: Exception
+
+
+Event = Token | Ended | Failed
+
+
+class JoiningStepper(Stepper):
+    """A stepper whose rows have different settings: `jobs(start, stop)` are the jobs of a range of rows.
+
+    The log-probabilities that it records are those of the model, before temperature and filters.
+    """
+
+    def __init__(self, policy: torch.nn.Module, device: torch.device):
+        super().__init__(policy, Sampling(), device)
+        self.jobs: Callable[[int, int], list[Job]] = lambda start, stop: []
+        self.alternatives: list[Alternatives] = []  # of the rows of the last `record`
+
+    def record(self, state: DecodeState, rows: slice, hidden_R: Tensor) -> None:
+        first = rows.start or 0
+        jobs = self.jobs(first, first + len(hidden_R))  # fewer than rows: the last ones may be idle
+        self.alternatives = []
+        for part in row_chunks(self.policy, len(hidden_R)):
+            start = first + (part.start or 0)
+            live = jobs[start - first : start - first + len(hidden_R[part])]
+            if live:
+                self._record(state, start, live, next_token_logits(self.policy, hidden_R[part][: len(live)]))
+
+    def _record(self, state: DecodeState, start: int, jobs: Sequence[Job], logits: Tensor) -> None:
+        rows = slice(start, start + len(jobs))
+        position_R, done_R, total_R = state.count_R[rows].clone(), state.done_R[rows], logits.logsumexp(-1)
+        token_R, ended_R = state.token_R[rows].clone(), torch.zeros_like(done_R)
+        for sampling, numbers in _by_settings(jobs).items():
+            index = torch.tensor(numbers, device=self.device)
+            own, keys = logits[index], state.key_R2[rows][index]  # a copy, which sampling overwrites
+            token, _ = sample_tokens(own, sampling, self.words_V, keys, position_R[index])
+            token_R[index] = torch.where(done_R[index], token_R[index], token)
+            if sampling.stop_token_ids:
+                stops = torch.tensor(sampling.stop_token_ids, device=self.device)
+                ended_R[index] = (token[:, None] == stops).any(1)
+        logprob_R = logits.gather(1, token_R[:, None]).squeeze(1) - total_R
+        state.token_R[rows] = token_R
+        state.tokens_RL[rows].scatter_(1, position_R[:, None], token_R[:, None])
+        state.logprobs_RL[rows].scatter_(1, position_R[:, None], logprob_R[:, None])
+        self.alternatives += self._likeliest(jobs, logits, total_R)
+        state.count_R[rows] += ~done_R
+        done_R |= ended_R | (state.count_R[rows] >= state.limit_R[rows])
+
+    def _likeliest(self, jobs: Sequence[Job], logits: Tensor, total_R: Tensor) -> list[Alternatives]:
+        most = max(job.alternatives for job in jobs)
+        if not most:
+            return [[] for _ in jobs]
+        values, ids = logits.topk(min(most, logits.shape[-1]))
+        pairs = zip(ids.tolist(), (values - total_R[:, None]).tolist(), strict=True)
+        return [[*zip(*pair, strict=True)][: job.alternatives] for job, pair in zip(jobs, pairs, strict=True)]
+
+
+def _by_settings(jobs: Sequence[Job]) -> dict[Sampling, list[int]]:
+    """The indices of the jobs by the settings that decide how a token is sampled."""
+    groups: dict[Sampling, list[int]] = {}
+    for index, job in enumerate(jobs):
+        key = replace(job.sampling, seed=0, num_generations=1, max_completion_length=1, stop=())
+        groups.setdefault(key, []).append(index)
+    return groups
+
+
+class Joining(Generation):
+    """A generation without an end: jobs `join` and `leave` between turns, and every `turn` returns its events."""
+
+    def __init__(self, room: Room, stepper: JoiningStepper, version: int, rows_step: int):
+        super().__init__(Memory.of(room, stepper), room, [], version, rows_step, StopTexts((), None))
+        stepper.jobs = lambda start, stop: [self.jobs[row.group.request.index] for row in self.rows[start:stop]]
+        self.joined = 0
+        self.jobs: dict[int, Job] = {}
+        self.adapter: str | None = None
+        self.switch: Callable[[str | None], None] = lambda adapter: None
+        self.events: list[Event] = []
+        self.leaving: set[int] = set()
+
+    def join(self, job: Job, limit: int, texts: StopTexts) -> None:
+        n = job.remaining = job.sampling.num_generations
+        self.joined += 1
+        self.jobs[self.joined] = job
+        request = Request(self.joined, job.tokens, job.sampling.seed, (limit,) * n)
+        self.waiting.extend(groups_of(request, job.sampling, texts, self.room.members))
+
+    def leave(self, job: Job) -> None:
+        """Remove the job at the next turn; it gets no more events."""
+        self.leaving |= {index for index, other in self.jobs.items() if other is job}
+
+    def turn(self) -> list[Event]:
+        """Admit what fits, and give every live completion its next token."""
+        self.events = []
+        if self.leaving:
+            self.waiting = deque(group for group in self.waiting if group.request.index not in self.leaving)
+        begin = len(self.rows)
+        if not begin:
+            self.since = time.perf_counter()  # no completion is charged for idle time
+        if self.admit():
+            self._report(begin)
+            self.retire()
+        if self.rows:
+            self.step()
+            self._report(0)
+            self.retire()
+        for index in self.leaving:
+            self.jobs.pop(index, None)
+        self.leaving.clear()
+        return self.events
+
+    def fits(self, group: Group) -> bool:
+        """Requests keep their order: one with another adapter waits until no row is live, and so do those after it."""
+        adapter = self.jobs[group.request.index].adapter
+        if adapter != self.adapter:
+            if self.rows:
+                return False
+            self.switch(adapter)
+            self.adapter = adapter
+        return super().fits(group)
+
+    def ended(self, row: Slot, completion: Completion) -> None:
+        index = row.group.request.index
+        job = self.jobs[index]
+        if index not in self.leaving:
+            noted = job.noted.pop(row.number, [])[: len(completion.tokens)]
+            self.events.append(Ended(job, row.number, completion, noted))
+        job.remaining -= 1
+        if not job.remaining:
+            del self.jobs[index]
+
+    def stopped_early(self) -> dict[int, int | None]:
+        gone = (index for index, row in enumerate(self.rows) if row.group.request.index in self.leaving)
+        return super().stopped_early() | dict.fromkeys(gone)
+
+    def _report(self, begin: int) -> None:
+        """Note the alternatives of the newest tokens of the rows from `begin` on; an event for each streamed token."""
+        rows, stepper = slice(begin, len(self.rows)), self.stepper
+        assert isinstance(stepper, JoiningStepper)
+        tokens, columns = self.state.token_R[rows].tolist(), self.state.count_R[rows] - 1
+        logprobs = self.state.logprobs_RL[rows].gather(1, columns[:, None]).squeeze(1).tolist()
+        newest = zip(self.rows[rows], tokens, logprobs, stepper.alternatives, strict=True)
+        for row, token, logprob, alternatives in newest:
+            index = row.group.request.index
+            job = self.jobs[index]
+            if job.alternatives:
+                job.noted.setdefault(row.number, []).append(alternatives)
+            if job.streamed and index not in self.leaving:
+                self.events.append(Token(job, row.number, token, logprob, alternatives))
+
+
 Result = TypeVar("Result")
 
 
@@ -33,10 +231,10 @@ class Busy(PosttrainError):
 class Live:
     """Completions for requests that come and go. `deliver` gets the events of each step, in the engine's thread.
 
-    At most `max_rows` completions are generated together, each of a prompt and its completion of at most `context`
-    tokens in all (None: what the model has, up to CONTEXT); fewer if their keys and values exceed `cache_bytes`. At
-    most `max_waiting` prompts wait. A request's tokens depend on its seed alone, not on the others, and in float32 are
-    those of EmbeddedEngine. Adapters are those of a PEFT model, by name.
+    At most `max_rows` completions are generated together, fewer if their keys and values exceed `cache_bytes`; prompt
+    and completion have at most `context` tokens (None: as the model, up to CONTEXT). At most `max_waiting` prompts
+    wait. A request's tokens depend on its seed, not on other requests, and in float32 equal EmbeddedEngine's. Adapters
+    are those of a PEFT model, by name.
 
     Raises ModelError for a model that the embedded engine does not run.
     """
@@ -59,7 +257,7 @@ class Live:
         self.context = context or min(CONTEXT, CONTEXT if positions is None else positions + 1)
         check_positions(base.config, self.context - 1)
         self.positions = self.context - 1 if positions is None else min(positions, self.context - 1)
-        self.vocabulary: int = base.get_input_embeddings().weight.shape[0]  # pyright: ignore
+        self.vocabulary = vocabulary_of(base)
         tokens = cache_tokens(base.config, base.dtype, base.device, cache_bytes or CACHE_BYTES // 2)
         rows = max(1, min(max_rows, tokens // (2 * self.context)))
         self.room = Room(rows, rows, rows, self.context, self.context)
@@ -70,7 +268,9 @@ class Live:
 
     def submit(self, job: Job) -> None:
         """Queue a job; its events follow. Raises Busy if the queue is full, DataError for a prompt that has no room."""
-        [asked] = requests([job.tokens], job.sampling, None, None, vocabulary=self.vocabulary, positions=self.positions)
+        [request] = checked_requests(
+            [job.tokens], job.sampling, None, None, vocabulary=self.vocabulary, positions=self.positions
+        )
         texts = StopTexts(job.sampling.stop, self.tokenizer)
         if job.adapter is not None and job.adapter not in self.adapters:
             raise DataError(f"there is no adapter {job.adapter}; there are {', '.join(self.adapters) or 'none'}")
@@ -78,14 +278,14 @@ class Live:
             if self._waiting >= self.max_waiting:
                 raise Busy(f"{self._waiting} prompts wait already: try again later")
             self._waiting += 1
-        self._post(lambda generation: generation.join(job, asked.limits[0], texts))
+        self._post(lambda generation: generation.join(job, request.limits[0], texts))
 
     def cancel(self, job: Job) -> None:
-        """Forget the job; at most one more step has events of it."""
+        """Forget the job; at most one more step reports events of it."""
         self._post(lambda generation: generation.leave(job))
 
     def call(self, work: Callable[[nn.Module], Result], adapter: str | None = None) -> Future[Result]:
-        """Run `work` on the policy between two steps, with the adapter active."""
+        """Run `work` on the policy between two steps, with this adapter active."""
         future: Future[Result] = Future()
 
         def run(generation: Joining) -> None:
@@ -127,11 +327,7 @@ class Live:
 
     def _run(self) -> None:
         base: Any = self._base
-        with (
-            torch.inference_mode(),
-            evaluating(self.policy),
-            packed_weights(self.policy, head_layer(base)) as step,
-        ):
+        with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head_layer(base)) as step:
             generation = self._fresh(step)
             while self._next(generation):
                 failed = False
@@ -142,7 +338,7 @@ class Live:
                     failed, events = True, generation.events + [Failed(job, error) for job in generation.jobs.values()]
                 if events:
                     self.deliver(events)
-                if failed:  # after its requests have their answer: the new memory may not fit either
+                if failed:  # after its requests are answered: the new memory may not fit either
                     generation = self._fresh(step)
                 with self._wake:
                     self._waiting, self._live = len(generation.waiting) + len(self._queued), len(generation.rows)
@@ -150,14 +346,13 @@ class Live:
             self.deliver([Failed(job, error) for job in generation.jobs.values()])
 
     def _next(self, generation: Joining) -> bool:
-        """Wait until there is something to do, and take in what came; False when closed."""
+        """Wait until there is something to do, and do the queued work; False when closed."""
         with self._wake:
             while not (self._closed or self._queued or generation.rows or generation.waiting):
                 self._wake.wait()
-            came = list(self._queued)
+            queued, closed = list(self._queued), self._closed
             self._queued.clear()
-            closed = self._closed
-        for work in came:
+        for work in queued:
             work(generation)
         return not closed
 

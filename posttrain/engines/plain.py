@@ -21,11 +21,19 @@ from transformers import (
 )
 
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite, requests, timed
+from posttrain.engines.protocol import (
+    Completion,
+    Finished,
+    Request,
+    Sampling,
+    StopTexts,
+    checked_requests,
+    not_finite,
+    timed,
+)
 from posttrain.engines.sampling import keys, sample_tokens, token_words
-from posttrain.engines.stops import StopTexts
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import base_of, logit_softcap, positions_of
+from posttrain.models.families import base_of, logit_softcap, positions_of, vocabulary_of
 
 
 class TransformersEngine:
@@ -46,7 +54,7 @@ class TransformersEngine:
         self.load(policy, version)
 
     def load(self, policy: nn.Module, version: int) -> None:
-        """Run on `policy` from now on; its weights are used where they are."""
+        """Use `policy` from now on; its weights are not copied."""
         self.policy, self.version = policy, version
 
     def release(self) -> None:
@@ -66,42 +74,36 @@ class TransformersEngine:
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
         positions = positions_of(base.config)
-        asked = requests(
-            prompts,
-            sampling,
-            seeds,
-            limits,
-            vocabulary=base.get_input_embeddings().weight.shape[0],  # pyright: ignore
-            positions=positions,
+        requests = checked_requests(
+            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions
         )
         texts = StopTexts(sampling.stop, self.tokenizer)
-        found: list[list[Completion]] = []
+        groups: list[list[Completion]] = []
         with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
-            for batch in _batches(asked, max(1, self.max_rows // sampling.num_generations), positions):
-                began, rows = time.perf_counter(), self._batch(base, batch, sampling, texts)
-                groups = timed(rows, time.perf_counter() - began)
-                found += groups
+            for batch in _batches(requests, max(1, self.max_rows // sampling.num_generations), positions):
+                began, completions = time.perf_counter(), self._batch(base, batch, sampling, texts)
+                groups += timed(completions, time.perf_counter() - began)
                 if finished is not None:
-                    for request, group in zip(batch, groups, strict=True):
-                        finished(request.index, group)
-        return found
+                    for request in batch:
+                        finished(request.index, groups[request.index])
+        return groups
 
     def _batch(
-        self, base: PreTrainedModel, asked: Sequence[Request], sampling: Sampling, texts: StopTexts
+        self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, texts: StopTexts
     ) -> list[list[Completion]]:
         n, device = sampling.num_generations, base.device
-        width = max(len(request.tokens) for request in asked)
-        prompts = torch.zeros(len(asked), width, dtype=torch.int64)
+        width = max(len(request.tokens) for request in requests)
+        prompts = torch.zeros(len(requests), width, dtype=torch.int64)
         mask = torch.zeros_like(prompts)
-        for row, request in enumerate(asked):
+        for row, request in enumerate(requests):
             prompts[row, width - len(request.tokens) :] = torch.as_tensor(request.tokens)
             mask[row, width - len(request.tokens) :] = 1
-        sampler = _Sampler(asked, sampling, texts, device)
+        sampler = _Sampler(requests, sampling, texts, device)
         base.generate(
             input_ids=prompts.repeat_interleave(n, 0).to(device),  # pyright: ignore
             attention_mask=mask.repeat_interleave(n, 0).to(device),
             generation_config=GenerationConfig(
-                max_new_tokens=max(max(request.limits) for request in asked), do_sample=False, pad_token_id=0
+                max_new_tokens=max(max(request.limits) for request in requests), do_sample=False, pad_token_id=0
             ),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([_Done(sampler)]),
@@ -110,10 +112,10 @@ class TransformersEngine:
         return [rows[start : start + n] for start in range(0, len(rows), n)]
 
 
-def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> Iterator[Sequence[Request]]:
+def _batches(requests: Sequence[Request], at_once: int, positions: int | None) -> Iterator[Sequence[Request]]:
     """Up to `at_once` prompts, or one if finished rows would exceed the model's positions."""
-    for start in range(0, len(asked), at_once):
-        batch = asked[start : start + at_once]
+    for start in range(0, len(requests), at_once):
+        batch = requests[start : start + at_once]
         steps, longest = max(max(request.limits) for request in batch), max(len(request.tokens) for request in batch)
         if positions is None or longest + steps - 1 <= positions:
             yield batch
@@ -122,15 +124,15 @@ def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> I
 
 
 class _Sampler(LogitsProcessor):
-    """Samples each row's token and keeps it with its log-probability; masks all others for `generate`."""
+    """Samples each row's token, keeps it with its log-probability, and masks all others for `generate`."""
 
-    def __init__(self, asked: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
         self.sampling = sampling
-        prompts = (request.tokens for request in asked for _ in request.limits)
+        prompts = (request.tokens for request in requests for _ in request.limits)
         self.searches = [texts.search(tokens) for tokens in prompts] if texts else []
-        streams = [(request.seed, number) for request in asked for number in range(sampling.num_generations)]
+        streams = [(request.seed, number) for request in requests for number in range(sampling.num_generations)]
         self.key_B2 = keys(streams, device)
-        self.limit_B = torch.tensor([limit for request in asked for limit in request.limits], device=device)
+        self.limit_B = torch.tensor([limit for request in requests for limit in request.limits], device=device)
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self.words_V: Tensor | None = None
         self.tokens: list[Tensor] = []  # a step's, (B)
@@ -143,8 +145,8 @@ class _Sampler(LogitsProcessor):
         scores = scores.float()
         if self.words_V is None:
             self.words_V = token_words(scores.shape[-1], scores.device)
-        place_B = torch.full_like(self.count_B, len(self.tokens))
-        token_B, logprob_B = sample_tokens(scores.clone(), self.sampling, self.words_V, self.key_B2, place_B)
+        position_B = torch.full_like(self.count_B, len(self.tokens))
+        token_B, logprob_B = sample_tokens(scores.clone(), self.sampling, self.words_V, self.key_B2, position_B)
         self.tokens.append(token_B)
         self.logprobs.append(logprob_B)
         self.count_B += ~self.done_B
@@ -158,13 +160,13 @@ class _Sampler(LogitsProcessor):
 
     def completions(self, version: int) -> list[Completion]:
         tokens, logprobs = torch.stack(self.tokens, 1).tolist(), torch.stack(self.logprobs, 1)
-        made = []
+        completions = []
         for row, count in enumerate(self.count_B.tolist()):
             if not logprobs[row, :count].isfinite().all():
                 raise not_finite()
             reason = "stop" if self.stopped_B[row] else "length"
-            made.append(Completion(tokens[row][:count], logprobs[row, :count].tolist(), reason, version))
-        return made
+            completions.append(Completion(tokens[row][:count], logprobs[row, :count].tolist(), reason, version))
+        return completions
 
 
 class _Done(StoppingCriteria):
@@ -177,7 +179,7 @@ class _Done(StoppingCriteria):
 
 @contextlib.contextmanager
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """Context: transformers' attention instead of `packed`; capped logits need the eager one."""
+    """Context with transformers' attention instead of `packed`; capped logits need the eager one."""
     if base.config._attn_implementation != PACKED:
         yield
         return

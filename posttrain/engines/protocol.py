@@ -1,11 +1,13 @@
-"""The interface of all engines: token ids in, completions out. Tokenisation happens elsewhere.
+"""What all engines share: the interface, token ids in, completions out; and where completions end.
 
     engine.generate(prompts, sampling) -> completions of each prompt
     engine.load(policy, version)       from now on completions come from these weights and carry this version
 
 Training uses exactly the sampled tokens: a completion has them, each with its log-probability under the distribution
-that it was sampled from.
+that it was sampled from. Prompts are tokenised elsewhere.
 """
+
+from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,8 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, DataError, VitalSignError
+from posttrain.base.pieces import Pieces
+from posttrain.data.prompts import end_of_turn
+from posttrain.models.families import base_of, eos_token_ids
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,7 +43,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for holds, name, wanted in (
+        for is_valid, name, wanted in (
             (self.temperature >= 0, "temperature", "0 (greedy) or more"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
             (self.top_k >= 0, "top_k", "0 (off) or more"),
@@ -46,7 +52,7 @@ class Sampling:
             (self.num_generations >= 1, "num_generations", "1 or more"),
             (all(self.stop), "stop", "non-empty strings"),
         ):
-            if not holds:
+            if not is_valid:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
     @property
@@ -119,6 +125,11 @@ class Request:
     seed: int
     limits: tuple[int, ...]  # one for each completion
 
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence that is fed: the last sampled token is not."""
+        return len(self.tokens) + max(self.limits) - 1
+
 
 def seed_of(*parts: int | str) -> int:
     """A 64-bit seed from numbers and names (by their CRC-32), such as a run's seed, the step and the row."""
@@ -137,7 +148,7 @@ def mix64(x: int) -> int:
     return x ^ x >> 31
 
 
-def requests(
+def checked_requests(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     seeds: Sequence[int] | None,
@@ -146,12 +157,12 @@ def requests(
     vocabulary: int,
     positions: int | None,
 ) -> list[Request]:
-    """The arguments of `generate`, checked. `positions` is the model's number of positions, None without a limit."""
+    """The requests of `generate`'s arguments. `positions` is the model's number of positions; None: no limit."""
     n, longest = sampling.num_generations, sampling.max_completion_length
-    for name, given in (("seeds", seeds), ("limits", limits)):
-        if given is not None and len(given) != len(prompts):
-            raise ValueError(f"{len(given)} {name} for {len(prompts)} prompts: give one for each")
-    made = []
+    for name, values in (("seeds", seeds), ("limits", limits)):
+        if values is not None and len(values) != len(prompts):
+            raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each")
+    requests = []
     for index, tokens in enumerate(prompts):
         if not len(tokens):
             raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
@@ -172,14 +183,14 @@ def requests(
         if len(own) != n or min(own) < 1:
             raise ValueError(f"limits of prompt {index}: {own}; give {n} of 1 or more")
         seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
-        made.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
-    return made
+        requests.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
+    return requests
 
 
 def timed(groups: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
     """Completions that were generated together in `seconds`, each with its share by tokens."""
-    per_token = seconds / max(1, sum(len(one.tokens) for group in groups for one in group))
-    return [[replace(one, seconds=len(one.tokens) * per_token) for one in group] for group in groups]
+    per_token = seconds / max(1, sum(len(completion.tokens) for group in groups for completion in group))
+    return [[replace(each, seconds=len(each.tokens) * per_token) for each in group] for group in groups]
 
 
 def not_finite() -> VitalSignError:
@@ -188,3 +199,70 @@ def not_finite() -> VitalSignError:
         "the engine: the model gives log-probabilities that are not finite, so nothing can be sampled: its "
         "weights have diverged or are damaged; go back to an earlier checkpoint, or lower the learning rate"
     )
+
+
+class StopTexts:
+    """The stop strings of completions; without any it needs no tokenizer."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase | None):
+        if stop and tokenizer is None:
+            raise ConfigError(
+                "stop strings need a tokenizer, and this engine was created without one: give stop_token_ids"
+            )
+        self.stop, self.tokenizer = tuple(stop), tokenizer
+
+    def __bool__(self) -> bool:
+        return bool(self.stop)
+
+    def search(self, prompt: Sequence[int]) -> StopSearch | None:
+        """A search of one completion of `prompt`; None without stop strings."""
+        return StopSearch(self.stop, Pieces(self.tokenizer, prompt)) if self.stop and self.tokenizer else None
+
+
+class StopSearch:
+    """Searches the text of one completion, without its prompt, for stop strings."""
+
+    def __init__(self, stop: tuple[str, ...], pieces: Pieces):
+        self._stop, self._pieces = stop, pieces
+        self._kept = max(map(len, stop)) - 1  # the most characters of an incomplete stop string
+        self._tail, self._seen = "", 0
+
+    def first(self, tokens: Sequence[int]) -> int | None:
+        """The number of tokens up to the first complete stop string. Later calls pass the same tokens and more."""
+        for end in range(self._seen + 1, len(tokens) + 1):
+            if self.add(tokens[end - 1]):
+                return end
+        return None
+
+    def add(self, token: int) -> bool:
+        """Whether the next token completes a stop string."""
+        self._seen += 1
+        text = self._tail + self._pieces.add(token) + self._pieces.own
+        self._tail = text[max(0, len(text) - self._kept) :]
+        text += self._pieces.rest()
+        return any(stop in text for stop in self._stop)
+
+
+def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
+    """The stop tokens of this model: the tokenizer's end of text, and those of its generation_config.json.
+
+    With `turns`, prompts are written by the tokenizer's chat template, whose end of turn is a stop token too: a base
+    model's tokenizer may name another token.
+    """
+    end = end_of_turn(tokenizer) if turns else None
+    ids = [tokenizer.eos_token_id, *eos_token_ids(base_of(policy)), None if end is None else end[0]]
+    return tuple(dict.fromkeys(id for id in ids if id is not None))
+
+
+def text_of(
+    completion: Completion,
+    stop_token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int] | None = None,
+) -> str:
+    """A completion as a string for rewards and readers: the text that its tokens add to that of `prompt`, including a
+    leading space; without its stop token and without special tokens. Without a prompt, the tokens are decoded alone."""
+    tokens = completion.tokens[:-1] if completion.tokens[-1] in stop_token_ids else completion.tokens
+    if prompt is None:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return Pieces(tokenizer, prompt).whole(tokens)

@@ -50,9 +50,9 @@ def token_words(vocabulary: int, device: torch.device) -> torch.Tensor:
     return _hash(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device))
 
 
-def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, place_B: torch.Tensor) -> torch.Tensor:
-    """Standard exponential numbers (B, V), float32 above 0, of streams `key_B2` at the positions `place_B`."""
-    first_B = _hash(key_B2[:, 0] + place_B.to(torch.int32) * GOLDEN)
+def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+    """Standard exponential numbers (B, V), float32 above 0, of streams `key_B2` at the positions `position_B`."""
+    first_B = _hash(key_B2[:, 0] + position_B.to(torch.int32) * GOLDEN)
     x = words_V[None, :] ^ first_B[:, None]
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= SPREAD_1
@@ -67,7 +67,7 @@ def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, place_B: torch.Ten
 def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The logits of the sampling distribution: (B, V) float32, -inf for filtered tokens.
 
-    Like transformers' warpers, but tokens exactly as likely as the last one kept are kept, too. May overwrite `logits`.
+    Like transformers' warpers, but tokens exactly as likely as the last kept one are kept too. May overwrite `logits`.
     """
     if sampling.greedy:
         return logits
@@ -96,7 +96,7 @@ def _running_sum(share: torch.Tensor) -> torch.Tensor:
 
 
 def sample_tokens(
-    logits: torch.Tensor, sampling: Sampling, words_V: torch.Tensor, key_B2: torch.Tensor, place_B: torch.Tensor
+    logits: torch.Tensor, sampling: Sampling, words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each row (B, int64) and its log-probability (B, float32, nats) under the processed distribution.
 
@@ -106,7 +106,7 @@ def sample_tokens(
     highest = logits.amax(-1, keepdim=True)
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
-    race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, place_B))
+    race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, position_B))
     token_B = race.max(-1).indices  # on a CPU half the time of argmax
     chosen = logits.gather(1, token_B[:, None]).squeeze(1)
     return token_B, chosen - highest.squeeze(1) - total.log()

@@ -20,7 +20,7 @@ from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
-from posttrain.models.reading import found_file
+from posttrain.models.files import found_file
 from posttrain.runs.provenance import redact
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)

@@ -23,8 +23,8 @@ from posttrain.export.targets import refuse_full_disk
 from posttrain.models.adapters import SCORE, attach, base_settings, name_base, with_adapter
 from posttrain.models.devices import take_device
 from posttrain.models.families import base_of
+from posttrain.models.files import adapter_config, adapter_stops, check_adapter_weights
 from posttrain.models.load import load_config, load_model, load_tokenizer
-from posttrain.models.untrusted import adapter_config, adapter_stops, check_adapter_weights
 from posttrain.runs.files import load_json, save_json
 
 if TYPE_CHECKING:  # its import takes a second

@@ -20,11 +20,10 @@ from posttrain.base.distributions import t_quantile
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
-from posttrain.distillation import compare_distributions
+from posttrain.distillation import compare_distributions, forward_kl
 from posttrain.evaluation.pairs import own_margins
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
-from posttrain.losses.distillation import forward_kl
 from posttrain.models.attention import width_step
 from posttrain.models.quantised import weight_errors
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of

@@ -6,23 +6,28 @@ recipes train with: losses from posttrain/losses, log-probabilities from posttra
 docs/functional.md.
 """
 
-from posttrain.functional.data import PackedSFTDataset, get_packed_sft_dataset, iterate_batches
-from posttrain.functional.masking import masked_mean, masked_normalize
-from posttrain.functional.policy import (
+from posttrain.functional.steps import (
     compute_group_normalized_rewards,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
     grpo_microbatch_train_step,
+    masked_mean,
+    masked_normalize,
+    question_only_reward_fn,
+    r1_zero_reward_fn,
+    sft_microbatch_train_step,
 )
-from posttrain.functional.rewards import question_only_reward_fn, r1_zero_reward_fn
-from posttrain.functional.scoring import (
+from posttrain.functional.tokens import (
+    PackedSFTDataset,
+    compute_entropy,
     compute_per_instance_dpo_loss,
+    get_packed_sft_dataset,
     get_response_log_probs,
+    iterate_batches,
+    selective_log_softmax,
     tokenize_prompt_and_output,
 )
-from posttrain.functional.sft import sft_microbatch_train_step
-from posttrain.functional.softmax import compute_entropy, selective_log_softmax
 from posttrain.grading.extract import parse_gsm8k_response, parse_mmlu_response
 
 __all__ = [

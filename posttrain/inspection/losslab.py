@@ -37,8 +37,8 @@ from posttrain.models.devices import determinism, take_device
 from posttrain.models.experts import RouterLoss
 from posttrain.optim.update import AdamW, Objective, backward, balanced
 from posttrain.recipes import OFFLINE, ONLINE, REWARDED
-from posttrain.recipes.models import Models, scorer_of
-from posttrain.recipes.online import Step, sampled_prompts
+from posttrain.recipes.offline import Models, scorer_of
+from posttrain.recipes.online import Step, split_prompts
 from posttrain.reports.design import LIGHT, diverging, text_on
 from posttrain.reports.drawing import Drawing, write_drawings
 from posttrain.reports.markup import el, short
@@ -101,7 +101,7 @@ class Bench:
         self.scorer = scorer_of(job, method, self.policy)
         trained = self.scorer if method.trains_values else self.policy
         self.optimizer = AdamW(trained, job.dtype)  # for its float32 gradients
-        self.routers = RouterLoss(self.policy, job.router_aux_loss_coef, is_asked=False)
+        self.routers = RouterLoss(self.policy, job.router_aux_loss_coef, is_explicit=False)
         trained.train(method.dropout)
         self._references: dict[str | None, Any] = {}
 
@@ -127,7 +127,7 @@ class Bench:
             more["old_R"] = batch.old_R.to(job.device)
         if self.data_rows is not None:
             prompts, share = self.data_rows.examples, method.completed_share
-            more["others"] = sampled_prompts(job.config.seed, number, prompts, share)[1]
+            more["others"] = split_prompts(job.config.seed, number, prompts, share)[1]
         models = self._models(method, reference)
         step = recipe.step_of(models, batch.rollout, **more)
         for packs, objective in recipe.updates(models, number, step):

@@ -1,96 +1,67 @@
-"""Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py)."""
+"""Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py).
 
-from posttrain.losses.advantage import (
-    ReturnScale,
-    gae,
-    group_advantages,
-    leave_one_out,
-    normalized,
-    rewards_to_go,
-    value_loss,
-    whitened,
-)
-from posttrain.losses.base import global_mean, loss_coefficients, nll
-from posttrain.losses.distillation import DIVERGENCES, divergence_of
-from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
-from posttrain.losses.policy import (
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    Counts,
-    PolicyLoss,
-    adapted_kl_coef,
-    cispo,
-    grpo_clip,
-    kl_penalty,
-    policy_gradient,
-    policy_loss,
-    token_weights,
-    truncated_weights,
-)
-from posttrain.losses.preference import (
-    F_DIVERGENCES,
-    PREFERENCE_LOSSES,
-    PreferenceLoss,
-    couples_batch,
-    divergence_score,
-    preference_loss,
-)
-from posttrain.losses.reference_free import (
-    CONTRASTIVE_LOSSES,
-    contrastive,
-    contrastive_metrics,
-    log_odds_ratio,
-    odds_ratio,
-    odds_ratio_metrics,
-)
-from posttrain.losses.unpaired import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+This module has what they share: the likelihood of tokens, means over a step and their exact gradients, which do not
+depend on how the step is divided into packs, batches and ranks; checks of shapes.
+"""
 
-__all__ = [
-    "CONTRASTIVE_LOSSES",
-    "DIVERGENCES",
-    "F_DIVERGENCES",
-    "KL_ESTIMATORS",
-    "POLICY_LOSSES",
-    "PREFERENCE_LOSSES",
-    "UNPAIRED_LOSSES",
-    "Counts",
-    "Pairs",
-    "PolicyLoss",
-    "PreferenceLoss",
-    "ReturnScale",
-    "RunningMean",
-    "adapted_kl_coef",
-    "bradley_terry",
-    "cispo",
-    "contrastive",
-    "contrastive_metrics",
-    "couples_batch",
-    "divergence_of",
-    "divergence_score",
-    "gae",
-    "global_mean",
-    "group_advantages",
-    "grpo_clip",
-    "kl_estimate",
-    "kl_penalty",
-    "leave_one_out",
-    "log_odds_ratio",
-    "loss_coefficients",
-    "nll",
-    "normalized",
-    "odds_ratio",
-    "odds_ratio_metrics",
-    "policy_gradient",
-    "policy_loss",
-    "preference_loss",
-    "preference_metrics",
-    "reward_metrics",
-    "reward_range",
-    "rewards_to_go",
-    "token_weights",
-    "truncated_weights",
-    "unpaired_loss",
-    "unpaired_metrics",
-    "value_loss",
-    "whitened",
-]
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Beyond this exp() overflows float32. A clamped exponent gives a loss without gradient instead of an infinite one.
+MAX_EXPONENT = 80.0
+
+
+def nll(logprob_N: Tensor) -> Tensor:
+    """Negative log-likelihood of each scored token in nats [N]; its mean over a step's tokens is the cross-entropy."""
+    if logprob_N.ndim != 1:
+        raise ValueError(f"expected a vector with one log-probability per scored token, got {list(logprob_N.shape)}")
+    return -logprob_N
+
+
+def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
+    """−(1 − ε) log σ(x) − ε log σ(−x), ε = `label_smoothing`: the loss if a label is wrong with probability ε."""
+    return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)
+
+
+def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Tensor:
+    """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the complete step;
+    with `weight` (of the shape of `value`) its weighted sum, and `count` is the sum of weights of the complete step.
+
+    The shares of a step add up to its mean, and their gradients to its gradient. `count` is known before the first
+    backward; ValueError unless it is above 0.
+    """
+    if count <= 0:
+        raise ValueError(f"a mean needs a count above 0, got {count}")
+    return (value if weight is None else value * weight).sum() / count
+
+
+def loss_coefficients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The unreduced `loss(*inputs)` and, for each input, the gradient of its sum, of that input's shape; both detached.
+
+    If the loss couples sequences that do not fit in memory together, score all of them without gradients, compute the
+    coefficients d loss / d logprob here over the complete step, and call backward on Σ coefficient · logprob of each
+    pack: by the chain rule that is the step's exact gradient. An input that the loss does not read has coefficients 0.
+    """
+    leaves = [value.detach().requires_grad_() for value in inputs]
+    with torch.enable_grad():
+        values = loss(*leaves)
+        gradients = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
+    return values.detach(), gradients
+
+
+def check_vectors(named: dict[str, Tensor]) -> None:
+    """Raise ValueError unless all tensors are vectors of one length: broadcasting would hide a mistake."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"expected vectors of one length, got {listed}")
+
+
+def check_shapes(**named: Tensor) -> None:
+    """Raise ValueError unless all have one shape: broadcasting would hide a mistake."""
+    if len({tensor.shape for tensor in named.values()}) > 1:
+        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+        raise ValueError(f"expected tensors of one shape, got {listed}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import sum_segments
-from posttrain.losses.base import check_shapes
+from posttrain.losses import check_shapes
 
 ScaleRewards = Literal["group", "batch", "none"]
 DECAY = 0.9  # factor of a step's weight in the running statistics of returns, per later step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import sum_segments
-from posttrain.losses.base import MAX_EXPONENT, check_shapes
+from posttrain.losses import MAX_EXPONENT, check_shapes
 
 # The level of one ratio π / π_old: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).

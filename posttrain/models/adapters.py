@@ -15,8 +15,14 @@ from transformers.utils import cached_file
 from posttrain.base.errors import WeightsError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models.families import base_of, eos_token_ids, set_eos_token_ids
-from posttrain.models.reading import clear_errors, read_json, some
-from posttrain.models.untrusted import adapter_config, adapter_stops, check_adapter_weights
+from posttrain.models.files import (
+    adapter_config,
+    adapter_stops,
+    check_adapter_weights,
+    clear_errors,
+    read_json,
+    some,
+)
 
 if TYPE_CHECKING:  # importing it takes a second
     from peft import PeftModel
@@ -81,12 +87,12 @@ def add_stops(base: PreTrainedModel, adapter: ModelConfig) -> None:
 def attach(
     base: PreTrainedModel | PeftModel, folder: str, name: str = "default", trainable: bool = False
 ) -> tuple[PeftModel, str]:
-    """`base` with the adapter of a folder, and how the saved tensors differ from the described ones; empty if they do
-    not: PEFT leaves missing ones at their initial values and ignores others.
+    """`base` with the adapter of a folder, and a description of how the saved tensors differ from those of
+    adapter_config.json, empty if they do not: PEFT leaves missing ones at their initial values and ignores others.
 
     Trainable adapters, and their frozen copy START, have the dtype of the base. The head of the other kind of model (a
-    reward head where a language model is loaded, a language model's where a reward model is) is not read; a reward
-    model that is trained from a language model's adapter keeps its own.
+    reward head where a language model is loaded, or the reverse) is not read; a reward model that is trained from a
+    language model's adapter keeps its own.
     """
     from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType, TaskType
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
@@ -115,12 +121,12 @@ def attach(
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type or "", PeftModel)
         adapted = kind(base, config, name, autocast_adapter_dtype=casts)
     try:
-        found = set_peft_model_state_dict(adapted, tensors, name)
+        loaded = set_peft_model_state_dict(adapted, tensors, name)
     except KeyError as error:  # PEFT looks up modules that are saved whole
         return adapted, f"the adapter lacks {error.args[0]}"
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
-    lacking = [key for key in found.missing_keys if prefix in key and f".{name}" in key]
-    missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in (lacking, found.unexpected_keys))
+    lacking = [key for key in loaded.missing_keys if prefix in key and f".{name}" in key]
+    missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in (lacking, loaded.unexpected_keys))
     read = ("",) if generates else (f"base_model.model.{whole.base_model_prefix}.", SCORE)
     unexpected = {key for key in unexpected if key.startswith(read) and not (generates and SCORE in key)}
     ended = {key for key in unexpected if key.startswith(ends) and key in tensors}
@@ -133,7 +139,7 @@ def attach(
 
 
 def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], embeddings: Any, trained: Any) -> int:
-    """The size of the vocabulary that an adapter was trained with, at least; 0 if nothing in it tells."""
+    """A lower bound of the vocabulary size that an adapter was trained with; 0 if nothing in it depends on the size."""
     sizes = [0]
     for key, tensor in tensors.items():
         if key.startswith(ends) and key.endswith((".weight", "lora_embedding_A")) and "lora_A" not in key:
@@ -143,7 +149,7 @@ def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], e
 
 
 def _is_twice(key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a tensor of an adapter is also there under another name, as PEFT saves those of a resized vocabulary."""
+    """Whether an adapter has a tensor under another name too, as PEFT saves those of a resized vocabulary."""
     same = (other for name, other in tensors.items() if name != key and other.shape == tensors[key].shape)
     return any(torch.equal(other, tensors[key]) for other in same)
 
@@ -159,11 +165,11 @@ def _check_base(adapter: Path, base: str) -> None:
     facts = read_json(file, str(adapter))
     if not folder.is_dir():
         folder = Path(str(cached_file(base, "config.json"))).parent
-    found = {}
+    hashes = {}
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as content:
-            found[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
-    if not isinstance(facts, dict) or facts.get("sha256") != _hash_of(found):
+            hashes[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    if not isinstance(facts, dict) or facts.get("sha256") != _hash_of(hashes):
         raise WeightsError(
             f"model {adapter}: was trained on other weights than those of {base} (SHA-256 in {BASE_WEIGHTS}): load it "
             "on the base that it was trained on, which is `base` in its run's folder"

@@ -6,23 +6,33 @@ forward down to the attention function: a `PackedMask`, whose masks are built on
 argument has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the full
-pack with one BlockMask if it supports the case (models/flex.py); otherwise it is also one call per node.
+pack with one BlockMask if it supports the case; otherwise it is also one call per node.
 """
 
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from posttrain.base.errors import ModelError
 from posttrain.batch import Pack
-from posttrain.models import flex
 from posttrain.models.matmul import ONEDNN, ROWS
 
+log = logging.getLogger("posttrain")
+
 NAME = "packed"
+BLOCK = 128  # tokens of one block of FlexAttention's mask
+NARROWEST = 16  # smallest head size that FlexAttention supports
+OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: with this, PyTorch's default blocks fit heads of 64 and 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class How:
 
 
 class Visible(Protocol):
-    """The argument `packed`: which keys the tokens of a forward see, and how they attend to them.
+    """The argument `packed`: which keys the tokens of a forward pass see, and how they attend to them.
 
     `read` are the tokens, in order, whose last hidden states will be read.
     """
@@ -51,12 +61,12 @@ class Visible(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Segment:
     """A run of tokens that see the same earlier tokens: one call of the attention kernel."""
 
     start: int
     stop: int
-    before: tuple[slice, ...]  # the physical tokens above it in its tree, which all of its tokens see
+    before: tuple[slice, ...]  # the physical tokens of its ancestors, which all of its tokens see
 
     def mask(self, position_T: torch.Tensor, window: int | None) -> torch.Tensor | None:
         """Which keys (those before, then its own) each of its tokens sees; None for plain causality."""
@@ -87,7 +97,7 @@ class PackedMask:
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
         self._cuts = pack.nodes
-        self._nodes: list[Node] | None = None
+        self._nodes: list[Segment] | None = None
         self._masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
 
@@ -104,7 +114,7 @@ class PackedMask:
             visible &= self.position_T[:, None] - self.position_T[None, :] < window
         return visible
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[Segment]:
         """The pack split where visibility changes: at the start of every node of every tree. Padding is one node."""
         if self._nodes is None:
             total, width = self.num_tokens, len(self.end_T)
@@ -113,13 +123,13 @@ class PackedMask:
             self._nodes = []
             for number, run in enumerate(runs):
                 above = [runs[n] for n in range(number) if self._cuts[n][1] > run.start]
-                self._nodes.append(Node(run.start, run.stop, tuple(above)))
+                self._nodes.append(Segment(run.start, run.stop, tuple(above)))
             if total < width:
-                self._nodes.append(Node(total, width, ()))
+                self._nodes.append(Segment(total, width, ()))
         return self._nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """A mask per node to add to the logits, of `dtype`: every layer would convert a bool mask again."""
+        """A mask per node to add to the logits, in `dtype`, so that layers do not each convert a bool mask."""
         if (window, dtype) not in self._masks:
             seen = [node.mask(self.position_T, window) for node in self.nodes()]
             self._masks[window, dtype] = [
@@ -131,16 +141,16 @@ class PackedMask:
     def blocks(self, window: int | None):
         """FlexAttention's BlockMask of the complete pack."""
         if window not in self._blocks:
-            self._blocks[window] = flex.block_mask(self.end_T, self.position_T, window)
+            self._blocks[window] = flex_block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
         """Attention of the pack's tokens to one another."""
-        if query.is_cuda and flex.suits(query, how.dropout):
+        if query.is_cuda and suits_flex(query, how.dropout):
             grouped = key.shape[1] != query.shape[1]
-            return flex.attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
+            return flex_attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
         if query.device.type == "cpu" and query.dtype == torch.bfloat16:
             # The backward of PyTorch's bfloat16 attention takes three to four times as long as that of float32.
             return _by_node(query.float(), key.float(), value.float(), self, how).to(query.dtype)
@@ -174,6 +184,9 @@ def packed_attention(
     return out.transpose(1, 2), None
 
 
+AttentionInterface.register(NAME, packed_attention)
+
+
 def _by_node(query, key, value, packed, how):
     """Attention of each node's tokens to their ancestors and itself, without products that the mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
@@ -185,9 +198,9 @@ def _by_node(query, key, value, packed, how):
     masks = packed.masks(how.window, query.dtype)
     for node, q, k, v, mask in zip(nodes, queries, keys, values, masks, strict=True):
         if node.before:
-            above = [number[part.start] for part in node.before]
-            k = torch.cat([keys[i] for i in above] + [k], dim=2)
-            v = torch.cat([values[i] for i in above] + [v], dim=2)
+            ancestors = [number[part.start] for part in node.before]
+            k = torch.cat([keys[i] for i in ancestors] + [k], dim=2)
+            v = torch.cat([values[i] for i in ancestors] + [v], dim=2)
         parts.append(attend(q, k, v, mask, how))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -195,7 +208,7 @@ def _by_node(query, key, value, packed, how):
 def _sdpa(q, k, v, mask, how):
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # These need the memory-efficient kernel, which takes no groups: torch would compute the full matrix of scores.
+        # These need the memory-efficient kernel, which has no groups: torch would compute the full matrix of scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -219,8 +232,139 @@ def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
     """The multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on a CPU
     with products that cache every shape (models/matmul.py) a 64th of the budget, rounded up to ROWS; elsewhere None."""
     if device.type == "cuda":
-        return flex.BLOCK
+        return BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
 
 
-AttentionInterface.register(NAME, packed_attention)
+# FlexAttention (arXiv 2412.05496). One compilation with dynamic shapes serves every width, with the kernels of a fixed
+# width, because tokens are padded to complete blocks here. Padding sees only itself and is cut off afterwards.
+
+
+def suits_flex(query: Tensor, dropout: float) -> bool:
+    """Whether FlexAttention is used: on CUDA, in 16 bits (in float32 `scaled_dot_product_attention` is exact
+    and its blocks fit), without attention dropout, and if kernels can be compiled."""
+    on_gpu = query.is_cuda and query.dtype != torch.float32
+    return on_gpu and not dropout and query.shape[-1] >= NARROWEST and lacking_for_triton() is None
+
+
+@functools.cache
+def lacking_for_triton() -> str | None:
+    """What is missing to compile kernels for a GPU, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if os.name == "posix" and compiler is None:
+        return "there is no C compiler (cc, gcc or clang, or the one that CC names), which Triton needs"
+    return None
+
+
+@functools.cache
+def announce_without_flex() -> None:
+    """Warn once if attention runs without FlexAttention."""
+    if why := lacking_for_triton():
+        log.warning("attention runs without FlexAttention, which would be faster: %s", why)
+
+
+def flex_width(tokens: int) -> int:
+    """The padded number of tokens: complete blocks, at least two, since torch compiles a size of 1 separately."""
+    return max(2, -(-tokens // BLOCK)) * BLOCK
+
+
+def flex_block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
+    """Which keys each query sees, as a BlockMask `flex_width(T)` wide."""
+    total = flex_width(len(end_T))
+    index_T = torch.arange(total, dtype=torch.int32, device=end_T.device)
+    # Padding sees itself: the softmax of a row that sees nothing would be NaN.
+    end, position = index_T + 1, torch.zeros_like(index_T)
+    end[: len(end_T)], position[: len(end_T)] = end_T, position_T
+    # Tensors only: a captured number would be recompiled for each window.
+    until = position + (total if window is None else window)
+
+    def visible(b, h, q, k):
+        return (k <= q) & (q < end[k]) & (position[q] < until[k])
+
+    return _block_mask_maker(end_T.device.type)(visible, None, None, total, total, end_T.device)
+
+
+def flex_attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks, scaling: float, softcap: float | None, grouped: bool
+) -> Tensor:
+    """query (1, H, T, d), key and value (1, H_kv, T, d) to (1, H, T, d); the BlockMask is `flex_width(T)` wide."""
+    tokens = query.shape[2]
+    missing = flex_width(tokens) - tokens
+    if missing:
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+
+    most = softcap or 1.0
+
+    def cap(score, b, h, i, j):
+        return most * torch.tanh(score / most)
+
+    out = _compiled()(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else cap,
+        block_mask=blocks,
+        scale=scaling,
+        enable_gqa=grouped,
+        kernel_options=dict(_options_on(query.device, query.shape[-1])),
+    )
+    return out[:, :, :tokens]
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return _with_dynamic_sizes(flex_attention)
+
+
+@functools.cache
+def _block_mask_maker(device_type: str) -> Callable[..., Any]:
+    """create_block_mask; compiled on a GPU, so that no (width, width) tensor exists in between."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return _with_dynamic_sizes(create_block_mask) if device_type == "cuda" else create_block_mask
+
+
+def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled for all sizes; scale and cap of a layer's logits are constants of its kernel."""
+    from torch._dynamo import config
+
+    config.specialize_float = True
+    # Beyond the limit of recompilations torch would silently compute the full matrix of scores.
+    config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _options_on(device: torch.device, head: int) -> dict[str, Any]:
+    # The compiler does not know that a dynamic width is a multiple of blocks, and would check every block.
+    options: dict[str, Any] = {"IS_DIVISIBLE": True}
+    if device.type == "cuda":
+        options |= flex_blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return options
+
+
+def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
+    """Blocks of FlexAttention's 16-bit kernels that fit in this shared memory (bytes); empty if its defaults fit.
+
+    Forward keeps M queries and streams N keys and values; backward keeps as many of each, with the operands of their
+    gradients, and streams the rest. Heads are padded to a power of two.
+    """
+    wide = 1 << (head - 1).bit_length()
+    if shared >= OWN_BLOCKS_BYTES and head in (16, 32, 64, 128):
+        return {}
+    rows = [(128, 64, 2), (64, 64, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 16, 1)]
+    room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel's own
+    m, n, stages = next((r for r in rows if r[0] + 2 * r[1] * r[2] <= room), rows[-1])
+    kept, streamed, back_stages = next((r for r in rows if 2 * r[0] + 2 * r[1] * r[2] <= room), rows[-1])
+    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages, "fwd_num_warps": _warps(m)}
+    backward = {"bwd_BLOCK_N1": kept, "bwd_BLOCK_M1": streamed, "bwd_BLOCK_M2": kept, "bwd_BLOCK_N2": streamed}
+    return forward | backward | {"bwd_num_stages": back_stages, "bwd_num_warps": _warps(kept)}
+
+
+def _warps(rows: int) -> int:
+    """PyTorch's defaults for heads of 128: twice as many for blocks of 128 rows, whose sums fill the registers."""
+    return 8 if rows >= 128 else 4

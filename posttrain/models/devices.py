@@ -20,9 +20,9 @@ def take_device(devices: DevicesConfig) -> torch.device:
 
 
 def own_device(devices: DevicesConfig, rank: int, ranks: int) -> DevicesConfig:
-    """The settings for one of the ranks on a machine: the GPU of its number among the named or visible ones.
+    """The settings of one of the ranks on a machine, whose GPU has its number among the named or visible ones.
 
-    Raises ModelError if there is none, or if one process alone was given several.
+    Raises ModelError if there is none, or if several are named for a single process.
     """
     if device_type(devices) != "cuda":
         return devices

@@ -28,13 +28,13 @@ class RouterLoss:
     """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), by the family's own
     function in transformers.
 
-    Of E experts, f_e is how often e is among a token's choices, and P_e its mean probability: means over layers and
-    tokens. A token counts once for each sequence that it is part of, as if each had been computed alone; padding does
-    not count. With a `coefficient` of 0, nothing is done.
+    E experts; f_e is how often e is among a token's choices, P_e its mean probability, both means over layers and
+    tokens. A token counts once for each sequence that it is part of, as if each were computed alone; padding does not
+    count. A `coefficient` of 0 turns the loss off.
     """
 
-    def __init__(self, model: nn.Module, coefficient: float, is_asked: bool = True):
-        """Raises ModelError for a family without such a function, if the loss is asked for; else it is left out with a
+    def __init__(self, model: nn.Module, coefficient: float, is_explicit: bool = True):
+        """Raises ModelError for a family without such a function if the user set the loss; else it is dropped with a
         warning."""
         self.coefficient = coefficient
         self._forward: _Forward | None = None
@@ -44,7 +44,7 @@ class RouterLoss:
         routers, balance = _routers(base), _balance_of(base)
         if not routers or balance is None:
             lacking = f"transformers has no load-balancing loss for {architecture_of(base)} that can be used here"
-            if is_asked:
+            if is_explicit:
                 raise ModelError(f"{lacking}: set method.router_aux_loss_coef: 0, or leave it out")
             log.warning("%s: its routers are trained without one", lacking)
             self.coefficient = 0.0
@@ -57,7 +57,7 @@ class RouterLoss:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which the policy's forward is read for `loss`: the first one with gradients, if these are on."""
+        """Context in which `loss` reads the policy's forward pass: the first one with gradients, if these are on."""
         self._forward = _Forward(torch.is_grad_enabled())
         try:
             yield
@@ -65,9 +65,9 @@ class RouterLoss:
             self._forward = None
 
     def loss(self) -> Tensor:
-        """The loss of the forward that was read, without the coefficient."""
+        """The loss of the forward pass that was read, without the coefficient."""
         assert self._forward is not None and self._forward.weight is not None, "no forward was read"
-        logits = tuple(one.reshape(-1, one.shape[-1]) for one in self._forward.logits)
+        logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._forward.logits)
         return self._balance(logits, logits[0].shape[-1], self._top_k, self._forward.weight)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class RouterLoss:
             forward.weight = kwargs["attention_mask"]
 
     def _keep(self, index: int, module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Keep a router's logits as they are: operations here would differ from those of recomputed layers."""
+        """Keep a router's logits unchanged: operations here would be missing when the layer is recomputed."""
         forward = self._forward
         if forward is None or forward.weight is None or forward.is_over:
             return
@@ -96,10 +96,10 @@ ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @dataclass(slots=True)
 class _Forward:
-    """A forward whose routers are read."""
+    """A forward pass whose routers are read."""
 
     with_gradients: bool
-    weight: Tensor | None = None  # of each token, in the shape of the input; None: the forward has not begun
+    weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not begun
     logits: list[Tensor] = field(default_factory=list)  # of each router
     is_over: bool = False
 
@@ -107,9 +107,9 @@ class _Forward:
 def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
     """The function in the module of the model's class, if it has the usual arguments."""
     for kind in type(base).__mro__:
-        found = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
-        if found is not None:
-            return found if list(inspect.signature(found).parameters) == ARGUMENTS else None
+        function = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+        if function is not None:
+            return function if list(inspect.signature(function).parameters) == ARGUMENTS else None
     return None
 
 
@@ -125,22 +125,22 @@ def _routers(base: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     ]
 
 
-def router_coefficient(config: PreTrainedConfig, asked: float | None) -> float:
-    """The weight of the routers' load-balancing loss: what is asked for, or the model's own. Raises ConfigError for a
+def router_coefficient(config: PreTrainedConfig, setting: float | None) -> float:
+    """The weight of the routers' load-balancing loss: the setting, or by default the model's. Raises ConfigError for a
     model without experts."""
     text = config.get_text_config()
     is_mixture = hasattr(text, "output_router_logits")
-    if asked and not is_mixture:
+    if setting and not is_mixture:
         raise ConfigError(
-            f"method.router_aux_loss_coef is {asked}, but {config.model_type} is no mixture of experts whose routers "
+            f"method.router_aux_loss_coef is {setting}, but {config.model_type} is no mixture of experts whose routers "
             "transformers reads: leave it out"
         )
-    own = getattr(text, "router_aux_loss_coef", None) if is_mixture else None
-    return (own or 0.0) if asked is None else asked
+    default = getattr(text, "router_aux_loss_coef", None) if is_mixture else None
+    return (default or 0.0) if setting is None else setting
 
 
 class RouterLoad:
-    """Counts the choices of a model's routers in forwards with gradients, not in those of engines and references.
+    """Counts the choices of a model's routers in forward passes with gradients, not in those of engines and references.
 
     Each computed token counts once, padding does not. A layer that continues with the tokens that are read
     (models/lean.py) counts only these.
@@ -171,8 +171,8 @@ class RouterLoad:
             self._counts[number] = made if before is None else before + made
 
     def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The choices of tokens, and how often each counts: those of padding, and of copies of the last token that is
-        read, do not."""
+        """The choices of tokens, and how often each counts: padding, and copies of the last token that is read, do
+        not."""
         if (packed := self._packed) is not None:
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
         if packed is not None or self._mask is None:

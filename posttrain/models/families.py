@@ -1,8 +1,8 @@
 """The facts of each model family, one line each, verified by tests/test_equivalence.py.
 
-`packed`: its attention goes through transformers' interface and depends on nothing but positions, so that a pack gives
-the log-probabilities of one-by-one evaluation. Other families (ALiBi, own attention code), and those not listed here,
-take packs with one sequence per row.
+`packed`: its attention uses transformers' interface and depends only on positions, so that a pack gives the
+log-probabilities of one-by-one evaluation. Other families (ALiBi, own attention code), and those not listed here, take
+packs with one sequence per row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.models.attention import NAME as PACKED
 if TYPE_CHECKING:
     from peft import PeftModel
 
-TRITON = "_posttrain_triton"  # the mark of a model that uses models/kernels
+TRITON = "_posttrain_triton"  # the attribute of a model that uses models/kernels
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -62,13 +62,11 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt_neo": Family(False, ("q_proj", "v_proj")),
     "gptj": Family(False, ("q_proj", "v_proj")),
 }
-
-
-LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # in a table; other families compute any number of positions
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # a table of positions; other families compute any number
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether it is a PEFT model, without importing PEFT, which takes a second and is not needed by most runs."""
+    """Whether it is a PEFT model; without importing PEFT, which takes a second and which most runs do not need."""
     return hasattr(model, "get_base_model")
 
 
@@ -85,8 +83,8 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
 
 
 def head_layer(model: nn.Module) -> nn.Linear:
-    """The layer whose `weight` and `bias` give the logits, as active adapters have it: PEFT's copy if it trains all of
-    it, PEFT's wrapper if it trains some of its rows."""
+    """The layer whose `weight` and `bias` give the logits with active adapters: PEFT's copy if it is trained whole,
+    PEFT's wrapper if some of its rows are trained."""
     head: Any = base_of(model).get_output_embeddings()
     if hasattr(head, "modules_to_save"):
         off = head.disable_adapters or not head.active_adapters
@@ -97,7 +95,7 @@ def head_layer(model: nn.Module) -> nn.Linear:
 
 
 def trains_rows(end: nn.Module | None) -> bool:
-    """Whether embeddings or an LM head are frozen but for some rows, which PEFT puts into them at each use."""
+    """Whether embeddings or an LM head are frozen except some rows, which PEFT inserts at each use."""
     return hasattr(end, "token_adapter")
 
 
@@ -113,8 +111,8 @@ def is_recurrent(base: PreTrainedModel) -> bool:
 
 def eos_token_ids(model: PreTrainedModel) -> list[int]:
     """The stop tokens of the model's generation_config.json."""
-    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config
-    return [int(id) for id in (given if isinstance(given, list) else [given]) if id is not None]
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config
+    return [int(id) for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
 
 
 def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
@@ -128,6 +126,11 @@ def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
         generation.validate(strict=True)
     except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
         generation.do_sample = True
+
+
+def vocabulary_of(base: PreTrainedModel) -> int:
+    """The number of token ids that have an embedding."""
+    return base.get_input_embeddings().weight.shape[0]  # pyright: ignore
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
@@ -170,7 +173,7 @@ def use_triton(model: nn.Module) -> None:
 
 
 def uses_triton(model: nn.Module, factor: Tensor) -> bool:
-    """Whether these kernels are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
+    """Whether they are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
     return getattr(model, TRITON, False) and not (factor.is_cuda and factor.dtype == torch.float32)
 
 

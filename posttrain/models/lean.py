@@ -1,7 +1,7 @@
 """Leaner forwards with the same values: linear layers, and attention, norms, MLPs and last layer of LLaMA variants.
 
 After the last layer's attention only the tokens whose hidden states are read continue: the other tokens have provided
-their keys and values and are not needed any more. Linear layers of every family use models/matmul.py. `lean` sets these
+their keys and values and are no longer needed. Linear layers of every family use models/matmul.py. `lean` sets these
 forwards on a model's modules: weights, names and files stay those of transformers.
 
 Norms, rotations and gated MLPs are element-wise chains with gradients. Plain autograd saves every intermediate of
@@ -14,6 +14,8 @@ The layers of hybrid models (gated delta rule, arXiv 2412.06464, after a short c
 instead of keys and values, which is forked where a tree branches. Every node of a tree is one call of transformers' own
 forward, which starts with its parent's final states; gradients flow back through them. Siblings start with the same
 states and never see each other.
+
+Gradient checkpointing: a layer saves only its input, and is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.attention import PackedMask, Visible, packed_attention
+from posttrain.models.families import base_of
 from posttrain.models.matmul import linear, product
 
 BLOCK_ELEMENTS = 1 << 19  # of a block: 2 MB in float32, which stay in the cache for the next operation
@@ -40,10 +45,10 @@ BLOCK_ELEMENTS = 1 << 19  # of a block: 2 MB in float32, which stay in the cache
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The chains as a model's modules call them, with gradients.
+    """The chains with gradients, as a model's modules call them.
 
     norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which
-    computes (silu(gate) * up) W^T + b and saves less than the two in turn; None if missing.
+    computes (silu(gate) * up) W^T + b and saves less than swiglu and a linear layer; None if missing.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -216,7 +221,6 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 TORCH = Kernels.of(sys.modules[__name__])
 
-
 # Modules whose transformers forward equals the one here (proven by tests/test_equivalence.py).
 PLAIN = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3")
 NORMS = frozenset(f"{name}RMSNorm" for name in (*PLAIN, "Glm", "Glm4", "Granite", "Olmoe", "Phi3"))
@@ -227,9 +231,9 @@ MLPS = frozenset(f"{name}MLP" for name in (*PLAIN, "Cohere", "Cohere2", "Granite
 LAYERS = frozenset(f"{name}DecoderLayer" for name in (*PLAIN, "Glm", "Olmoe"))
 # The attribute with the sliding window of each attention class.
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
-    **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda one: None),
-    **dict.fromkeys(("Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"), lambda one: one.sliding_window),
-    **dict.fromkeys(("MistralAttention", "MixtralAttention"), lambda one: getattr(one.config, "sliding_window", None)),
+    **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda m: None),
+    **dict.fromkeys(("Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"), lambda m: m.sliding_window),
+    **dict.fromkeys(("MistralAttention", "MixtralAttention"), lambda m: getattr(m.config, "sliding_window", None)),
 }
 
 
@@ -288,7 +292,7 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
 
 
 def _is_trained(layer: nn.Module) -> bool:
-    """Whether it is a linear layer (not an adapter around one) whose weight gets a gradient."""
+    """Whether it is a linear layer, without an adapter, whose weight gets a gradient."""
     return type(layer) is nn.Linear and layer.weight.requires_grad and torch.is_grad_enabled()
 
 
@@ -338,7 +342,7 @@ class _States:
         return self.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # states are never changed in place: siblings start with them, too
+        return True  # states are never changed in place: siblings start with them too
 
     # transformers 5.17 reads them from cache.layers[layer_idx] instead.
 
@@ -360,7 +364,7 @@ class _States:
         return [self.recurrent]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
-        """The inputs (1, channels, T) with the preceding ones in front, which the convolution sees, too."""
+        """The inputs (1, channels, T) after the preceding ones, which the convolution sees too."""
         if self.conv is None:  # the convolution pads with zeros itself
             seen = inputs
             whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0))
@@ -372,3 +376,22 @@ class _States:
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_unused) -> Tensor:
         self.recurrent = state
         return state
+
+
+def enable_gradient_checkpointing(policy: nn.Module) -> None:
+    """Recompute each layer's activations in backward, in training and evaluation mode.
+
+    transformers' own switch needs training mode, which would also turn on the dropout that some layers apply themselves
+    (OPT, Falcon); the recipe decides on dropout.
+    """
+    for layer in base_of(policy).modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """The layer's forward, recomputed in backward. Without gradients, `checkpoint` would still save the state of random
+    generators at every call, of which engines make thousands."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **settings)
+    return checkpoint(forward, *inputs, use_reentrant=False, **settings)

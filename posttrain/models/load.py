@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,14 +22,13 @@ from transformers.utils import logging as hf_logging
 from posttrain.base.errors import ModelError, WeightsError
 from posttrain.base.imports import need
 from posttrain.config.schema.model import ModelConfig
+from posttrain.models import attention
 from posttrain.models.adapters import base_settings, is_adapter, merged, saved_config, with_adapter
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES, base_of, use_triton
-from posttrain.models.lean import lean
-from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
-from posttrain.models.quantised import check_int8, method_of
-from posttrain.models.reading import clear_errors, found_file, some
-from posttrain.models.untrusted import check_adapter_weights, check_file, check_indexes
+from posttrain.models.files import check_adapter_weights, check_file, check_indexes, clear_errors, found_file, some
+from posttrain.models.lean import TORCH, Kernels, lean
+from posttrain.models.quantised import check_int8, method_of, nf4
 
 # transformers' progress bars appear on every load and save; ours cover long waits.
 hf_logging.disable_progress_bar()
@@ -39,10 +39,8 @@ Head = Literal["lm", "reward"]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or that of its base if it is an adapter without one (with the adapter's chat template).
-
-    It has the model's `new_tokens`.
-    """
+    """The model's tokenizer with its `new_tokens`; for an adapter without one, its base's with the adapter's chat
+    template."""
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if is_adapter(model) and not any(any(Path(model.path).glob(kind)) for kind in kinds):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
@@ -50,10 +48,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         return tokenizer
     with clear_errors(model, "tokenizer"):
-        for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):  # transformers reads the first, too
+        for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):  # transformers also reads the first
             check_file(model.path, model.revision, name)
         tokenizer = AutoTokenizer.from_pretrained(model.path, **_source(model))
-        tokenizer.add_tokens([*model.new_tokens])  # those that it has already keep their ids
+        tokenizer.add_tokens([*model.new_tokens])  # known tokens keep their ids
         return tokenizer
 
 
@@ -64,9 +62,9 @@ def new_token_ids(model: ModelConfig) -> list[int]:
 
 
 def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
-    """Give `new_tokens` that the tokenizer lacked the mean of the embeddings of all others, and so to the LM head.
+    """Set the embeddings, and rows of the LM head, of `new_tokens` that the tokenizer lacked to the mean of all others.
 
-    Embeddings are added if there are fewer than ids. A model that was saved with its tokens stays as it is.
+    Embeddings are added if there are fewer than ids. A model that was saved with its tokens stays unchanged.
     """
     if not model.new_tokens:
         return
@@ -75,7 +73,7 @@ def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
     needed = max(words.values()) + 1
     new = {id for token, id in words.items() if token not in known or id >= size}
     if needed > size:
-        with torch.random.fork_rng(devices=[]):  # else a resumed run would draw other numbers
+        with torch.random.fork_rng(devices=[]):  # else the random numbers of a resumed run would differ
             loaded.resize_token_embeddings(needed, mean_resizing=False)
     ends = [end for end in (loaded.get_input_embeddings(), loaded.get_output_embeddings()) if end is not None]
     old = sorted({id for id in known.values() if id < size} - new)
@@ -98,17 +96,20 @@ def load_model(
     With `stay` it is left in CPU memory, ready to be moved to `device`. Its `new_tokens` are added.
 
     A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
-    a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights. A folder
-    with quantised weights is loaded as it is, or `dequantised`; on quantised weights an adapter is not merged.
+    a normal distribution with standard deviation 0.02. `load_in_4bit` quantises linear layers to 4 bits (NF4 with
+    double quantisation). Quantised weights are loaded unchanged, or `dequantised`; no adapter is merged into them.
     """
     check_attention(model, device)
-    chains, stored = chains_for(model, device), quantization(model, dtype)
+    chains, settings = chains_for(model, device), None
+    if model.load_in_4bit:
+        need("bitsandbytes", "quant", "model.load_in_4bit")
+        settings = nf4(dtype)
     base = base_settings(model)
-    loaded, already = _as_published(model, base, head, dtype, device, stored)
-    if already is not None and dequantised:
-        loaded, already = loaded.dequantize(dtype), None
+    loaded, method = _as_published(model, base, head, dtype, device, settings)
+    if method is not None and dequantised:
+        loaded, method = loaded.dequantize(dtype), None
         loaded._weight_conversions = None  # else it would be saved as 4-bit tensors
-    quantised = stored is not None or already is not None
+    quantised = settings is not None or method is not None
     if base is not model and not quantised:
         loaded = merged(with_adapter(loaded, model))
     if quantised and model.new_tokens:
@@ -130,11 +131,16 @@ def load_model(
 
 
 def _as_published(
-    model: ModelConfig, base: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, stored: Any
+    model: ModelConfig,
+    base: ModelConfig,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisation: BitsAndBytesConfig | None,
 ) -> tuple[Any, str | None]:
     """The `base` of a model as its folder has it, and the method by which its weights are quantised there.
 
-    `stored`: transformers' settings of the quantisation at loading; None: none.
+    `quantisation` has the settings for quantising it while loading.
     """
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
@@ -146,17 +152,17 @@ def _as_published(
         auto, config.num_labels = AutoModelForSequenceClassification, 1
     source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
     source["attn_implementation"] = None if base.attention in ("auto", "packed") else base.attention
-    already = method_of(config)
-    if already == "bitsandbytes":
+    method = method_of(config)
+    if method == "bitsandbytes":
         need("bitsandbytes", "quant", f"model {base.path}: its weights are quantised, which")
         if cast(Any, config).quantization_config.get("load_in_8bit"):
             check_int8(device)
-    if stored is not None:
-        source["quantization_config"] = stored
-    if stored is not None or already is not None:
+    if quantisation is not None:
+        source["quantization_config"] = quantisation
+    if quantisation is not None or method is not None:
         source["device_map"] = {"": device}
     check_indexes(base.path)
-    if found_file(base.path, "adapter_config.json", base.revision) is not None:  # transformers loads it, too
+    if found_file(base.path, "adapter_config.json", base.revision) is not None:  # transformers also loads it
         check_adapter_weights(base.path, base.revision, base.allow_pickle)
     check_file(base.path, base.revision, "generation_config.json")
     with clear_errors(base, "weights"), _no_report():
@@ -166,7 +172,7 @@ def _as_published(
         raise WeightsError(f"{base.path}: the weights lack {some(missing)}, which {type(loaded).__name__} needs")
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
-    return loaded, already
+    return loaded, method
 
 
 def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> int:
@@ -174,7 +180,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
     Added tokens (a pad token, one for images) may lack an embedding as long as they do not occur.
     """
-    embeddings = len(cast(torch.nn.Embedding, loaded.get_input_embeddings()).weight)  # PEFT's wrappers have it, too
+    embeddings = len(cast(torch.nn.Embedding, loaded.get_input_embeddings()).weight)  # PEFT's wrappers have it too
     ends = cast(list[int | None], [tokenizer.bos_token_id, tokenizer.eos_token_id])
     largest = max([tokenizer.vocab_size - 1, *(id for id in ends if id is not None)])
     if largest >= embeddings:
@@ -186,7 +192,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
-    """Whether the model takes packs directly: its family is proven and no other attention is set."""
+    """Whether the model takes packs directly: its family is proven, and no other attention is set."""
     family = FAMILIES.get(loaded.config.model_type)
     proven = family is not None and family.packed
     if model.attention == "packed" and not proven:
@@ -245,3 +251,58 @@ def _no_report() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(before)
+
+
+def keep_storage(loaded: PreTrainedModel) -> None:
+    """Prevent bitsandbytes from converting 4-bit weights to another layout on the first forward on a CPU with bfloat16.
+
+    That layout is for generation: it has no backward, and the frozen weights of a run must not change.
+    """
+    for module in loaded.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.__dict__["support_avx512bf16_for_cpu"] = False  # a plain attribute that nn.Module does not type
+
+
+def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
+    """The element-wise chains: Liger's if set, else on a GPU our own in Triton, else PyTorch's.
+
+    From Liger (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy is not used:
+    posttrain.scoring never computes full logits.
+    """
+    own = TORCH
+    if takes_triton(model, device):
+        from posttrain.models.kernels import layers  # needs Triton, which comes with PyTorch for CUDA
+
+        own = Kernels.of(layers)
+    if not model.use_liger_kernel:
+        return own
+    if device.type != "cuda":
+        raise ModelError(
+            f"model.use_liger_kernel: its kernels are for GPUs, and this run computes on {device.type}: set it to false"
+        )
+    norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
+    swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
+    offset, casting, in_place = 0.0, "llama", False
+
+    def liger_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return norm.apply(x, weight, eps, offset, casting, in_place)
+
+    return Kernels(liger_norm, swiglu.apply, own.rotated, None)
+
+
+def takes_triton(model: ModelConfig, device: torch.device) -> bool:
+    """Whether a model on this device uses the kernels of models/kernels."""
+    return model.triton_kernels and device.type == "cuda" and attention.lacking_for_triton() is None
+
+
+def check_attention(model: ModelConfig, device: torch.device) -> None:
+    """Check that flash_attention_2 has its package and a GPU, with a clearer message than transformers'; warn if
+    attention over packs on a GPU runs without FlexAttention."""
+    if device.type == "cuda" and model.attention != "flash_attention_2":
+        attention.announce_without_flex()
+    if model.attention == "flash_attention_2":
+        need("flash_attn", "flash-attn", "model.attention: flash_attention_2")
+        if device.type != "cuda":
+            raise ModelError(
+                f"model.attention: flash_attention_2 is for GPUs, and this run computes on {device.type}: set auto"
+            )

@@ -18,8 +18,8 @@ from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
+from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
-from posttrain.models.untrusted import adapter_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -31,11 +31,11 @@ ABOUT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "
 def add_lora(
     model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None, tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved, too.
+    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
 
-    Of the embeddings and the LM head the rows of `tokens` are trained; modules to save are trained whole.
-    The adapters name the model as their base, at its `revision`. Raises ModelError if the target modules match nothing,
-    or modules that cannot have adapters.
+    The rows of `tokens` in the embeddings and the LM head are trained; modules to save are trained whole. The adapters
+    name the model, at its `revision`, as their base. Raises ModelError if the target modules match nothing, or modules
+    that cannot have adapters.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, TaskType, get_peft_model
@@ -68,7 +68,7 @@ def add_lora(
 
 
 def _ends(model: PreTrainedModel) -> set[str]:
-    """The last parts of the names of the embeddings and of the LM head; one that is tied to them has no name here."""
+    """The last parts of the names of the embeddings and of the LM head, unless it is tied to them."""
     head = None if model.config.tie_word_embeddings else model.get_output_embeddings()
     ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
     return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is end for end in ends)}
@@ -121,14 +121,14 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def continues(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether a run trains the adapter that it starts from further: its settings are those of `model.lora`.
+    """Whether a run continues to train the adapter that it starts from: its settings are those of `model.lora`.
 
     Otherwise, and in runs of behavior_version 1, it is merged into its base, and a new one is trained.
     """
     saved = adapter_config(model.path)
     if saved is None or model.lora is None or config.behavior_version < 2:
         return False
-    saved = {"trainable_token_indices": None} | saved  # which earlier versions of PEFT did not write
+    saved = {"trainable_token_indices": None} | saved  # earlier versions of PEFT did not write this entry
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
         grow(empty, model)
@@ -137,7 +137,7 @@ def continues(config: RunConfig, model: ModelConfig) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value of adapter_config.json: lists of names in one order, and without a reward model's head."""
+    """A value of adapter_config.json, with lists of names sorted and without a reward model's head."""
     if isinstance(value, list | tuple | set):
         return sorted(str(item) for item in value if item not in ("score", "classifier")) or None
     return value
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def as_begun(policy: PeftModel) -> Iterator[None]:
-    """The policy as its run began: with the frozen copy of an adapter that is trained further, else without any."""
+    """Context with the policy as its run began: with the frozen copy of a continued adapter, else without any."""
     if START not in policy.peft_config:
         with policy.disable_adapter():
             yield
@@ -159,9 +159,7 @@ def as_begun(policy: PeftModel) -> Iterator[None]:
 
 def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Write a model as transformers or PEFT load it. An adapter is written alone, with the hash of its base's weights
-    if posttrain wrote them.
-
-    `state_dict`: the model's, if it is not in the model itself (models/sharding.py).
+    if posttrain wrote them. `state_dict`: the weights, if they are not in the model itself (models/sharding.py).
     """
     only: dict[str, Any] = {}
     if is_adapted(model):
@@ -180,16 +178,15 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
     if lora.target_modules == "auto":
         family = FAMILIES.get(model.config.model_type)
         return list(family.lora_targets) if family else candidates
-    given = list(lora.target_modules)
-    _match("lora.target_modules", given, model)
-    _refuse_ends(model, given)
-    return given
+    _match("lora.target_modules", lora.target_modules, model)
+    _refuse_ends(model, lora.target_modules)
+    return list(lora.target_modules)
 
 
-def _match(setting: str, given: Sequence[str], model: PreTrainedModel) -> None:
-    """Raise ModelError for names that are no module's."""
+def _match(setting: str, targets: Sequence[str], model: PreTrainedModel) -> None:
+    """Raise ModelError for names that match no module."""
     names = [name for name, _ in model.named_modules()]
-    unmatched = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in names)]
+    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unmatched:
         raise ModelError(
             f"{setting}: {', '.join(unmatched)} match no module of {model.config.model_type}; "
@@ -197,7 +194,7 @@ def _match(setting: str, given: Sequence[str], model: PreTrainedModel) -> None:
         )
 
 
-def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
+def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Refuse adapters on the LM head, which is applied in chunks without them, and on embeddings tied to it."""
     head = model.get_output_embeddings()
     ends = {"the LM head": head}
@@ -205,7 +202,7 @@ def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
         ends["embeddings that are the LM head's weights too"] = model.get_input_embeddings()
     for name, module in model.named_modules():
         what = next((what for what, end in ends.items() if end is module), None)
-        if what and any(name == target or name.endswith(f".{target}") for target in given):
+        if what and any(name == target or name.endswith(f".{target}") for target in targets):
             raise ModelError(f"lora.target_modules: {name} cannot have adapters here: it is {what}; remove it")
 
 

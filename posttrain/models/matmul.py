@@ -1,11 +1,11 @@
 """x W^T on a CPU through oneDNN, which PyTorch has besides MKL and uses itself for dtypes other than float32.
 
 On an AMD EPYC the models' shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is as
-fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not with
+fast through MKL and stays there). On Intel's processors MKL is as fast or faster (a training step by 4 %), except with
 few rows and weights packed beforehand, as in generation: `packed_weights` is for every x86 processor. Elsewhere, and
 if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
 
-oneDNN caches machine code for every shape, 0.3 MB, until the process ends: with packs of ever new sizes the process
+oneDNN caches 0.3 MB of machine code for every shape until the process ends: with ever new sizes of packs, the process
 would grow without limit. So it only gets recurring numbers of rows, multiples of ROWS, to which packs are padded
 (`width_step` in models/attention.py); MKL multiplies all others.
 """
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# Private to torch.compile's compiler, so its existence is checked before use.
+# These are private to torch.compile's compiler, so their existence is checked.
 PACKS = (
     torch.backends.mkldnn.is_available()
     and platform.machine() in ("x86_64", "AMD64")
@@ -33,7 +33,7 @@ ONEDNN = PACKS and "Intel" not in CAPABILITIES.get("cpu_name", "")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 ROWS = 16
-SAMPLED_ROWS = 4  # the same with packed weights, for rows that finish one by one
+SAMPLED_ROWS = 4  # the same with packed weights, since sampled rows finish one by one
 SMALL = 1 << 16  # size of a weight below which oneDNN's overhead exceeds its gain
 PACKED_BYTES = 1 << 30  # of weights that may be in memory twice
 
@@ -45,7 +45,7 @@ def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
-# Other dtypes gain nothing. oneDNN may use less than the processor has (ONEDNN_MAX_CPU_ISA), so it is asked too.
+# Other dtypes gain nothing. oneDNN may use less than the processor has (ONEDNN_MAX_CPU_ISA), so that is checked too.
 _BFLOAT16 = PACKS and multiplies_bfloat16() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if _BFLOAT16 else [])}
 
@@ -97,7 +97,7 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    if not is_for_onednn(weight) or x.dtype != torch.float32:  # before `rows`, which torch.compile would look at
+    if not is_for_onednn(weight) or x.dtype != torch.float32:  # before `rows`, which torch.compile would trace
         return False
     rows = x.numel() // x.shape[-1]
     return rows > 0 and rows % ROWS == 0
@@ -111,10 +111,10 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
     """Context in which products without gradients use large weights packed in oneDNN's layout.
 
-    Otherwise oneDNN packs them for every product, which takes much of the time with few rows: 40 % with 16 rows, 15 %
-    with 60. The cost is a second copy, so a model of more than PACKED_BYTES is not packed.
+    Otherwise oneDNN packs them for every product: 40 % of the time with 16 rows, 15 % with 60. The cost is a second
+    copy, so a model of more than PACKED_BYTES is not packed.
 
-    Yields the multiple that the number of rows should have: others are padded at every product.
+    Yields the number of which the number of rows should be a multiple: other rows are padded at every product.
     """
     heads = (head, getattr(head, "original_module", None))  # PEFT's wrapper has the published one in it
     weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m not in heads}

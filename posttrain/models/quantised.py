@@ -33,7 +33,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
-    """Raise ModelError if the weights of a model are quantised and cannot be trained so: all but 4 bits with LoRA."""
+    """Raise ModelError for a model with quantised weights, except for LoRA on 4 bits."""
     if method_of(config) is None or (lora and config.quantization_config.get("load_in_4bit")):
         return
     raise ModelError(
@@ -43,8 +43,8 @@ def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
 
 
 def check_int8(device: torch.device) -> None:
-    """Raise ModelError if PyTorch multiplies 8-bit integers wrongly here, which nothing else would show."""
-    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # else they are not multiplied so
+    """Raise ModelError if PyTorch multiplies 8-bit integers wrongly on this machine, which nothing else would show."""
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # other code multiplies elsewhere
         return
     row = torch.full((1, COLUMNS), 127, dtype=torch.int8)
     if int(torch._int_mm(row, row.T)) != COLUMNS * 127**2:
@@ -131,11 +131,11 @@ def weight_of(layer: nn.Module) -> Tensor:
 def weight_errors(original: PreTrainedModel, other: PreTrainedModel) -> dict[str, float]:
     """For each quantised layer of `other`, |W' - W| / |W| in the Frobenius norm, W being that of the original."""
     wholes = linear_layers(original)
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name, layer in _quantised_layers(other).items():
         whole = weight_of(wholes[name]).float()
-        found[name] = float((weight_of(layer).float() - whole).norm() / whole.norm().clamp_min(1e-30))
-    return found
+        errors[name] = float((weight_of(layer).float() - whole).norm() / whole.norm().clamp_min(1e-30))
+    return errors
 
 
 def stored_bytes(model: PreTrainedModel) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Weights sharded over the ranks by torch's FSDP2: each rank has the rows of its part of every tensor.
 
 The parts are float32 and the optimizer's masters. A layer is gathered for its forward and its backward pass, in the
-dtype of the computation, and its gradients are summed over the ranks in float32, each rank receiving those of its part.
-So every pass over the model is a collective operation: all ranks make as many. `whole` gathers everything for a while,
-so that each rank can use the model alone, as an engine does.
+dtype of the computation; its gradients are summed over the ranks in float32, and each rank receives those of its part.
+So every pass over the model is a collective operation, which all ranks make equally often. `whole` gathers everything
+for a while, so that each rank can use the model alone, as an engine does.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.models.families import backbone_of, base_of
 
-PARTS = "sharded_parts"  # the attribute of a sharded model: its modules that are gathered at once, itself among them
+PARTS = "sharded_parts"  # the attribute of a sharded model with the modules that are gathered at once, itself included
 
 
 def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -36,8 +36,8 @@ def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype
         part.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
         if hasattr(part, "set_reduce_scatter_unused_params"):  # an expert may have tokens on one rank alone
             part.set_reduce_scatter_unused_params(True, recurse=False)  # pyright: ignore[reportCallIssue]
-    # Backward gathers ahead in this order. By default it repeats that of the forward passes since the last backward, of
-    # which an engine makes as many as it needs: ranks would gather in different orders, and wait for one another.
+    # Backward gathers ahead in this order. By default it repeats the order of forward passes since the last backward:
+    # engines make different numbers of them, so ranks would gather in different orders and wait for one another.
     for part, before in zip(parts, [model, *parts], strict=False):
         part.set_modules_to_backward_prefetch([before])  # pyright: ignore[reportCallIssue]
     model.to(device)  # buffers; the weights are there
@@ -67,7 +67,7 @@ def architecture_of(model: nn.Module) -> str:
 def whole(model: nn.Module) -> Iterator[None]:
     """Context in which every rank has the whole model, in the dtype of the computation; all ranks enter it together.
 
-    A model that is not sharded is so anyway.
+    It does nothing for a model that is not sharded.
     """
     with ExitStack() as resources:
         for module in [module for module in model.modules() if PARTS in module.__dict__]:
@@ -89,7 +89,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def at_rest(model: nn.Module) -> None:
-    """Let a sharded model have nothing but its parts again, after a pass without a backward."""
+    """Reduce a sharded model to its parts again, after a pass without a backward."""
     for module in model.modules():
         for part in module.__dict__.get(PARTS, ()):
             part.reshard()
@@ -116,6 +116,6 @@ def _gathered(parts: list[Any]) -> Iterator[None]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one after another: those of the longest list of the backbone."""
+    """The modules that are gathered one after another: those of the backbone's longest list."""
     lists = [module for module in backbone_of(base_of(model)).modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=()))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class AdamW:
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
-    # Overridden by the variants of this optimizer: the place of the masters, and the transfer of gradients.
+    # Overridden by the variants of this optimizer: where the masters are, and how gradients get there.
 
     def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
         """The parameter's master; the parameter itself becomes the master rounded to `compute_dtype`."""
@@ -82,7 +82,7 @@ class AdamW:
             self.parameters[name].copy_(self.masters[name])
 
     def _is_kept(self, name: str) -> bool:
-        """Whether the state has the master, which the model's weight does not give back."""
+        """Whether the state has the master: the model's weight, being rounded, does not determine it."""
         return self.masters[name] is not self.parameters[name]
 
     @torch.no_grad()
@@ -140,19 +140,19 @@ class AdamW:
         Raises DamagedError for a tensor of an unknown parameter or another shape, and for a parameter with missing
         tensors; nothing is changed then.
         """
-        found: dict[str, dict[str, torch.Size]] = {}
+        saved: dict[str, dict[str, torch.Size]] = {}
         for full, value in tensors.items():
             name, _, key = full.rpartition("|")
-            found.setdefault(name, {})[key] = value.shape
-        for name, shapes in found.items():
+            saved.setdefault(name, {})[key] = value.shape
+        for name, shapes in saved.items():
             if name not in self.masters:
                 raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is not a trained weight of this model")
             master = {"master": self.masters[name].shape} if "master" in shapes else {}
             expected = master | (self._shapes(name) if shapes.keys() - master.keys() else {})
             for key in sorted(expected.keys() | shapes.keys()):
                 if expected.get(key) != shapes.get(key):
-                    is_, should = (list(some[key]) if key in some else "none" for some in (shapes, expected))
-                    raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {is_}, expected {should}")
+                    got, want = (list(side[key]) if key in side else "none" for side in (shapes, expected))
+                    raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {got}, expected {want}")
         for name in self.masters:
             self._forget_moments(name)
         for full, value in tensors.items():
@@ -243,11 +243,10 @@ def update(
     ranks: Ranks = ALONE,
     spare: Sequence[Batch] = (),
 ) -> Updated:
-    """Sum the packs' gradients and take one step. Of several ranks, each is given its own packs.
+    """Sum the packs' gradients and take one step. Each of several ranks passes its own packs.
 
-    `spare` are packs that add nothing, for a model that all ranks pass through together.
-
-    A loss or a gradient that is not finite leaves weights and optimizer state unchanged.
+    `spare` are packs that add nothing, for a model that all ranks pass through together. A loss or a gradient that is
+    not finite leaves weights and optimizer state unchanged.
     """
     metrics = summed(ranks.passes(lambda: backward(packs, objective, spare)))
     if not math.isfinite(metrics["loss"]):
@@ -259,7 +258,7 @@ def update(
 
 
 def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Objective[Batch]:
-    """The objective of so many packs with the load-balancing loss of the policy's routers, the mean over the packs, as
+    """The objective of `packs` packs with the load-balancing loss of the policy's routers: its mean over the packs, as
     TRL takes it over micro-batches."""
     if not routers.coefficient:
         return objective
@@ -274,15 +273,26 @@ def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Ob
 
 
 def backward(packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch] = ()) -> dict[str, float]:
-    """Sum the packs' gradients. Returns the batch's metrics with `loss`; those of `spare` count nothing."""
+    """Sum the packs' gradients. Returns the metrics of `packs`, with `loss`; those of `spare` count nothing."""
+    return _over_packs(packs, objective, spare, learn=True)
+
+
+def _over_packs(
+    packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch], learn: bool
+) -> dict[str, float]:
     total: Metrics = {}
     for pack in packs:
         loss, metrics = objective.of(pack)
-        loss.backward()
-        add(total, {"loss": loss.detach(), **metrics})
+        if learn:
+            loss.backward()
+        for name, value in {"loss": loss.detach(), **metrics}.items():  # on the device, without synchronisation
+            total[name] = _combined(name, total[name], value) if name in total else value
     for pack in spare:
-        (0.0 * objective.of(pack)[0]).backward()
-    return to_floats(total)
+        loss, _ = objective.of(pack)
+        if learn:
+            (0.0 * loss).backward()
+    values = torch.stack([value.float() for value in total.values()]).tolist() if total else []
+    return dict(zip(total, values, strict=True))
 
 
 def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -290,32 +300,8 @@ def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     total = dict(shares[0])
     for share in shares[1:]:
         for name, value in share.items():
-            if name in total:
-                extreme = _extreme(name)
-                value = extreme(total[name], value) if extreme else total[name] + value
-            total[name] = value
+            total[name] = _combined(name, total[name], value) if name in total else value
     return total
-
-
-def add(total: Metrics, share: Metrics) -> None:
-    """Add a pack's shares to the batch's metrics, in place; on the device, without synchronisation."""
-    for name, value in share.items():
-        if name not in total:
-            total[name] = value
-        elif name.startswith("min_"):
-            total[name] = torch.minimum(total[name], value)
-        elif name.startswith("max_"):
-            total[name] = torch.maximum(total[name], value)
-        else:
-            total[name] = total[name] + value
-
-
-def to_floats(metrics: Metrics) -> dict[str, float]:
-    """All metrics in one transfer from the device."""
-    if not metrics:
-        return {}
-    values = torch.stack([value.float() for value in metrics.values()]).tolist()
-    return dict(zip(metrics, values, strict=True))
 
 
 @torch.no_grad()
@@ -324,7 +310,7 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
     total: dict[str, float] = {}
     count: dict[str, float] = {}
     for packs, objective in batches:
-        share = partial(_of_batch, ranks.mine(packs), objective, ranks.spare(packs))
+        share = partial(_over_packs, ranks.mine(packs), objective, ranks.spare(packs), learn=False)
         for key, value in summed(ranks.passes(share)).items():
             if extreme := _extreme(key):
                 total[key] = extreme(total.get(key, value), value)
@@ -333,16 +319,6 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
                 total[key] = total.get(key, 0.0) + value * weight
                 count[key] = count.get(key, 0) + weight
     return {key: value / count[key] if key in count else value for key, value in total.items()}
-
-
-def _of_batch(packs: Sequence[Batch], objective: Objective[Batch], spare: Sequence[Batch]) -> dict[str, float]:
-    batch: Metrics = {}
-    for pack in packs:
-        loss, metrics = objective.of(pack)
-        add(batch, {"loss": loss, **metrics})
-    for pack in spare:
-        objective.of(pack)
-    return to_floats(batch)
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -354,6 +330,14 @@ def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return combined
 
 
-def _extreme(name: str) -> Callable[..., float] | None:
+def _combined(name: str, total: Any, value: Any) -> Any:
+    """The sum of two shares of a metric, or the extreme of two numbers or tensors; NaN in a tensor stays."""
+    extreme = _extreme(name)
+    if isinstance(total, Tensor) and extreme:
+        extreme = torch.minimum if extreme is min else torch.maximum
+    return extreme(total, value) if extreme else total + value
+
+
+def _extreme(name: str) -> Callable[..., Any] | None:
     """The function that combines a metric named as an extreme; None for a mean."""
     return {"min": min, "max": max}.get(name.partition("_")[0])

@@ -1,6 +1,6 @@
 """AdamW where memory is short: in parts over the ranks, in CPU memory, with moments of one byte.
 
-Over weights that are sharded (models/sharding.py), each rank updates its part of every tensor.
+Over sharded weights (models/sharding.py), each rank updates its part of every tensor.
 
 In CPU memory, masters, moments and gradients are off the GPU, which keeps only the weights. In bfloat16 it then has 2
 bytes per trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4). Each pack's gradients are
@@ -57,7 +57,7 @@ class ShardedAdamW(AdamW):
         for name, master in self.masters.items():
             if master.grad is not None:
                 grads[is_sharded(self.parameters[name])].append(master.grad)
-        parts, others = (torch.nn.utils.get_total_norm(some).double() ** 2 for some in (grads[True], grads[False]))
+        parts, others = (torch.nn.utils.get_total_norm(grads[sharded]).double() ** 2 for sharded in (True, False))
         device = next(iter(self.masters.values())).device
         total = parts.to(device)
         self._ranks.sum_([total])
@@ -90,13 +90,12 @@ class AdamWCPUOffload(AdamW):
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, device: torch.device, **settings):
-        """`device` is where the model will compute; pass the model in CPU memory, so that float32 weights never fill
-        it."""
+        """`device` will compute; pass the model in CPU memory, so that its float32 weights never fill the device."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        # A thread of its own adds the gradients, so that backward's thread can keep launching work on the GPU.
+        # Another thread adds the gradients, so that backward's thread can keep launching work on the GPU.
         self._adder = ThreadPoolExecutor(1, "gradients") if self._stream is not None else None
         self._adding: dict[str, Future[None]] = {}
         super().__init__(model, compute_dtype, **settings)

@@ -1,8 +1,8 @@
 """Heartbeats between the ranks of a run, beside their exchanges: that they live, and where they wait.
 
 Each rank writes a line to a common store every second; the first rank reads all lines, the others read its line. A rank
-that dies is usually noticed earlier, by the exchange that it misses; one that hangs holds the exchange up, and the main
-thread of the others with it. So do two ranks that wait for one another in different exchanges.
+that dies is usually noticed earlier, by the exchange that it misses. One that hangs blocks the exchange, and with it
+the main thread of the others; so do two ranks that wait for one another in different exchanges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.base.terminal import say
 log = logging.getLogger("posttrain")
 
 BEAT_S = 1.0  # between two heartbeats
-SILENCE_S = 30.0  # without one, a rank counts as lost; in two places for so long, two ranks as out of step
+SILENCE_S = 30.0  # without a heartbeat, a rank counts as lost; apart for so long, two ranks count as out of step
 
 
 class Store(Protocol):
@@ -40,10 +40,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a rank is: its number of exchanges so far, the one that it waits in now, and its step of training."""
+    """How far a rank is: its number of exchanges, the exchange that it waits in, and its step of training."""
 
     exchanges: int = 0
-    kind: str = ""  # of the exchange it waits in; empty outside
+    kind: str = ""  # of the exchange that it waits in; empty outside
     step: int = 0
 
     def __str__(self) -> str:
@@ -67,9 +67,9 @@ class Beat:
 
 
 class RankWatch:
-    """Reports to the other ranks that this one lives, and ends the process when another one does not.
+    """Reports to the other ranks that this one lives, and ends the process when another does not.
 
-    One thread talks to the store, which may be in a process that hangs; another judges what the first one heard.
+    One thread talks to the store, which may be in a process that hangs; a second thread judges what the first heard.
     """
 
     def __init__(self, store: Store, index: int, size: int):
@@ -99,7 +99,7 @@ class RankWatch:
             thread.join(2 * BEAT_S)  # a store that hangs does not hold up the end
 
     def enter(self, kind: str) -> None:
-        """The main thread waits for the others now."""
+        """The main thread starts to wait for the other ranks."""
         self._move(replace(self.position, exchanges=self.position.exchanges + 1, kind=kind))
 
     def leave(self) -> None:
@@ -112,10 +112,10 @@ class RankWatch:
     def _move(self, position: Position) -> None:
         self.position, self._since = position, time.monotonic()
 
-    # What is wrong, in words
+    # Messages
 
     def blame(self, error: BaseException) -> str:
-        """Which rank is lost, once its heartbeats stop."""
+        """A message that names the rank that is lost, once its heartbeats stop."""
         if lost := self.lost(error):
             return lost
         counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}
@@ -124,9 +124,9 @@ class RankWatch:
         return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
 
     def lost(self, error: BaseException) -> str | None:
-        """The ranks whose heartbeats stop after this error, in words."""
+        """A message that names the ranks whose heartbeats stop after this error; None if all go on."""
         log.debug("an exchange between ranks failed: %s", error)
-        self._handled.set()  # the main thread ends the run itself
+        self._handled.set()  # the main thread ends the run
         self.in_step = False
         self.leave()
         since = time.monotonic()
@@ -138,7 +138,7 @@ class RankWatch:
 
     def _named(self, ranks: Sequence[int]) -> str:
         names = [self._name(rank) for rank in ranks]
-        if ranks == [self._index]:  # the store is gone, which the launcher has, or this process
+        if ranks == [self._index]:  # the store is gone, which is in the launcher or in this process
             return "the launcher of the first rank is lost: its process has ended, or is stopped"
         lost = "is lost: its process has ended, or is stopped" if len(names) == 1 else "are lost"
         return f"{', '.join(names)} {lost}"
@@ -150,7 +150,7 @@ class RankWatch:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def _out_of_step(self) -> str | None:
-        """The ranks that wait in another exchange than this one, and have for long, in words."""
+        """A message that names the ranks that have long waited in another exchange than this one; None without any."""
         here, now = self.position, time.monotonic()
         if not here.kind or now - self._since < SILENCE_S:
             return None
@@ -159,9 +159,7 @@ class RankWatch:
             for rank, beat in list(self._beats.items())
             if beat.position.kind and now - beat.since > SILENCE_S and beat.position != here
         }
-        if not apart:
-            return None
-        return out_of_step({self._name(self._index): here, **apart})
+        return out_of_step({self._name(self._index): here, **apart}) if apart else None
 
     # The threads
 
@@ -170,7 +168,7 @@ class RankWatch:
             while not self._ended.wait(BEAT_S):
                 self._set()
                 for key, rank in ((f"posttrain/{rank}", rank) for rank in self._others):
-                    if self._store.check([key]):  # to read what is not there yet would wait for it
+                    if self._store.check([key]):  # reading a missing key would wait for it
                         self._note(rank, self._store.get(key).decode())
                 self._heard = time.monotonic()
         except RuntimeError as error:  # the store went with its process
@@ -208,13 +206,13 @@ class RankWatch:
                 return
 
     def _start_again(self, now: float) -> None:
-        """Count every silence from now on."""
+        """Count every silence anew."""
         self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
         for beat in list(self._beats.values()):
             beat.heard = beat.since = now
 
     def _give_up(self, error: RankError) -> None:
-        """End the process, unless the main thread notices by itself, or waits no more."""
+        """End the process, unless the main thread notices the error itself or no longer waits."""
         before = self.position.exchanges
         self._ended.wait(5 * BEAT_S)
         if self._ended.is_set() or not (self.in_step or (self.position.kind and self.position.exchanges == before)):
@@ -228,7 +226,7 @@ class RankWatch:
 
 @contextmanager
 def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
-    """A watch over the other ranks, until the block ends."""
+    """A watch over the other ranks until the block ends."""
     watch = RankWatch(store, index, size)
     watch.start()
     try:

@@ -7,16 +7,22 @@ the whole step, sums are exact: the number of ranks changes no gradient but for 
     with joined() as ranks:              # of torchrun's environment; ALONE without it
         mine = ranks.mine(packs)
         ranks.sum_(gradients)
-        metrics = ranks.together(lambda: scored(mine))     # what every rank found, or the error of one
+        metrics = ranks.together(lambda: scored(mine))     # every rank's result, or the error of one
+
+gloo sends every number through the loopback interface. Ranks on the CPU of one machine sum in shared memory instead
+(`SharedSums`): each writes its numbers where all read them, sums one part of all, and writes the sums for the others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import mmap
 import os
 import signal
 import socket
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,14 +37,13 @@ from posttrain.base.errors import RankError, is_out_of_memory, reason_of
 from posttrain.base.signals import handling
 from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step, watching
 from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
-from posttrain.parallel.shared_sums import ROOM, SharedSums, shared_sums
 
 T = TypeVar("T")
 CONNECT_S = 120.0  # for connections between ranks that have all started
-PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
-MOST_LISTED = 20  # differences in a message
-LONGEST_SHOWN = 120  # characters of a value in it
-LEAST_SHARED = 1 << 16  # numbers that are summed in shared memory: two meetings take longer than one exchange of fewer
+PATIENCE = timedelta(days=7)  # timeout of exchanges: the first rank may tokenise for hours while others wait
+MOST_LISTED, LONGEST_SHOWN = 20, 120  # differences in a message, and characters of a value there
+ROOM = 1 << 25  # bytes of one exchange
+LEAST_SHARED = 1 << 16  # numbers to sum in shared memory: its two barriers take longer than an exchange of fewer
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Ranks:
             watch = self._watch
             if watch is None or not watch.in_step or is_out_of_memory(error):
                 raise
-            with handling(lambda number, frame: None, signal.SIGTERM):  # of the launcher, which has noticed too
+            with handling(lambda number, frame: None, signal.SIGTERM):  # from the launcher, which has noticed too
                 lost = watch.lost(error)
             if lost:
                 raise RankError(lost) from error
@@ -94,12 +99,12 @@ class Ranks:
         """Every rank's value, by rank. Raises RankError if a rank is lost, or calls this in another step."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         with self._exchange("objects") as here:
-            dist.all_gather_object(found, (here, value), group=self._objects)
-        if any(position != here for position, _ in found):
-            raise RankError(out_of_step({f"rank {rank}": position for rank, (position, _) in enumerate(found)}))
-        return [value for _, value in found]
+            dist.all_gather_object(gathered, (here, value), group=self._objects)
+        if any(position != here for position, _ in gathered):
+            raise RankError(out_of_step({f"rank {rank}": position for rank, (position, _) in enumerate(gathered)}))
+        return [value for _, value in gathered]
 
     def at_step(self, step: int) -> None:
         """This rank starts a step of training."""
@@ -123,7 +128,7 @@ class Ranks:
         return self.gather(work()) if self.in_step else self.together(work)
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on every rank. An error on one of them is raised there, and a RankError on the others.
+        """Every rank's result of `work`. An error on one rank is raised there, and a RankError on the others.
 
         `work` may itself call `together`, on all ranks alike.
         """
@@ -139,16 +144,16 @@ class Ranks:
             if self._watch is not None and self._watch.reported is error:  # by a `together` inside this one
                 raise
             failed = error
-        found = self.gather((value, None if failed is None else reason_of(failed)))
+        outcomes = self.gather((value, None if failed is None else reason_of(failed)))
         assert self._watch is not None
         self._watch.reported = failed
-        self._watch.ended_together = any(reason is not None for _, reason in found)
+        self._watch.ended_together = any(reason is not None for _, reason in outcomes)
         if failed is not None:
             raise failed
-        for rank, (_, reason) in enumerate(found):
+        for rank, (_, reason) in enumerate(outcomes):
             if reason is not None:
                 raise RankError(f"rank {rank} failed: {reason}")
-        return [one for one, _ in found]  # pyright: ignore[reportReturnType]
+        return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
     @property
     def ended_together(self) -> bool:
@@ -159,13 +164,12 @@ class Ranks:
         return flag if self.size == 1 else any(self.gather(flag))
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank, which alone does it."""
+        """The result of `work`, which only the first rank does."""
         return self.together(lambda: work() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
 
     @contextmanager
     def ahead(self, of_machine: bool = False) -> Iterator[None]:
-        """A block that the first rank, or the first of each machine, leaves before the others enter it: it fills caches
-        that they read."""
+        """A block that the first rank, or the first of each machine, leaves before others enter it: it fills caches."""
         first = self.local == 0 if of_machine else self.is_first
         if not first:
             self.gather(None)
@@ -190,33 +194,33 @@ class Ranks:
         """Sum the gradients of parameters; one without a gradient on this rank but on another counts as 0."""
         if self.size == 1:
             return
-        there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         with self._exchange("gradients"):
-            dist.all_reduce(there, dist.ReduceOp.MAX, group=self._objects)
-        trained = [one for one, has in zip(parameters, there.tolist(), strict=True) if has]
-        for one in trained:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-        self.sum_([one.grad for one in trained if one.grad is not None])
+            dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._objects)
+        gradients = []
+        for parameter in itertools.compress(parameters, has_gradient.tolist()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self.sum_(gradients)
 
     def spread(
         self, items: Sequence[T], shapes: Sequence[Sequence[int]], of: Callable[[T], Tensor], device: torch.device
     ) -> list[Tensor]:
-        """`of` of every item, float32 tensors of these shapes on this device, each computed by one rank."""
+        """`of` every item, float32 tensors of these shapes on this device, each computed by one rank."""
         if self.size == 1:
             return [of(item) for item in items]
-        own = range(self.index, len(items), self.size)
-        made = [torch.zeros(*shape, device=device) for shape in shapes]
-        for place in own:
-            made[place] = of(items[place]).detach().float()
+        results = [torch.zeros(*shape, device=device) for shape in shapes]
+        for number in range(self.index, len(items), self.size):
+            results[number] = of(items[number]).detach().float()
         for item in self.spare(items):
             of(item)
-        self.sum_(made)
-        return made
+        self.sum_(results)
+        return results
 
     def _sum(self, pieces: Sequence[Tensor]) -> None:
         """Sum flat tensors that fit one exchange."""
-        if self._memory is not None and sum(one.numel() for one in pieces) >= LEAST_SHARED:
+        if self._memory is not None and sum(piece.numel() for piece in pieces) >= LEAST_SHARED:
             self._memory.sum_(pieces)
             return
         if len(pieces) == 1:
@@ -224,8 +228,8 @@ class Ranks:
             return
         flat = torch.cat(list(pieces))
         dist.all_reduce(flat)
-        for one, total in zip(pieces, flat.split([one.numel() for one in pieces]), strict=True):
-            one.copy_(total)
+        for piece, total in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(total)
 
     def on_lost(self, end: Callable[[BaseException], None]) -> None:
         """Call `end(error)` before this process ends because another one is lost while the main thread waits for it."""
@@ -250,24 +254,24 @@ ALONE = Ranks()
 def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Flat tensors of one dtype in groups of at most ROOM bytes, longer ones in several parts."""
     room = ROOM // tensors[0].element_size()
-    some: list[Tensor] = []
+    group: list[Tensor] = []
     for part in (part for tensor in tensors for part in tensor.split(room)):
-        if some and sum(one.numel() for one in some) + part.numel() > room:
-            yield some
-            some = []
-        some.append(part)
-    yield some
+        if group and sum(piece.numel() for piece in group) + part.numel() > room:
+            yield group
+            group = []
+        group.append(part)
+    yield group
 
 
 def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     """`each` has the host and the facts of every rank."""
     for name in sorted({name for _, facts in each for name in facts}):
-        having: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, (_, facts) in enumerate(each):
-            having.setdefault(_shown(facts[name]) if name in facts else "nothing", []).append(rank)
-        if len(having) > 1:
-            first, *others = having.items()
-            yield f"{name}: " + "; ".join(f"{_these(ranks, each)} {value}" for value, ranks in [*others, first])
+            ranks_by_value.setdefault(_shown(facts[name]) if name in facts else "nothing", []).append(rank)
+        if len(ranks_by_value) > 1:
+            first, *others = ranks_by_value.items()
+            yield f"{name}: " + "; ".join(f"{_having(ranks, each)} {value}" for value, ranks in [*others, first])
 
 
 def _shown(value: Any) -> str:
@@ -277,8 +281,8 @@ def _shown(value: Any) -> str:
     return f"{text[:LONGEST_SHOWN]}… ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
 
 
-def _these(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
-    """Some ranks with their machines, and the verb."""
+def _having(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
+    """Ranks with their machines, and the verb."""
     hosts = ", ".join(dict.fromkeys(each[rank][0] for rank in ranks))
     names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return f"{names} on {hosts} {'has' if len(ranks) == 1 else 'have'}"
@@ -301,7 +305,7 @@ def joined() -> Iterator[Ranks]:
     try:
         with ExitStack() as stack:
             with meeting(index, size) as store:
-                # A connection of its own for another thread: one that waits in a connection holds it up.
+                # The watch's thread has its own connection: a thread that waits in a connection holds it up.
                 watch = stack.enter_context(watching(connected(index, as_client=True), index, size))
                 objects = _connect(store, watch, index, size)
             ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
@@ -332,3 +336,63 @@ def _connect(store: dist.Store, watch: RankWatch, index: int, size: int) -> Any:
     finally:
         watch.leave()
     return objects
+
+
+class SharedSums:
+    """Memory of every rank, by rank, that all have mapped. `meet()` returns once all ranks have called it."""
+
+    def __init__(self, index: int, rooms: Sequence[Tensor], meet: Callable[[], object]):
+        self._index, self._meet, self._turn = index, meet, 0
+        self._halves = [room.view(2, ROOM) for room in rooms]
+
+    def sum_(self, pieces: Sequence[Tensor]) -> None:
+        """Replace flat tensors of one dtype, together at most ROOM bytes, by their sums; the same bits on every rank.
+
+        The halves are used in turn: all ranks meet between the last read of one and the next write to it.
+        """
+        lengths, dtype, self._turn = [piece.numel() for piece in pieces], pieces[0].dtype, 1 - self._turn
+        each = [halves[self._turn].view(dtype)[: sum(lengths)] for halves in self._halves]
+        torch.cat(list(pieces), out=each[self._index])
+        self._meet()
+        parts = [half.tensor_split(len(each))[self._index] for half in each]  # the part that this rank sums
+        own, *others = parts[self._index :] + parts[: self._index]
+        for other in others:
+            own.add_(other)
+        for other in others:
+            other.copy_(own)
+        self._meet()
+        for piece, total in zip(pieces, each[self._index].split(lengths), strict=True):
+            piece.copy_(total)
+
+
+def shared_sums(index: int, meet: Callable[[], object], gather: Callable[[Any], Sequence[Any]]) -> SharedSums | None:
+    """The SharedSums of rank `index`; every rank calls this. None if they do not see one another's memory.
+
+    `gather` returns the argument of every rank. The memory has no name in a file system: nothing is left of it, however
+    the processes end.
+    """
+    name = uuid.uuid4().bytes
+    try:
+        file = os.memfd_create("posttrain-sums")
+    except (AttributeError, OSError):  # another system than Linux, or one that forbids it
+        file = None
+    if file is not None:
+        os.truncate(file, 2 * ROOM)
+        os.pwrite(file, name, 0)
+    try:
+        rooms = [_mapped(path, name) for path, name in gather((f"/proc/{os.getpid()}/fd/{file}", name))]
+        seen = all(gather(all(room is not None for room in rooms)))
+    finally:
+        if file is not None:
+            os.close(file)
+    return SharedSums(index, [room for room in rooms if room is not None], meet) if seen else None
+
+
+def _mapped(path: str, name: bytes) -> Tensor | None:
+    """Another rank's memory, which starts with this name; None if it is not there, as on another machine."""
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 2 * ROOM)
+    except (OSError, ValueError):
+        return None
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory[: len(name)] == name else None

@@ -1,26 +1,40 @@
-"""How the ranks of a run find one another when they start: a store that all reach, in which they check in."""
+"""How the ranks of a run are started, by torchrun's agent, and find one another: a store in which all check in.
 
+Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import ipaddress
+import logging
 import os
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import psutil
-from torch.distributed import PrefixStore, Store, TCPStore
-
-from posttrain.base.errors import RankError
+from posttrain.base.errors import RankError, RunError
+from posttrain.base.system import usable_cores
 from posttrain.base.terminal import say
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+GRACE_S = 120  # for the checkpoint after a signal, before processes are killed
+NODE_PATIENCE_S = 900  # until all machines must have joined
 JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
 MARGIN_S = 10.0  # beyond that, for a connection that hangs
 ANSWER_S = 30.0  # for a launcher that listens
 POLL_S = 0.05  # between two checks for a rank that starts
 READ_S = 1.0  # for the others to read what this rank wrote, before it ends
-ELSEWHERE = "192.0.2.1"  # for documentation alone (RFC 5737): the default route leads there
+ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the default route leads there
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
 OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTHERWISE
 
@@ -43,8 +57,7 @@ def meeting(index: int, size: int) -> Iterator[Store]:
 
 @contextmanager
 def in_time(problem: str, seconds: float) -> Iterator[None]:
-    """End the process with a message if the block, which may never return, takes longer than `seconds`. `{}` in
-    `problem` stands for the time."""
+    """End the process with a message if the block takes longer than `seconds`; `{}` in `problem` becomes the time."""
 
     def give_up() -> None:
         say(f"error: {problem.format(f'within {seconds:.0f} seconds')}", error=True)
@@ -60,23 +73,28 @@ def in_time(problem: str, seconds: float) -> Iterator[None]:
 
 
 def choose_network() -> None:
-    """Let gloo connect this machine with others over the interface that leads to the first one, if the user's
-    GLOO_SOCKET_IFNAME names none. By itself gloo takes the address of the host name: on many machines the loopback's.
+    """Let gloo connect machines over the interface that leads to the first one, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself gloo takes the address of the host name, which is the loopback's on many machines.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    of = {
-        one.address.partition("%")[0]: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family in (socket.AF_INET, socket.AF_INET6)
+    from psutil import net_if_addrs
+
+    interfaces = {
+        entry.address.partition("%")[0]: name
+        for name, entries in net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
-    of = {address: name for address, name in of.items() if not ipaddress.ip_address(address).is_loopback}
-    # On the first machine its own name may lead to the loopback: then that of the default route, or the only one.
+    interfaces = {
+        address: name for address, name in interfaces.items() if not ipaddress.ip_address(address).is_loopback
+    }
+    # The name of the first machine may lead to its own loopback: then the default route's interface, or the only one.
     hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
-    names = [of[address] for address in map(_own_address, hosts) if address in of]
-    if not names and len(set(of.values())) == 1:
-        names = list(of.values())
+    names = [interfaces[address] for address in map(_own_address, hosts) if address in interfaces]
+    if not names and len(set(interfaces.values())) == 1:
+        names = list(interfaces.values())
     if names:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
@@ -94,12 +112,12 @@ def _own_address(host: str) -> str | None:
 
 def refuse_port_in_use(port: int) -> None:
     """Raise RankError if this machine cannot listen on a port."""
-    with socket.socket() as tried, socket.socket() as free:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were just closed do not count
+    with socket.socket() as listener, socket.socket() as free:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were just closed do not count
         free.bind(("", 0))
         try:
-            tried.bind(("", port))
-            tried.listen()
+            listener.bind(("", port))
+            listener.listen()
         except OSError as error:
             raise RankError(
                 f"port {port} of --address cannot be used on this machine ({error.strerror}): another run or program "
@@ -108,7 +126,9 @@ def refuse_port_in_use(port: int) -> None:
 
 
 def reach(host: str, port: int, seconds: float) -> None:
-    """Wait until the launcher of the first machine listens, and answers. Raises RankError if it does not in time."""
+    """Wait until the launcher of the first machine listens and answers. Raises RankError if it does not in time."""
+    from torch.distributed import TCPStore
+
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -131,6 +151,8 @@ def reach(host: str, port: int, seconds: float) -> None:
 
 def connected(index: int, as_client: bool = False) -> Store:
     """A connection to the ranks' store, which is in the launcher, or else in the first rank."""
+    from torch.distributed import PrefixStore, TCPStore
+
     variables = os.environ
     if "MASTER_ADDR" not in variables or not variables.get("MASTER_PORT", "").isdecimal():
         raise RankError(
@@ -176,3 +198,63 @@ def _check_in(store: Store, index: int, size: int) -> None:
                 f"rank {rank} on {where} was started as one of {count} ranks (WORLD_SIZE), rank {index} on {host} as "
                 f"one of {size}: {OTHERWISE}"
             )
+
+
+def is_rank() -> bool:
+    """Whether this process was started by torchrun or another launcher."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int = 0, address: str | None = None) -> None:
+    """`posttrain train ARGUMENTS` as `processes` ranks on each of `nodes` machines, of which this is number `node`.
+
+    `address` is HOST:PORT of the first machine; on one machine a free port is chosen. Raises RunError if a rank fails,
+    the port is in use, or the machines do not join.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are named by posttrain
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if node == 0:
+            refuse_port_in_use(int(port))
+        else:
+            reach(host.strip("[]"), int(port), NODE_PATIENCE_S)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its reports have a page
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
+    settings = {
+        "min_nodes": nodes,
+        "max_nodes": nodes,
+        "nproc_per_node": processes,
+        "run_id": "posttrain" if nodes > 1 else str(uuid.uuid4()),
+        "rdzv_backend": "static" if nodes > 1 else "c10d",
+        "rdzv_endpoint": address or "127.0.0.1:0",
+        "rdzv_configs": {"rank": node, "timeout": NODE_PATIENCE_S} if nodes > 1 else {},
+        "max_restarts": 0,
+        "shutdown_timeout": GRACE_S,
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # of the installed version of torch
+    config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    try:
+        elastic_launch(config, sys.executable)("-m", "posttrain", "train", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        raise RunError(
+            f"rank {rank} {how}, and the other ranks with it. The reason is above, or in training.log and logs/ of the "
+            "run folder; posttrain launch … --resume continues from the last checkpoint"
+        ) from error
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from error  # the first rank has said what was saved
+    except (RuntimeError, ValueError, OSError) as error:
+        if "waiting for clients" in str(error):
+            raise RunError(
+                f"not all of {nodes} machines joined within {NODE_PATIENCE_S} seconds: run the same command on each, "
+                f"with --node-rank 0 to {nodes - 1} and the same --address"
+            ) from None
+        raise RunError(f"the ranks could not be started: {error}") from error

@@ -23,9 +23,8 @@ from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import How, PackedMask
-from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.families import FAMILIES, backbone_of, base_of
-from posttrain.models.lean import lean
+from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids, use_packed
 from posttrain.models.lora import add_lora
 

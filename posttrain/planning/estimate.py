@@ -21,10 +21,9 @@ from posttrain.engines.cache import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.models.devices import compute_dtype, device_of, take_device
 from posttrain.models.families import base_of, head_layer
-from posttrain.models.load import load_config
+from posttrain.models.load import load_config, takes_triton
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
-from posttrain.models.optional import takes_triton
 from posttrain.models.sharding import layers_of
 from posttrain.optim.variants import BLOCK, eight_bit_names
 from posttrain.parallel.ranks import ALONE, Ranks

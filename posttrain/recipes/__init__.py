@@ -9,8 +9,6 @@ from types import ModuleType
 
 from posttrain.recipes import distill, grpo, kto, ppo, preference, reference_free, reward, sft
 
-__all__ = ["OFFLINE", "ONLINE", "RECIPES", "REWARDED"]
-
 OFFLINE: dict[str, ModuleType] = {
     "sft": sft,
     "reward": reward,

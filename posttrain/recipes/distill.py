@@ -2,7 +2,7 @@
 
     loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y the student's
 
-D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/losses/distillation.py); N counts the
+D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/distillation.py); N counts the
 tokens of the step. For a share of the prompts, y is the data's completion instead. No gradient flows through the
 sampling. Dropout is off.
 """
@@ -15,11 +15,10 @@ from torch import Tensor
 from posttrain.batch import Example
 from posttrain.config import DistillMethod
 from posttrain.data import Prepared
-from posttrain.distillation import compare_distributions
-from posttrain.losses import divergence_of
+from posttrain.distillation import compare_distributions, divergence_of
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
-from posttrain.recipes.online import Step, StepPack, Updates, given_completions, online, sampled_prompts
+from posttrain.recipes.offline import Models
+from posttrain.recipes.online import Step, StepPack, Updates, given_completions, online, split_prompts
 from posttrain.rollout import Rollout
 from posttrain.scoring import Scorer, scored_states
 from posttrain.training.job import Job
@@ -35,8 +34,8 @@ def train(job: Job, data: Prepared) -> Loop:
         method: DistillMethod = run.models.method
         for number, prompts in run.steps():
             with run.sampling():
-                asked, others = sampled_prompts(job.config.seed, number, prompts, method.on_policy_fraction)
-                rollout = run.sample(number, asked, method.num_generations, version=number - 1)
+                sampled, others = split_prompts(job.config.seed, number, prompts, method.on_policy_fraction)
+                rollout = run.sample(number, sampled, method.num_generations, version=number - 1)
                 step = step_of(run.models, rollout, others)
                 run.check_packing(number, step)
             run.update(number, step, updates(run.models, number, step))
@@ -46,7 +45,7 @@ def train(job: Job, data: Prepared) -> Loop:
 class DistillStep(Step):
     """A step with the data's completions of the prompts that the student does not complete."""
 
-    given: Step
+    from_data: Step
 
 
 def step_of(models: Distillation, rollout: Rollout, others: Sequence[Example] = ()) -> DistillStep:
@@ -54,7 +53,7 @@ def step_of(models: Distillation, rollout: Rollout, others: Sequence[Example] = 
     step = DistillStep(models.job, rollout, models.method.mask_truncated_completions)
     step.reference_R = torch.zeros_like(step.new_R)
     step.assign(step.parts)
-    step.given = Step(models.job, given_completions(others), mask_truncated=False)
+    step.from_data = Step(models.job, given_completions(others), mask_truncated=False)
     return step
 
 
@@ -62,7 +61,7 @@ def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
     """The packs and the loss of the step's update; none if nothing is in the loss."""
     job, method, teacher, policy = models.job, models.method, models.reference, models.scorer.model
     divergence = divergence_of(method.divergence, method.jsd_beta)
-    sampled, tokens = max(step.num_tokens, 1), step.num_tokens + step.given.num_tokens
+    sampled, tokens = max(step.num_tokens, 1), step.num_tokens + step.from_data.num_tokens
 
     def share(pack: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
         part = pack.part.to(job.device)
@@ -83,6 +82,6 @@ def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
             metrics["kl"] = (compared.logprob_N - compared.teacher_logprob_N).sum() / sampled
         return compared.loss, metrics
 
-    packs = [StepPack(one, part) for one in (step, step.given) for part in one.parts]
+    packs = [StepPack(source, part) for source in (step, step.from_data) for part in source.parts]
     if packs:
         yield packs, Objective(share, tokens)

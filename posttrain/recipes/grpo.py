@@ -17,21 +17,18 @@ from torch import Tensor
 from posttrain.batch import Pack, sum_segments
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
-from posttrain.losses import (
+from posttrain.losses.advantage import group_advantages, leave_one_out, normalized, rewards_to_go
+from posttrain.losses.policy import (
     POLICY_LOSSES,
     Counts,
-    group_advantages,
+    PolicyLoss,
     kl_penalty,
-    leave_one_out,
-    normalized,
     policy_loss,
-    rewards_to_go,
     token_weights,
     truncated_weights,
 )
-from posttrain.losses.policy import PolicyLoss
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Models
 from posttrain.recipes.online import (
     Minibatch,
     Step,
@@ -75,14 +72,14 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
     step = Step(job, rollout, method.mask_truncated_completions)
     parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
     if penalised and len(step.in_loss_S) < len(step.counted_S) and job.config.behavior_version >= 2:
-        step.penalised_S = step.counted_S  # truncated ones are out of the loss only
+        step.penalised_S = step.counted_S  # truncated completions are only outside the loss
         parts = in_packs(job, rollout, step.counted_S)
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
     elif method.updates > 1 or penalised:
         temperature = job.config.rollout.temperature
-        found = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)
-        step.trainer_R = step.old_R = found[:, 0]
+        logprobs = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)
+        step.trainer_R = step.old_R = logprobs[:, 0]
     if reference is not None:
         step.reference_R = scored(job, rollout, parts, reference)[:, 0]
     if penalised and step.old_R is not None and step.reference_R is not None:
@@ -182,8 +179,9 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
     inside_R = torch.isin(rollout.sequence_R, chosen)
     advantage_R = torch.zeros(rollout.num_tokens)
     penalty_R = advantage_R if step.penalty_R is None else step.penalty_R.cpu()
-    found = rollout.reward_S[chosen], rollout.group_S[chosen], rollout.length_S[chosen], penalty_R[inside_R]
-    advantage_R[inside_R] = of_tokens(method, *found)
+    advantage_R[inside_R] = of_tokens(
+        method, rollout.reward_S[chosen], rollout.group_S[chosen], rollout.length_S[chosen], penalty_R[inside_R]
+    )
     return advantage_R
 
 
@@ -217,19 +215,19 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
 def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
-    """The mean advantage of each stored completion of a step under these rewards, those outside the loss included."""
-    lengths = [len(one["tokens"]) for one in rollouts]
-    penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, one) for one in rollouts)])
-    group_S = torch.tensor([one["prompt_index"] for one in rollouts])
-    found_N = of_tokens(method, torch.tensor(rewards), group_S, torch.tensor(lengths), penalty_N)
-    return [float(one_N.mean()) for one_N in found_N.double().split(lengths)]
+    """The mean advantage of each stored completion of a step under these rewards, also outside the loss."""
+    lengths = [len(row["tokens"]) for row in rollouts]
+    penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, row) for row in rollouts)])
+    group_S = torch.tensor([row["prompt_index"] for row in rollouts])
+    advantage_N = of_tokens(method, torch.tensor(rewards), group_S, torch.tensor(lengths), penalty_N)
+    return [float(completion_N.mean()) for completion_N in advantage_N.double().split(lengths)]
 
 
-def _stored_penalty(method: PolicyGradientMethod, one: Mapping[str, Any]) -> Tensor:
+def _stored_penalty(method: PolicyGradientMethod, row: Mapping[str, Any]) -> Tensor:
     """The penalty of each token; earlier versions did not store it, and only completions in the loss had one."""
-    if one.get("penalties") is not None:
-        return torch.tensor(one["penalties"])
-    if method.beta == 0 or method.kl_in == "loss" or one["advantages"] is None or one["ref_logprobs"] is None:
-        return torch.zeros(len(one["tokens"]))
-    old_N, reference_N = torch.tensor(one["old_logprobs"]), torch.tensor(one["ref_logprobs"])
+    if row.get("penalties") is not None:
+        return torch.tensor(row["penalties"])
+    if method.beta == 0 or method.kl_in == "loss" or row["advantages"] is None or row["ref_logprobs"] is None:
+        return torch.zeros(len(row["tokens"]))
+    old_N, reference_N = torch.tensor(row["old_logprobs"]), torch.tensor(row["ref_logprobs"])
     return method.beta * kl_penalty(old_N, reference_N, estimator=method.kl_estimator)

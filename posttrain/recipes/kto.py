@@ -5,7 +5,7 @@
 
 KL estimates KL(pi || pi_ref) as the mean log-ratio of the completions before the batch's examples, after their prompts.
 It is a mean over the complete step, computed before the first backward, so that packing does not change the gradient.
-BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
+BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/preference.py). Dropout is off.
 """
 
 import itertools
@@ -20,10 +20,9 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+from posttrain.losses.preference import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
-from posttrain.recipes.offline import Offline
+from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins
 from posttrain.training.job import Job
@@ -58,23 +57,23 @@ def train(job: Job, data: Prepared) -> Loop:
     loop = run.loop
     for examples in run.steps(with_previous=in_order):
         previous = [loop.previous(), *examples[:-1]] if in_order else None
-        found = levels(run.models, examples, previous, training=True)
-        packs, objective = run.objective_of(examples, found=found)
+        baseline = levels(run.models, examples, previous, training=True)
+        packs, objective = run.objective_of(examples, baseline=baseline)
         loop.update(packs, objective)
-        if found.rewards is not None and not loop.state.skipped_in_a_row:
-            loop.state.memory = asdict(found.rewards)
+        if baseline.rewards is not None and not loop.state.skipped_in_a_row:
+            loop.state.memory = asdict(baseline.rewards)
     return loop
 
 
 def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
-    """The packs and the loss of a batch of completions, given the example before each, or their `Levels`."""
+    """The packs and the loss of a batch of completions, given the example before each, or their baseline."""
     job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(
-        examples: list[Example], previous: Sequence[Example] | None = None, found: Levels | None = None
+        examples: list[Example], previous: Sequence[Example] | None = None, baseline: Levels | None = None
     ) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        shift = found or levels(models, examples, previous, training)
+        shift = baseline or levels(models, examples, previous, training)
         tokens = sum(len(pack.target_N) for pack in packs)
         desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
         desirable = sum(bool(example.label) for example in examples)
@@ -168,7 +167,7 @@ def keep_other(pair: Example) -> Example:
 
 
 def in_training_order(job: Job, data: Prepared) -> list[Portion]:
-    """Every batch of the run and of its evaluations; their order determines which completions follow which prompts."""
+    """Every batch of the run and of its evaluations, whose order decides which completions follow which prompts."""
     config, rows, in_order = job.config, len(data.train), job.config.behavior_version >= 2
     size, total = config.training.batch_size, total_steps(config, rows)
 

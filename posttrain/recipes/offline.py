@@ -1,4 +1,4 @@
-"""The steps of recipes that learn from given completions.
+"""What recipes share: the models of their objectives, and the steps of those that learn from given completions.
 
 run = Offline(job, data, objectives)
 for examples in run.steps():
@@ -7,20 +7,47 @@ for examples in run.steps():
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from torch import nn
 
 from posttrain.batch import Example
+from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
-from posttrain.recipes.models import Models, scorer_of
+from posttrain.scoring import RewardScorer, Scorer, ValueScorer
 from posttrain.training.checks import check_packing, check_reward_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf
 from posttrain.training.reference import PortionsOf, make_reference, whole_sets
+from posttrain.training.state import State
+
+Method = TypeVar("Method")
+Scoring = TypeVar("Scoring")
+Reference = TypeVar("Reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Models(Generic[Method, Scoring, Reference]):
+    """What the objectives of a method are computed with."""
+
+    job: Job
+    method: Method
+    scorer: Scoring  # of the policy: a Scorer, RewardScorer or ValueScorer
+    reference: Reference  # of training/reference.py, a function of tokens, or a Teacher
+    state: State  # of the loop
+
+
+def scorer_of(job: Job, method: MethodSettings, policy: nn.Module) -> Any:
+    """The scorer of a policy; for a method that trains values, with a value head."""
+    if method.trains_values:
+        return ValueScorer.of(policy, job.checkpoint)
+    return RewardScorer(policy) if method.head == "reward" else Scorer(policy)
 
 
 class Offline:
-    """A run over given completions. `evaluation` makes the objective of validation sets, if it is another."""
+    """A run over given completions. `evaluation` makes the objective of validation sets, if they have another."""
 
     def __init__(
         self,
@@ -41,7 +68,7 @@ class Offline:
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)
 
     def steps(self, with_previous: bool = False) -> Iterator[list[Example]]:
-        """Each step's examples, after a check of the packs of the first. Around its body: `Loop.evaluated_steps`."""
+        """Each step's examples, from `Loop.evaluated_steps`, after a check of the first step's packs."""
         job, scorer, scores_rewards = self.models.job, self.models.scorer, self.models.method.head == "reward"
         for step, examples in self.loop.evaluated_steps(self._evaluation_of, with_previous):
             if step == 1 and scores_rewards:

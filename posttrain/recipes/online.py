@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from posttrain.batch import Example, Pack, sum_segments
 from posttrain.config.schema.online import RewardedMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.optim.update import Batch, Objective
-from posttrain.recipes.models import Models, scorer_of
+from posttrain.recipes.offline import Models, scorer_of
 from posttrain.rewards.compose import CompletionReward
 from posttrain.rollout import Rollout, RolloutPack, SampledCompletion, Sampler
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
@@ -66,7 +67,7 @@ class Step:
         self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
         self.reference_R: Tensor | None = None  # under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
-        self.penalty_R: Tensor | None = None  # the KL to the reference, weighted, that is subtracted from the reward
+        self.penalty_R: Tensor | None = None  # the weighted KL to the reference that is subtracted from the reward
         self.penalised_S = self.in_loss_S  # the completions that it is computed for
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
         self._ranks = job.ranks
@@ -80,7 +81,7 @@ class Step:
     def record(
         self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
     ) -> None:
-        """Record the numbers of these tokens in the step's only update, for the store."""
+        """Record these tokens' numbers in the step's only update, for the store."""
         if self.reference_R is None:
             self.reference_R = torch.zeros_like(self.new_R)
         self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
@@ -88,7 +89,7 @@ class Step:
         self.entropy_R[at_N] = entropy_N
 
     def assign(self, parts: Sequence[RolloutPack]) -> None:
-        """An update of these packs starts: each rank will have the numbers of its own."""
+        """An update of these packs starts, after which each rank has the numbers of its own packs."""
         if self._ranks.size > 1:
             for part in parts:
                 self._mine_R[part.token_N], self._ours_R[part.token_N] = False, True
@@ -96,7 +97,7 @@ class Step:
                 self._mine_R[part.token_N] = True
 
     def exchange(self, *names: str) -> None:
-        """Complete these numbers of each token (R) by those that other ranks have from the last updates."""
+        """Complete these attributes (R) with the numbers that other ranks have from the last updates."""
         if self._ranks.size == 1:
             return
         own = {name: value_R for name in names if (value_R := getattr(self, name)) is not None}
@@ -128,13 +129,13 @@ class Step:
         kept, penalised = set(self.in_loss_S.tolist()), set(self.penalised_S.tolist())
         flat = self.per_token()
         split = {name: None if values is None else values.cpu().split(tokens) for name, values in flat.items()}
-        made = []
+        completions = []
         for index, completion in enumerate(rollout.completions):
             names = split if index in kept else PENALISED if index in penalised else ("sampler_logprobs",)
-            inside = {name: split[name] for name in names}
-            arrays = {name: None if values is None else values[index].numpy() for name, values in inside.items()}
+            columns = {name: split[name] for name in names}
+            arrays = {name: None if values is None else values[index].numpy() for name, values in columns.items()}
             advantages = arrays.get("advantages")
-            made.append(
+            completions.append(
                 StoredRollout(
                     prompt_index=completion.group,
                     rollout_index=index - int((rollout.group_S < completion.group).sum()),
@@ -152,7 +153,7 @@ class Step:
             StoredPrompt(p.row, as_text(p), np.asarray(p.trees[0].tokens).tolist(), p.facts or {})
             for p in rollout.prompts
         ]
-        return prompts, made
+        return prompts, completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +176,23 @@ def scored(
 
     `of` returns (N) or (N, columns). Tokens in none of the packs have 0.
     """
-    found = torch.zeros(rollout.num_tokens, columns, device=job.device)
+    value_R = torch.zeros(rollout.num_tokens, columns, device=job.device)
     for part in job.ranks.mine(parts):
         moved = part.to(job.device)
-        found[moved.token_N] = of(moved.pack).view(-1, columns)
-    for part in job.ranks.spare(parts):  # a reference that is sharded too
+        value_R[moved.token_N] = of(moved.pack).view(-1, columns)
+    for part in job.ranks.spare(parts):  # a reference may be sharded too
         of(part.to(job.device).pack)
-    job.ranks.sum_([found])
-    return found
+    job.ranks.sum_([value_R])
+    return value_R
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The completions of one update, and the number of its groups' completions including those outside the loss."""
+    """The completions of one update."""
 
     parts: Sequence[RolloutPack]
     chosen: Tensor  # indices in the rollout
-    counted: int
+    counted: int  # completions of its groups, including those outside the loss
     number: int  # minibatches of the epoch
     is_first: bool  # of the run
 
@@ -199,11 +200,11 @@ class Minibatch:
 def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> Iterator[Minibatch]:
     """The updates of step `number`: `count` minibatches in each epoch, packed only once if `count` is 1."""
     for epoch in range(epochs):
-        made = divided(step, count, (job.config.seed, number, epoch))
-        for place, (chosen, counted) in enumerate(made):
+        divisions = divided(step, count, (job.config.seed, number, epoch))
+        for index, (chosen, counted) in enumerate(divisions):
             parts = step.parts if count == 1 else in_packs(job, step.rollout, chosen)
             step.assign(parts)
-            yield Minibatch(parts, chosen, counted, len(made), is_first=number == 1 and epoch == place == 0)
+            yield Minibatch(parts, chosen, counted, len(divisions), is_first=number == 1 and epoch == index == 0)
 
 
 def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
@@ -216,19 +217,20 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
     order = np.arange(prompts) if count == 1 else np.random.default_rng(list(key)).permutation(prompts)
     made = []
     for groups in map(torch.from_numpy, np.array_split(order, count)):
-        chosen, counted = (some[torch.isin(group_S[some], groups)] for some in (step.in_loss_S, step.counted_S))
+        chosen, counted = (
+            index_S[torch.isin(group_S[index_S], groups)] for index_S in (step.in_loss_S, step.counted_S)
+        )
         if len(chosen):
             made.append((chosen, len(counted)))
     return made
 
 
-def sampled_prompts(
+def split_prompts(
     seed: int, step: int, prompts: Sequence[Example], fraction: float
 ) -> tuple[list[Example], list[Example]]:
-    """The prompts of a step that the policy completes, each chosen with probability `fraction`, and the rest."""
+    """The prompts of a step that the policy completes, each chosen with probability `fraction`, and the others."""
     chosen = np.random.default_rng([seed, step, zlib.crc32(b"on-policy")]).random(len(prompts)) < fraction
-    asked = [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if is_chosen]
-    return asked, [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if not is_chosen]
+    return list(compress(prompts, chosen)), list(compress(prompts, ~chosen))
 
 
 def given_completions(prompts: Sequence[Example]) -> Rollout:
@@ -315,17 +317,17 @@ class Online:
         number: int,
         step: Step,
         updates: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
-        found: Callable[[], Mapping[str, float]] = dict,
+        finish: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """The updates of a step; then its metrics, with those in the method's `found`, its alarms and its rollouts."""
+        """The updates of a step; then its metrics, with those that `finish` returns, its alarms and its rollouts."""
         loop, store = self.loop, self._store
         check = partial(measure_mismatch, loop.job, self.sample, step)
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:
                 step.exchange("trainer_R", "new_R", "reference_R", "advantage_R", "clipped_R", "entropy_R")
-            more = {**step.rollout.metrics(), **(step.mismatch or {}), **found()}
-            self._alarms.look(number, {**metrics, **more}, step.rollout.all_equal)
+            more = {**step.rollout.metrics(), **(step.mismatch or {}), **finish()}
+            self._alarms.check(number, {**metrics, **more}, step.rollout.all_equal)
             if store is not None:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())
             return more
@@ -358,4 +360,4 @@ def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
         return measure_completions(loop.job.config, sampler, store, name, dataset, loop.state.step, sampling)
 
     loop.evaluate_by(measure)
-    sample.engine.release()  # it may need more memory than for a step, which is what the estimate counts
+    sample.engine.release()  # it may have taken more memory than for a step, which the estimate counts

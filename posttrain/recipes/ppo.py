@@ -24,20 +24,10 @@ from posttrain.base.errors import RunError
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
 from posttrain.data import Prepared
-from posttrain.losses import (
-    ReturnScale,
-    adapted_kl_coef,
-    gae,
-    grpo_clip,
-    kl_penalty,
-    normalized,
-    rewards_to_go,
-    truncated_weights,
-    value_loss,
-    whitened,
-)
+from posttrain.losses.advantage import ReturnScale, gae, normalized, rewards_to_go, value_loss, whitened
+from posttrain.losses.policy import adapted_kl_coef, grpo_clip, kl_penalty, truncated_weights
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
+from posttrain.recipes.offline import Models
 from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import ValueScorer
@@ -143,20 +133,20 @@ def surrogate(
 
 
 def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float]) -> dict[str, float]:
-    """The step's own metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
-    found = value_metrics(step)
+    """The step's PPO metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
+    metrics = value_metrics(step)
     memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
     if step.kl_S is not None:
-        found |= {"kl": step.kl_S.mean().item(), "kl_coef": step.kl_coef}
+        metrics |= {"kl": step.kl_S.mean().item(), "kl_coef": step.kl_coef}
         if method.target_kl is not None:
             memory["kl_coef"] = adapted_kl_coef(
                 step.kl_coef,
-                found["kl"],
+                metrics["kl"],
                 target=method.target_kl,
                 horizon=method.kl_horizon,
                 completions=len(step.kl_S),
             )
-    return found
+    return metrics
 
 
 class PPOStep(Step):
@@ -183,8 +173,8 @@ def scale_in(memory: Mapping[str, float]) -> ReturnScale:
 def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) -> None:
     """Set the step's advantages, normalised over its tokens, its values and returns; 0 outside the loss.
 
-    `scale` is that of the previous steps; this step's rewards are added to it first, so that values have the scale of
-    the rewards from the first step on.
+    `scale` is that of the previous steps; this step's rewards are added first, so that values have their scale from the
+    first step on.
     """
     rollout, chosen = step.rollout, step.in_loss_S
     step.penalty_R = torch.zeros_like(step.output_R)
@@ -234,34 +224,34 @@ def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: 
 
     The values are the run's. Raises RunError for a file without values.
     """
-    inside = [(one, reward) for one, reward in zip(rollouts, rewards, strict=True) if one["returns"] is not None]
-    if any(one["returns"] is None and one["advantages"] is not None for one in rollouts):
+    inside = [(row, reward) for row, reward in zip(rollouts, rewards, strict=True) if row["returns"] is not None]
+    if any(row["returns"] is None and row["advantages"] is not None for row in rollouts):
         raise RunError(
             "an earlier version stored this run's rollouts, without values and returns: PPO cannot be regraded"
         )
     if not inside:
         return [None] * len(rollouts)
-    lengths = [len(one["returns"]) for one, _ in inside]
-    value_N = torch.cat([torch.tensor(one["old_values"]) for one, _ in inside])
-    penalty_N = torch.cat([_stored_penalty(method, one) for one, _ in inside])
+    lengths = [len(row["returns"]) for row, _ in inside]
+    value_N = torch.cat([torch.tensor(row["old_values"]) for row, _ in inside])
+    penalty_N = torch.cat([_stored_penalty(method, row) for row, _ in inside])
     reward_S = torch.tensor([reward for _, reward in inside])
     reward_N, sequence_N = token_rewards(method, reward_S, penalty_N, torch.tensor(lengths))
     advantage_N, _ = of_tokens(method, reward_N, value_N, sequence_N)
     means = iter(advantage_N.double().split(lengths))
-    return [None if one["returns"] is None else float(next(means).mean()) for one in rollouts]
+    return [None if row["returns"] is None else float(next(means).mean()) for row in rollouts]
 
 
-def _stored_penalty(method: PPOMethod, one: Mapping[str, Any]) -> Tensor:
+def _stored_penalty(method: PPOMethod, row: Mapping[str, Any]) -> Tensor:
     """The penalty of each token. Earlier versions did not store it; then it follows from values and returns.
 
     r_t = delta_t + V_t - gamma V_{t+1}, delta_t = A_t - gamma lam A_{t+1}, A = return - V; exact without
     whiten_rewards.
     """
-    if one.get("penalties") is not None:
-        return torch.tensor(one["penalties"])
-    value_N = torch.tensor(one["old_values"], dtype=torch.float64)
-    advantage_N, nothing = torch.tensor(one["returns"]) - value_N, torch.zeros(1)
+    if row.get("penalties") is not None:
+        return torch.tensor(row["penalties"])
+    value_N = torch.tensor(row["old_values"], dtype=torch.float64)
+    advantage_N, nothing = torch.tensor(row["returns"]) - value_N, torch.zeros(1)
     after_N, value_after_N = (torch.cat([all_N[1:], nothing]) for all_N in (advantage_N, value_N))
     reward_N = advantage_N - method.gamma * (method.lam * after_N + value_after_N) + value_N
-    reward_N[-1] -= one["reward"]
+    reward_N[-1] -= row["reward"]
     return -reward_N.float()

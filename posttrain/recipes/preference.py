@@ -15,10 +15,11 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import DPOMethod
 from posttrain.data import Prepared
-from posttrain.losses import Pairs, couples_batch, loss_coefficients, preference_loss, preference_metrics
+from posttrain.losses import loss_coefficients
+from posttrain.losses.pairs import Pairs, preference_metrics
+from posttrain.losses.preference import couples_batch, preference_loss
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
-from posttrain.recipes.offline import Offline
+from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins
 from posttrain.training.job import Job

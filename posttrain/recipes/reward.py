@@ -12,10 +12,10 @@ import torch
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import RewardMethod
 from posttrain.data import Prepared
-from posttrain.losses import bradley_terry, global_mean, reward_metrics, reward_range
+from posttrain.losses import global_mean
+from posttrain.losses.pairs import bradley_terry, reward_metrics, reward_range
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
-from posttrain.recipes.offline import Offline
+from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import RewardScorer
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf

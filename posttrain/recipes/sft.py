@@ -12,8 +12,7 @@ from posttrain.config import SFTMethod
 from posttrain.data import Prepared
 from posttrain.losses import global_mean, nll
 from posttrain.optim.update import Objective
-from posttrain.recipes.models import Models
-from posttrain.recipes.offline import Offline
+from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop, ObjectiveOf

@@ -17,8 +17,7 @@ from posttrain import __version__
 from posttrain.base.errors import DataError, EngineError, PosttrainError, RewardError
 from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
-from posttrain.engines.joining import Event, Job
-from posttrain.engines.live import Busy
+from posttrain.engines.live import Busy, Event, Job
 from posttrain.serving import wire
 from posttrain.serving.host import Host, Policy, TokenScore
 from posttrain.serving.listening import error_body

@@ -22,8 +22,7 @@ from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
-from posttrain.engines.joining import Alternatives, Ended, Event, Job
-from posttrain.engines.live import Live
+from posttrain.engines.live import Alternatives, Ended, Event, Job, Live
 from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.base.pieces import Pieces
-from posttrain.engines.joining import Alternatives
+from posttrain.engines.live import Alternatives
 
 SLICE = 8192  # characters that are tokenised at a time to count tokens
 ADVICE = ": shorten it, or start the server with a larger --context"

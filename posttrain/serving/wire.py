@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import Variables
 from posttrain.engines import text_of
-from posttrain.engines.joining import Ended, Event, Failed, Job, Token
+from posttrain.engines.live import Ended, Event, Failed, Job, Token
 from posttrain.engines.protocol import Sampling
 from posttrain.serving.host import TokenScore
 from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText

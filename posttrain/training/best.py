@@ -1,4 +1,4 @@
-"""The best model so far, and early stopping: once evaluations stop improving, or because a watcher says so."""
+"""The best model so far, and early stopping: when evaluations stop improving, or when a watcher ends the run."""
 
 import logging
 import math
@@ -16,7 +16,6 @@ from posttrain.runs.run import Run
 from posttrain.training.state import State
 
 log = logging.getLogger("posttrain")
-
 
 FEW = 20  # rows of an evaluation, below which a warning is logged
 
@@ -38,7 +37,7 @@ def prefix_of(config: RunConfig, metric: str) -> str:
 class Best:
     """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping.
 
-    `rows` are those that an evaluation measures the metric on; the evaluation decides little with few.
+    `rows` is the number of rows that an evaluation measures the metric on; with few a warning is logged.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class Best:
         self._lower, self._ties = bool(config.lower_is_better(self._metric)), config.behavior_version >= 2
         self._loss = f"{prefix_of(config, self._metric)}loss"
         ties = ", with equal ones the lower loss" if self._ties and self._metric != self._loss else ""
-        given = "" if config.checkpoint.best_direction == "auto" else " (checkpoint.best_direction)"
+        reason = "" if config.checkpoint.best_direction == "auto" else " (checkpoint.best_direction)"
         extreme = "lowest" if self._lower else "highest"
-        log.info("best/ has the model with the %s %s%s%s", extreme, self._metric, given, ties)
+        log.info("best/ has the model with the %s %s%s%s", extreme, self._metric, reason, ties)
         if rows is not None and rows < FEW:
             what = "best/" if self._patience is None else "best/ and early stopping"
             low, high = wilson(0.5, rows)
@@ -93,7 +92,7 @@ class Best:
             self._save(self._run.best, state.step)
 
     def _interval(self, metrics: Mapping[str, float]) -> str:
-        """The 95 % interval of the metric, where the evaluation's numbers tell it."""
+        """The 95 % interval of the metric, if it follows from the evaluation's numbers."""
         name, rows = str(self._metric), self._rows
         value, low, high = metrics[name], metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         if low is None and rows and 0 <= value <= 1 and is_one_of(SHARES, name):
@@ -107,8 +106,7 @@ class Best:
         return f" (95 % interval {low:.3g} to {high:.3g}{of})"
 
     def is_overdue(self, state: State) -> bool:
-        """Whether the last `early_stopping_patience` evaluations brought no improvement, or the watcher ends the
-        run."""
+        """Whether the watcher ends the run, or `early_stopping_patience` evaluations brought no improvement."""
         return self._is_stopped(state) or (
             self._patience is not None and state.evaluations_since_best >= self._patience
         )
@@ -120,8 +118,5 @@ class Best:
         """Log that training ends early; a watcher gives its own reason."""
         if self._is_stopped(state):
             return
-        log.info(
-            "stopped early: %s no longer improves on %s. best/ has that model, final/ the last one",
-            self._metric,
-            state.best,
-        )
+        improves = "stopped early: %s no longer improves on %s. best/ has that model, final/ the last one"
+        log.info(improves, self._metric, state.best)

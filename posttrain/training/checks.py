@@ -1,6 +1,6 @@
 """Vital checks: invariants of every healthy run. A failure stops the run and names the check and its cause.
 
-Alarms of online runs are for problems that keep every number finite: counted in the metrics, logged as warnings.
+Alarms of online runs report problems that keep every number finite: they are counted in the metrics, and logged.
 """
 
 import logging
@@ -31,17 +31,16 @@ WITHOUT_VERDICT = 0.005  # share of the completions
 EFFECTIVE = 0.9  # effective sample size / tokens; below it the engine's policy is not the trainer's
 EVERY = 20  # an alarm is logged the first time and then every 20th time
 
-
 Record = Callable[[Finding], None]
 
 
-def ignore(found: Finding) -> None:
+def ignore(finding: Finding) -> None:
     """Records nothing."""
 
 
-def settle(found: Finding, record: Record, problem: str | None) -> None:
-    """Record what a check found. Raises VitalSignError with its problem, if there is one."""
-    record(replace(found, failed=problem is not None))
+def conclude(finding: Finding, record: Record, problem: str | None) -> None:
+    """Record a check's finding. Raises VitalSignError with its problem, if there is one."""
+    record(replace(finding, failed=problem is not None))
     if problem is not None:
         raise VitalSignError(problem)
 
@@ -61,11 +60,13 @@ class Noise:
 
     FEW: ClassVar[int] = 3
 
-    def found(self, check: str, difference_N: torch.Tensor, unit: str = "nats") -> Finding:
-        """The root mean square of differences, with its limit."""
-        count = max(difference_N.numel(), 1)
+    def check(self, name: str, difference_N: torch.Tensor, record: Record, problem: str, unit: str = "nats") -> None:
+        """Record the root mean square of differences with its limit. Raises VitalSignError beyond rounding, with
+        `problem`, in which {} stands for the differences."""
+        count, excess = max(difference_N.numel(), 1), self.excess(difference_N)
         rms = float(difference_N.detach().double().square().sum().div(count).sqrt())
-        return Finding(check, rms, self.rms * (1 + 3 / count**0.5), unit)
+        finding = Finding(name, rms, self.rms * (1 + 3 / count**0.5), unit)
+        conclude(finding, record, problem.format(excess) if excess else None)
 
     def excess(self, difference_N: torch.Tensor) -> str | None:
         """Describes the differences beyond rounding, NaN included; None if there are none."""
@@ -87,7 +88,6 @@ class Noise:
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
 
-
 # Limits (nats) for a sequence, times the root of its tokens: their noise is mostly independent.
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
@@ -107,7 +107,7 @@ def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf, 
         logits = base_of(scorer.model)(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
         return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
 
-    return _compare(scorer, examples, pack_of, packed, plain, "a log-probability", record)
+    return _check_packing(scorer, examples, pack_of, packed, plain, "a log-probability", record)
 
 
 def check_reward_packing(
@@ -121,11 +121,11 @@ def check_reward_packing(
     def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
         return base_of(scorer.model)(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
-    return _compare(scorer, examples, pack_of, packed, plain, "a reward", record)
+    return _check_packing(scorer, examples, pack_of, packed, plain, "a reward", record)
 
 
 @torch.no_grad()
-def _compare(
+def _check_packing(
     scorer: nn.Module,
     examples: Sequence[Example],
     pack_of: PackOf,
@@ -154,15 +154,12 @@ def _compare(
         for module, mode in modes.items():
             module.training = mode
     difference_N = torch.cat([(got[s] - want[s]).abs() for s in ends])
-    excess = ROUNDING[dtype].excess(difference_N)
-    settle(
-        ROUNDING[dtype].found(PACKED, difference_N, "nats" if what == "a log-probability" else ""),
-        record,
-        excess
-        and f"packed = unpacked fails: {what} of the first batch {excess} from plain transformers. The attention of "
-        f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this "
-        "model",
+    problem = (
+        f"packed = unpacked fails: {what} of the first batch {{}} from plain transformers. The attention of "
+        f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this model"
     )
+    unit = "nats" if what == "a log-probability" else ""
+    ROUNDING[dtype].check(PACKED, difference_N, record, problem, unit)
     return float(difference_N.amax())
 
 
@@ -190,8 +187,8 @@ def check_margins(
         "reference is not the model the policy starts from (other weights, an active adapter, or dropout in one of "
         "them); if that is intended, name it with method.ref_model"
     )
-    found = Finding(START, worst, MARGIN[dtype], "nats over the root of a sequence's tokens")
-    settle(found, record, None if worst <= MARGIN[dtype] else problem)
+    finding = Finding(START, worst, MARGIN[dtype], "nats over the root of a sequence's tokens")
+    conclude(finding, record, None if worst <= MARGIN[dtype] else problem)
     return worst
 
 
@@ -203,29 +200,22 @@ def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str, r
     """
     own = ROUNDING[dtype]
     twice = Noise(2 * own.rms, 2 * own.most, 2 * own.largest)
-    excess = twice.excess(difference_R)
-    settle(
-        twice.found(SAMPLER, difference_R),
-        record,
-        excess
-        and f"sampler = trainer fails: the log-probability of sampled tokens {excess} between the engine ({engine}) "
-        "and the trainer. The engine has other weights (stale ones, another adapter, another dtype) or another "
-        "temperature; with rollout.engine: embedded the two are one model, so report this",
+    problem = (
+        f"sampler = trainer fails: the log-probability of sampled tokens {{}} between the engine ({engine}) and the "
+        "trainer. The engine has other weights (stale ones, another adapter, another dtype) or another temperature; "
+        "with rollout.engine: embedded the two are one model, so report this"
     )
+    twice.check(SAMPLER, difference_R, record, problem)
 
 
 @torch.no_grad()
 def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype, record: Record = ignore) -> None:
     """Check that before the first update the policy is the old policy: every ratio is 1 up to rounding."""
-    excess = ROUNDING[dtype].excess(logratio_N)
-    settle(
-        ROUNDING[dtype].found(RATIO, logratio_N),
-        record,
-        excess
-        and f"ratio = 1 fails: before the first update the log-probability of tokens {excess} from that of the old "
-        "policy, which is the same model. The second scoring differs (dropout, an adapter switched on or "
-        "off, other packs)",
+    problem = (
+        "ratio = 1 fails: before the first update the log-probability of tokens {} from that of the old policy, which "
+        "is the same model. The second scoring differs (dropout, an adapter switched on or off, other packs)"
     )
+    ROUNDING[dtype].check(RATIO, logratio_N, record, problem)
 
 
 class MovedWeights:
@@ -254,7 +244,7 @@ class MovedWeights:
                 f"no trained tensor moved in the first update, at learning rate {learning_rate:.1e} and gradient norm "
                 f"{grad_norm:.1e}: the rate is below float32's resolution, or the optimizer updates other tensors"
             )
-        settle(Finding(MOVED, seen=seen), record, problem)
+        conclude(Finding(MOVED, seen=seen), record, problem)
 
 
 @torch.no_grad()
@@ -267,7 +257,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int, record: Record 
         if bad
         else None
     )
-    settle(Finding(SAVED, seen=f"{len(tensors) - len(bad):,} of {len(tensors):,} tensors"), record, problem)
+    conclude(Finding(SAVED, seen=f"{len(tensors) - len(bad):,} of {len(tensors):,} tensors"), record, problem)
 
 
 def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: int) -> None:
@@ -275,12 +265,12 @@ def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: 
     if ranks.size == 1 or ranks.in_step:
         return
     first, *others = ranks.gather(fingerprints(tensors))
-    different = [rank for rank, found in enumerate(others, 1) if found != first]
+    different = [rank for rank, checksums in enumerate(others, 1) if checksums != first]
     if different:
         raise VitalSignError(
             f"the weights of rank {different[0]} are not those of rank 0 at step {step} ({len(different)} of "
             f"{ranks.size} ranks differ): something in the step is not the same on every rank. Resume from the last "
-            "checkpoint; if it comes again, report it"
+            "checkpoint; if it happens again, report it"
         )
 
 
@@ -300,7 +290,7 @@ class Alarms:
     def __init__(self, memory: dict[str, float], method: MethodSettings):
         self.memory, self._method = memory, method
 
-    def look(self, step: int, metrics: Mapping[str, float], all_equal: bool) -> None:
+    def check(self, step: int, metrics: Mapping[str, float], all_equal: bool) -> None:
         """`all_equal`: all completions of the step with a reward have the same."""
         entropy = metrics.get("entropy")
         if entropy is not None:

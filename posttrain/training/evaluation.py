@@ -1,7 +1,7 @@
 """Evaluation by generation during training, for any method: rewards of validation prompts, and suites.
 
-Completions are sampled with the same random numbers at every evaluation, so that two evaluations
-of the same rows differ by their weights alone. Nothing here touches the generators of training.
+Completions are sampled with the same random numbers at every evaluation, so that two evaluations of the same rows
+differ by their weights alone. Training's random generators are not touched.
 """
 
 import logging
@@ -49,7 +49,7 @@ log = logging.getLogger("posttrain")
 
 
 class SamplingContext(Protocol):
-    """A context for sampling, in which a signal abandons the work at once."""
+    """Makes a context for sampling, in which a signal abandons the work at once."""
 
     def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
 
@@ -63,40 +63,31 @@ class _Samplers:
         online = job.config.method.samples_completions
         prompts = (data.train, *data.validation.values()) if online else data.prompts.values()
         longest = max((dataset.longest for dataset in prompts), default=1)
-        self.engine = resources.enter_context(
-            closing(
-                make_engine(
-                    rollout.engine,
-                    policy,
-                    job.tokenizer,
-                    vllm=rollout.vllm,
-                    longest_prompt=longest,
-                    ranks=job.ranks,
-                )
-            )
+        engine = make_engine(
+            rollout.engine, policy, job.tokenizer, vllm=rollout.vllm, longest_prompt=longest, ranks=job.ranks
         )
+        self.engine = resources.enter_context(closing(engine))
         self.rewards = self._rewards(job.config.rewards)
 
     def sampler(
         self, rewards: Rewards, settings: RolloutConfig, dataset: EvaluationDataset | None = None, keeps: bool = True
     ) -> Sampler:
-        """A sampler with the run's stop tokens and, if a `dataset` has a template of its own, those of that one."""
+        """A sampler with the run's stop tokens, and those of the template of a `dataset` if that is another."""
         tokenizer, stops, config = self._job.tokenizer, {*self._stops}, self._job.config
         if dataset is not None and dataset.template not in (None, config.data.template):
             own = deepcopy(tokenizer)
             turns = choose_template(settings_of(dataset, config.data), own).turns
             stops |= {*stop_token_ids(self._policy, own, turns and self._job.stops_at_turns)}
-        ends, seed = tuple(sorted(stops)), config.seed
         return Sampler(
             self.engine,
             rewards,
             tokenizer,
             settings,
-            stop_token_ids=ends,
-            seed=seed,
+            stop_token_ids=tuple(sorted(stops)),
+            seed=config.seed,
             keeps=keeps,
             ranks=self._job.ranks,
-            continues=self._job.config.behavior_version >= 2,
+            continues=config.behavior_version >= 2,
         )
 
     def of_sets(self) -> dict[str, Sampler]:
@@ -167,10 +158,8 @@ def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.nda
     common = config.evaluation
     own = next((entry for entry in common.datasets if entry.name == name), common)
     batches = own.num_batches or common.num_batches
-    if batches is None:
-        return np.arange(size)
-    rows = batches * config.training.batch_size
-    if not (common.with_replacement if own.with_replacement is None else own.with_replacement):
+    rows = size if batches is None else batches * config.training.batch_size
+    if batches is None or not (common.with_replacement if own.with_replacement is None else own.with_replacement):
         return np.arange(min(size, rows))
     return np.random.default_rng([config.seed, step, zlib.crc32(name.encode())]).integers(size, size=rows)
 
@@ -189,18 +178,18 @@ def measure_completions(
     rows, chunk = evaluated_rows(config, step, name, len(prompts)), max(1, 8 * batch // n)
     rollouts: list[Rollout] = []
     for start in progress(range(0, len(rows), chunk), f"evaluating {name}"):
-        some = [prompts[int(index)] for index in rows[start : start + chunk]]
+        batch_prompts = [prompts[int(index)] for index in rows[start : start + chunk]]
         with sampling(evaluating=True):
-            rollouts.append(sample(f"evaluation {name} {start}", some, n, version=step))
+            rollouts.append(sample(f"evaluation {name} {start}", batch_prompts, n, version=step))
     rollout = joined(rollouts)
     if store is not None:
         store.add_evaluation(step, name, evaluated(rollout))
-    found = {key: value for key, value in rollout.metrics().items() if key != "resampled_groups"}
-    found |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
+    metrics = {key: value for key, value in rollout.metrics().items() if key != "resampled_groups"}
+    metrics |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
     answers = sample.rewards.right(rollout.rewarded).get("answer")
     if n > 1 and answers is not None:
-        found |= passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
-    return found
+        metrics |= passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
+    return metrics
 
 
 def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
@@ -214,33 +203,33 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
     end = THINK_END if "r1_zero" in kinds else config.data.tags.reasoning_end if tagged else None
     if end is None:
         return {}
-    texts = [one.text.partition(end)[0].strip() for one in rollout.completions if end in one.text]
+    texts = [each.text.partition(end)[0].strip() for each in rollout.completions if end in each.text]
     tokens = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
-    found = {"reasoning_share": len(tokens) / len(rollout.completions)}
+    metrics = {"reasoning_share": len(tokens) / len(rollout.completions)}
     if not tokens:
-        return found
+        return metrics
     if config.behavior_version < 2:
-        return found | {"reasoning_length": fmean(tokens)}
+        return metrics | {"reasoning_length": fmean(tokens)}
     characters = [len(text) for text in texts if text]
-    return found | {"reasoning_length": fmean(characters), "reasoning_tokens": fmean(tokens)}
+    return metrics | {"reasoning_length": fmean(characters), "reasoning_tokens": fmean(tokens)}
 
 
 def parts_of(reward: CompletionReward) -> dict[str, dict[str, object]]:
     """The parts of a reward by name: value and weight, and for rules the verdict with its reason."""
-    found: dict[str, dict[str, object]] = {}
+    parts: dict[str, dict[str, object]] = {}
     for part in reward.parts:
-        facts = found[part.name] = {"value": part.value, "weight": part.weight}
+        facts = parts[part.name] = {"value": part.value, "weight": part.weight}
         if part.grade is not None:
             facts |= {"verdict": part.grade.verdict, "extracted": part.grade.extracted, "reason": part.grade.reason}
         elif not part.counts:
             facts["verdict"] = "timeout"
-    return found
+    return parts
 
 
 def as_text(prompt: Example) -> str:
     """The prompt for display: the string, or the content of the last message."""
-    asked = (prompt.facts or {}).get("prompt", "")
-    return asked if isinstance(asked, str) else str(asked[-1].get("content", ""))
+    text = (prompt.facts or {}).get("prompt", "")
+    return text if isinstance(text, str) else str(text[-1].get("content", ""))
 
 
 def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
@@ -284,9 +273,9 @@ class CompletionEvaluation:
         if name not in samplers:
             return {}
         samplers[name].engine.load(self._policy, step)
-        found = measure_completions(job.config, samplers[name], store, name, self._data.prompts[name], step, sampling)
+        metrics = measure_completions(job.config, samplers[name], store, name, self._data.prompts[name], step, sampling)
         samplers[name].engine.release()
-        return found
+        return metrics
 
     def close(self) -> None:
         self._resources.close()
@@ -294,13 +283,11 @@ class CompletionEvaluation:
 
 
 class SuiteEvaluation:
-    """`evaluation.suites`, asked at every evaluation; the records are in `evaluation/step-N`.
+    """`evaluation.suites`, answered at every evaluation; the records are in `evaluation/step-N`.
 
-    Rows are read at the start of the run; engine and graders start at the first evaluation.
-
-    The embedded engine reads the policy where it is, whatever engine training samples with; `rollout.engine:
-    transformers` is for models that it does not run. Greedy or not, as the suite says: the run's sampling settings are
-    those of its rewards.
+    Rows are read at the start of the run; engine and graders start at the first evaluation. The embedded engine uses
+    the policy's own modules, whatever engine training samples with; `rollout.engine: transformers` is for models that
+    it does not run. Sampling settings are the suite's.
     """
 
     def __init__(self, job: Job, policy: nn.Module):
@@ -312,7 +299,7 @@ class SuiteEvaluation:
             suite = find_suite(entry.suite)
             if suite.kind != "generate":
                 raise ConfigError(
-                    f"evaluation.suites: {suite.name} is of the kind {suite.kind}; `posttrain eval` asks it"
+                    f"evaluation.suites: {suite.name} is of the kind {suite.kind}: use `posttrain eval` for it"
                 )
             source = {} if entry.source is None else {"source": entry.source}
             self._chosen.append(load_items(with_settings(suite, source), entry.max_rows))
@@ -325,7 +312,7 @@ class SuiteEvaluation:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of items of each suite."""
-        return {one.suite.name: len(one.items) for one in self._chosen}
+        return {items.suite.name: len(items.items) for items in self._chosen}
 
     def __bool__(self) -> bool:
         return bool(self._chosen)
@@ -338,7 +325,7 @@ class SuiteEvaluation:
             self._made = self._start()
         engine, parts = self._made
         engine.load(self._policy, step)
-        folder, found = self._job.run.folder / "evaluation" / f"step-{step}", {}
+        folder, metrics = self._job.run.folder / "evaluation" / f"step-{step}", {}
         with EvaluationStore(folder, overwrite=True) as store:
             for items in self._chosen:
                 answers, judge = parts[items.suite.name]
@@ -352,14 +339,13 @@ class SuiteEvaluation:
                     facts={"step": step, "items": items.digest},
                     sampling={"step": step},
                 )
-                names = {"value": "", "low": "_low", "high": "_high"}
-                found |= {
-                    items.suite.name + end: summary[key] for key, end in names.items() if summary[key] is not None
-                }
+                for key, suffix in {"value": "", "low": "_low", "high": "_high"}.items():
+                    if summary[key] is not None:
+                        metrics[items.suite.name + suffix] = summary[key]
             model = {"name": f"{self._job.run.folder.name}/step-{step}", "path": str(folder), "content": None}
             write_files(folder, store, model, {"posttrain": __version__})
         engine.release()
-        return found
+        return metrics
 
     def close(self) -> None:
         self._resources.close()
@@ -372,8 +358,8 @@ class SuiteEvaluation:
         prompts = {
             items.suite.name: ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen
         }
-        asked = [prompt for some in prompts.values() for prompt in some.values()]
-        longest = max((len(prompt.tokens) for prompt in asked if isinstance(prompt, Prompt)), default=1)
+        every = (prompt for of_suite in prompts.values() for prompt in of_suite.values())
+        longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
         name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
         engine = enter(closing(make_engine(name, self._policy, tokenizer, longest_prompt=longest)))
         parts = {}
@@ -393,7 +379,7 @@ class SuiteEvaluation:
 
 
 class _Abandonable:
-    """Answers that a signal interrupts."""
+    """Answers whose sampling a signal interrupts."""
 
     def __init__(self, answers: Answers, sampling: SamplingContext):
         self._answers, self._sampling = answers, sampling

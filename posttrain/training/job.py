@@ -23,13 +23,13 @@ from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.data.prompts import stop_faults
-from posttrain.engines.stops import stop_token_ids
+from posttrain.engines.protocol import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
-from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.experts import router_coefficient
 from posttrain.models.families import base_of, check_positions, positions_of, set_eos_token_ids
+from posttrain.models.lean import enable_gradient_checkpointing
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
 from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
@@ -102,9 +102,9 @@ class Job:
             router_aux_loss_coef=router_weight(config, model),
         )
 
-    def record(self, found: Finding) -> None:
-        """Record what a check of this run found, in run.json."""
-        self.run.record_check(found)
+    def record(self, finding: Finding) -> None:
+        """Record a check's finding in run.json."""
+        self.run.record_check(finding)
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped.
@@ -156,7 +156,7 @@ class Job:
         return policy.eval()
 
     def _settle_stops(self, model: PreTrainedModel) -> None:
-        """Set the stop tokens that the run samples with and saves with the model; log those that end nothing."""
+        """Set the stop tokens that the run samples with and saves with the model; warn of those that end nothing."""
         config, tokenizer = self.config, self.tokenizer
         turns = config.data.template != "none"
         known = stop_token_ids(model, tokenizer)
@@ -180,7 +180,7 @@ class Job:
 
     @property
     def stops_at_turns(self) -> bool:
-        """Whether the chat template's end of turn is a stop token; runs of earlier versions sample on as they began."""
+        """Whether the chat template's end of turn is a stop token; not in runs of earlier versions."""
         return self.config.behavior_version >= 2
 
     @property
@@ -216,27 +216,22 @@ class Job:
     def _base(self, head: Head, continued: bool) -> ModelConfig:
         """The base of the run's adapters: the user's own model, or one in `base/` of the run folder.
 
-        If the model is an adapter folder, its base is the adapters' too if it is trained further; else it is merged
-        into its base, in the base's dtype. For the model of an earlier stage, `base/` is a relative link, which stays
-        valid when the whole run is moved.
+        A model that is an adapter has its own base if it is trained further; else it is merged into that, in its dtype.
+        For the model of an earlier stage, `base/` is a relative link, which stays valid when the whole run is moved.
         """
         folder = self.run.folder.resolve() / BASE
         if continued or not is_adapter(self.model):
             model = base_settings(self.model)
-            place = Path(model.path)
-            if not is_inside(place, self.run.folder):
+            base = Path(model.path)
+            if not is_inside(base, self.run.folder):
                 return model
             if not folder.exists():
                 try:
                     folder.unlink(missing_ok=True)  # a broken link
-                    folder.symlink_to(os.path.relpath(place.resolve(), folder.parent))
+                    folder.symlink_to(os.path.relpath(base.resolve(), folder.parent))
                 except OSError as error:
-                    log.info(
-                        "%s: this file system has no links (%s): the adapters refer to %s directly",
-                        folder,
-                        error.strerror,
-                        place,
-                    )
+                    no_links = "%s: this file system has no links (%s): the adapters refer to %s directly"
+                    log.info(no_links, folder, error.strerror, base)
                     return model
             return model.model_copy(update={"path": str(folder), "revision": None})
         if not folder.exists():
@@ -246,16 +241,17 @@ class Job:
             if self.config.behavior_version >= 2:
                 dtype = load_config(whole).dtype
                 to_dtype(merged, dtype if isinstance(dtype, torch.dtype) else torch.float32)
-            self.run.save_model(folder, 0, lambda place: self._save_base(merged, place))
+
+            def save_base(temporary: Path) -> None:
+                merged.save_pretrained(temporary)
+                if self.model.new_tokens:  # a later stage compares its tokens with the base's
+                    self.tokenizer.save_pretrained(temporary)
+
+            self.run.save_model(folder, 0, save_base)
         return self.saved(folder)
 
-    def _save_base(self, merged: PreTrainedModel, folder: Path) -> None:
-        merged.save_pretrained(folder)
-        if self.model.new_tokens:  # a later stage compares its own with those that the base has
-            self.tokenizer.save_pretrained(folder)
-
     def optimizer(self, policy: nn.Module) -> AdamW:
-        """The optimizer of the policy's trained weights. Converts the policy to `dtype` on `device`."""
+        """The optimizer of the policy's trained weights. It converts the policy to `dtype` on `device`."""
         training = self.config.training
         settings: dict[str, Any] = {
             "betas": (training.adam_beta1, training.adam_beta2),
@@ -282,7 +278,7 @@ class Job:
 
     @property
     def feeds_last(self) -> bool:
-        """Whether packs have the last token of each sequence, which predicts nothing: the routers' loss counts it."""
+        """Whether packs have the last token of each sequence: it predicts nothing, but the routers' loss counts it."""
         return self.router_aux_loss_coef > 0
 
     def pack_together(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
@@ -305,10 +301,10 @@ class Job:
 
 def router_weight(config: RunConfig, model: ModelConfig) -> float:
     """The weight of the load-balancing loss of a model's routers in a run; 0: none."""
-    asked = config.method.router_aux_loss_coef
-    if asked is None and config.behavior_version < 2:
-        asked = 0.0
-    return router_coefficient(load_config(model), asked)
+    setting = config.method.router_aux_loss_coef
+    if setting is None and config.behavior_version < 2:
+        setting = 0.0
+    return router_coefficient(load_config(model), setting)
 
 
 def refuse_sharded(config: RunConfig) -> None:
@@ -320,7 +316,7 @@ def refuse_sharded(config: RunConfig) -> None:
         )
     if config.method.prompts_teacher:
         raise ConfigError(
-            "method.teacher_system_prompt gives the teacher packs of its own, not as many on every rank, and "
+            "method.teacher_system_prompt gives the teacher other packs, not as many on every rank, and "
             "devices.strategy: fsdp needs as many: use devices.strategy: ddp"
         )
 
@@ -332,10 +328,10 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
+    """Choose the pad token of a reward model, whose head reads the last token of a row that is not padding.
 
-    It takes the last token that is not padding, so padding must differ from the end of a completion. If the
-    tokenizer has no other special token, padding is an id that no string produces, and the tokenizer is not changed.
+    So padding must differ from the end of a completion. If the tokenizer has no other special token, padding is an id
+    that no string produces, and the tokenizer is not changed.
     """
     special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
     token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)

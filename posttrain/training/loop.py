@@ -59,15 +59,12 @@ class Loop:
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
         check_longest(base_of(getattr(policy, "model", policy)).config, longest_sequence(job.config, data))
-        training = job.config.training
-        self.batch_size = training.batch_size
+        self.batch_size = job.config.training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
         self.total = total_steps(job.config, len(data.train))
         if len(data.train) < self.batch_size:
-            log.warning(
-                "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them",
-                len(data.train), self.batch_size,
-            )  # fmt: skip
+            few = "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them"
+            log.warning(few, len(data.train), self.batch_size)
         self.peak_rate = job.learning_rate()
         self.state = State()
         self._stop = Stop()
@@ -78,8 +75,8 @@ class Loop:
         self.interruption = Interruption(self._stop, self.saver)
         routed = policy.model if isinstance(policy, ValueScorer) else policy
         self._router_load = RouterLoad(routed)
-        asked = job.config.method.router_aux_loss_coef is not None
-        self._router_loss = RouterLoss(routed, job.router_aux_loss_coef, asked)
+        is_explicit = job.config.method.router_aux_loss_coef is not None
+        self._router_loss = RouterLoss(routed, job.router_aux_loss_coef, is_explicit)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         self._suites = SuiteEvaluation(job, policy)
         self._best = Best(job.config, job.run, self.saver.save_model, job.watch, self._rows_of_best())
@@ -87,7 +84,7 @@ class Loop:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
             report_schedule_change(job.config, self.peak_rate, self.state.step, total, self.total)
-        self.saver.mark(self.state)
+        self.saver.boundary.mark(self.state)
         job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(
             self.total,
@@ -105,7 +102,7 @@ class Loop:
         self._moved = MovedWeights(self.policy, self.optimizer)
         if self.state.window and self._is_logged(self.state.step):
             self._log()  # the line that the run failed to write
-        self.saver.mark(self.state)
+        self.saver.boundary.mark(self.state)
         with self.progress, self._stop.listening(), closing(self._completions), closing(self._suites):
             for step in range(first, self.total + 1):
                 if self._best.is_overdue(self.state):
@@ -120,12 +117,12 @@ class Loop:
                 self._after_step()
             if self.state.window:
                 self._log()
-                self.save_checkpoint()
+                self.saver.save(self.state)
 
     def evaluated_steps(
         self, objective_of: ObjectiveOf, with_previous: bool = False
     ) -> Iterator[tuple[int, list[Example]]]:
-        """`steps`, with an evaluation by this objective before the first and after the body of each where it is due."""
+        """`steps`, with evaluations by this objective where they are due: before the first, after the body of each."""
         if self.evaluation_due:
             self.evaluate(objective_of, with_previous)
         for step, examples in self.steps():
@@ -134,19 +131,21 @@ class Loop:
                 self.evaluate(objective_of, with_previous)
 
     def _examples(self, step: int) -> list[Example]:
-        epoch, place = place_of(self.job.config, len(self.data.train), step)
-        self._rows = self._epoch_order(epoch)[place]
+        order, batch = self._batch_of(step)
+        self._rows = order[batch]
         return [self.data.train[int(row)] for row in self._rows]
 
     def previous(self) -> Example:
-        """The example before those of the current step in the order of their epoch; before its first: its last."""
-        epoch, place = place_of(self.job.config, len(self.data.train), self.state.step + 1)
-        return self.data.train[int(self._epoch_order(epoch)[place.start - 1])]
+        """The example before those of the current step in their epoch's order; in its first step, the last one."""
+        order, batch = self._batch_of(self.state.step + 1)
+        return self.data.train[int(order[batch.start - 1])]
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
+    def _batch_of(self, step: int) -> tuple[np.ndarray, slice]:
+        """The order of a step's epoch, and its part of it."""
+        epoch, batch = batch_of(self.job.config, len(self.data.train), step)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(self.job.config, len(self.data.train), epoch)
-        return self._order[1]
+        return self._order[1], batch
 
     def update(self, packs: list[Pack], objective: Objective) -> None:
         """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
@@ -160,14 +159,14 @@ class Loop:
         """The optimizer steps of one training step, all at its learning rate. One that is not finite is skipped and
         counted.
 
-        The step's metrics are means over its updates, or extremes for names that start with `min_` and `max_`;
-        `measure` receives them and returns further metrics; methods that sample also store their rollouts there.
+        The step's metrics are means over its updates, or extremes for names that start with `min_` and `max_`.
+        `measure` receives them and returns more; methods that sample also store their rollouts there.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
         method, ranks = self.job.config.method, self.job.ranks
         made: list[dict[str, float]] = []
         if method.updates > 1:
-            self.saver.copy_weights()
+            self.saver.boundary.copy_weights()
         for packs, objective in parts:
             coming = self.interruption.while_patient(ranks.mine(packs))
             if method.samples_completions:
@@ -192,7 +191,7 @@ class Loop:
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
-        self.saver.mark(state)
+        self.saver.boundary.mark(state)
         if self._is_logged(step):
             metrics = self._log()
         self.progress.step(step, tokens, metrics)
@@ -224,11 +223,11 @@ class Loop:
         if self._best.is_overdue(state) and state.window:  # the last step: log what remains
             self._log()
         self._stop.agree(self.job.ranks)
-        if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.asked:
-            self.save_checkpoint()
-        if self._stop.asked:
+        if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.requested:
+            self.saver.save(self.state)
+        if self._stop.requested:
             self.job.ranks.gather(None)  # no rank leaves before the checkpoint is there
-        self._stop.leave_if_asked()
+        self._stop.leave_if_requested()
 
     def _is_logged(self, step: int) -> bool:
         return step % self.job.config.tracking.logging_steps == 0 or step == self.total
@@ -248,7 +247,7 @@ class Loop:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
         state.window, state.window_steps = {}, {}
-        self.saver.mark(state)  # a run that fails later resumes after this line
+        self.saver.boundary.mark(state)  # a run that fails later resumes after this line
         return metrics
 
     # Evaluation
@@ -264,8 +263,8 @@ class Loop:
                 return count
         name = prefix_of(config, metric)[len("eval_") : -1] or "validation"
         sets = [sets[name] for sets in (self.data.validation, self.data.prompts) if name in sets]
-        rows = [one.rows[evaluated_rows(config, 0, name, len(one))] for one in sets]
-        return min((len(np.unique(one)) for one in rows), default=None)
+        rows = (dataset.rows[evaluated_rows(config, 0, name, len(dataset))] for dataset in sets)
+        return min((len(np.unique(numbers)) for numbers in rows), default=None)
 
     @property
     def evaluation_due(self) -> bool:
@@ -280,12 +279,12 @@ class Loop:
     def evaluate(self, objective_of: ObjectiveOf, with_previous: bool = False) -> dict[str, float]:
         """Evaluate every validation set without gradients, log it, and save the model if it is the best so far.
 
-        With `with_previous`, the objective is also given the example before each in its set, of the first the last.
+        `with_previous` also passes the example before each in its set to the objective; before the first, the last.
         """
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
-            found = over_batches(self._batches(objective_of, name, dataset, with_previous), self.job.ranks)
-            return {**found, **self._completions(name, self.state.step, self.interruption.sampling)}
+            metrics = over_batches(self._batches(objective_of, name, dataset, with_previous), self.job.ranks)
+            return {**metrics, **self._completions(name, self.state.step, self.interruption.sampling)}
 
         return self.evaluate_by(measure)
 
@@ -305,7 +304,7 @@ class Loop:
         if self.job.watch is not None and self.state.step < self.total:
             self.job.watch.look(self.state.step, metrics)
         self._best.look(metrics, self.state)
-        self.saver.mark(self.state)
+        self.saver.boundary.mark(self.state)
         return metrics
 
     def _batches(
@@ -314,18 +313,14 @@ class Loop:
         """The batches of a validation set. A signal ends the run after the current batch."""
         rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
-            some = [int(row) for row in rows[start : start + self.batch_size]]
-            more = {"previous": [dataset[row - 1] for row in some]} if with_previous else {}
-            packs, objective = objective_of([dataset[row] for row in some], **more)
+            batch = [int(row) for row in rows[start : start + self.batch_size]]
+            more = {"previous": [dataset[row - 1] for row in batch]} if with_previous else {}
+            packs, objective = objective_of([dataset[row] for row in batch], **more)
             yield packs, balanced(objective, self._router_loss, len(packs))
-            if self._stop.asked:
+            if self._stop.requested:
                 self.interruption.abandon()
 
     # Saving, stopping, resuming
-
-    def save_checkpoint(self) -> None:
-        """Save a complete checkpoint: the model, the optimizer, the generators and the state of the loop."""
-        self.saver.save(self.state)
 
     def save_final(self) -> None:
         """Save `final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
@@ -346,8 +341,8 @@ def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
-def place_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
-    """The epoch of a step, from 1, and the part of the epoch's order that is its batch."""
+def batch_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
+    """The epoch of step number `step`, from 1, and the part of the epoch's order that is its batch."""
     size = config.training.batch_size
     epoch, batch = divmod(step - 1, math.ceil(rows / size))
     return epoch, slice(batch * size, (batch + 1) * size)
@@ -356,7 +351,7 @@ def place_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
 def warmup_count(warmup_steps: float, total: int) -> int:
     """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
 
-    A share leaves at least one step: the first step's rate may be 0, and a run of one step would train nothing.
+    A share leaves at least one step: the first step's rate may be 0, so that a run of one step would train nothing.
     """
     return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 

@@ -1,7 +1,7 @@
-"""The models that training compares the policy with.
+"""The models that training compares the policy with: the reference, and the teacher of a distillation.
 
-The reference: the policy with its adapter off, a frozen copy, or precomputed log-probabilities. The teacher of a
-distillation: it predicts the tokens of the student's completions, given its own prompts.
+The reference is the policy with its adapter off, a frozen copy, or precomputed log-probabilities. The teacher predicts
+the tokens of the student's completions, given its own prompts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
 def make_reference(
     job: Job, method: MethodSettings, policy: Scorer, data: Prepared, portions_of: PortionsOf | None
 ) -> Reference:
-    """The reference of the settings. If it scores before training, it looks up the examples of its portions; None: it
-    never does."""
+    """The reference of the settings. If it scores before training, it scores the portions, and looks examples up; with
+    `portions_of` None it never does."""
     if is_reference_free(job.config, method):
         return no_reference
     frozen, score_tokens = token_reference(job, method.reference_path, policy)
@@ -80,14 +80,13 @@ def token_reference(
 ) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
     """The reference, and a function from a pack to the log-probability of each scored token (N), without gradients.
 
-    It is another model, or the policy as it was before training: with its adapter off, or as it began, or a frozen copy
-    of the model.
+    It is another model, or the policy as it was before training: with its adapter off or as it began, or a frozen copy.
     """
     if ref_model is None and is_adapted(policy.model):
         frozen, adapted = policy, policy.model
     else:
         frozen, adapted = Scorer(frozen_model(job, ref_model)), None
-        ours, theirs = (base_of(one.model).config.vocab_size for one in (policy, frozen))
+        ours, theirs = (base_of(scorer.model).config.vocab_size for scorer in (policy, frozen))
         if ours != theirs:
             raise ModelError(
                 f"method.ref_model {ref_model} has {theirs} token ids, the policy {ours}: they must be equal"
@@ -102,7 +101,7 @@ def token_reference(
 
 
 def is_reference_free(config: RunConfig, method: MethodSettings) -> bool:
-    """Whether the reference's log-probabilities count as 0, which `use_ref_model: false` meant in earlier versions."""
+    """Whether the reference's log-probabilities are 0, which `use_ref_model: false` meant in earlier versions."""
     return not method.has_reference or (config.behavior_version < 2 and method.avoids_second_model)
 
 
@@ -188,22 +187,11 @@ def _precomputed(
 
 def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
     """The cache key, a hash of all inputs: the data's tokens, the reference's weights, the arithmetic."""
-    with whole(frozen.model):
-        weights = sorted(fingerprints(_weights(frozen)).items())
-    facts = (
-        "by sequence",
-        data.fingerprint,
-        job.config.seed,
-        str(job.dtype),
-        job.device.type,
-        weights,
-    )
+    with whole(frozen.model):  # without the adapter of a policy, which is trained
+        weights = {name: p for name, p in frozen.named_parameters() if not p.requires_grad}
+        checksums = sorted(fingerprints(weights).items())
+    facts = ("by sequence", data.fingerprint, job.config.seed, str(job.dtype), job.device.type, checksums)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def _weights(scorer: Scorer) -> dict[str, torch.Tensor]:
-    """The reference's own: not those of a policy's adapter, which is trained."""
-    return {name: p for name, p in scorer.named_parameters() if not p.requires_grad}
 
 
 class Teacher:
@@ -230,18 +218,18 @@ class Teacher:
             return self._after_own_prompts(rollout, part, self._prompts)
 
     def _after_own_prompts(self, rollout: Rollout, part: RolloutPack, prompts: Mapping[int, np.ndarray]) -> Tensor:
-        asked = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
-        place_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
-        place_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
-        found = None
+        own = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
+        index_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
+        index_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
+        states_N = None
         job, size = self._job, self._job.config.training.tokens_per_pack
-        for theirs in replace(rollout, prompts=asked).parts(part.completion_S, job.pack, size, job.feeds_last):
+        for theirs in replace(rollout, prompts=own).parts(part.completion_S, job.pack, size, job.feeds_last):
             theirs = theirs.to(self._job.device)
             states = scored_states(self.model, theirs.pack)
-            found = states.new_empty(len(part.token_N), states.shape[1]) if found is None else found
-            found[place_R[theirs.token_N]] = states
-        assert found is not None
-        return found
+            states_N = states.new_empty(len(part.token_N), states.shape[1]) if states_N is None else states_N
+            states_N[index_R[theirs.token_N]] = states
+        assert states_N is not None
+        return states_N
 
     @staticmethod
     def _refuse_other_tokenizer(job: Job, path: str) -> None:

@@ -41,9 +41,9 @@ PATIENCE_S = 3.0  # how long a step may run after a signal; schedulers kill 10 s
 
 
 class GivenUpError(KeyboardInterrupt):
-    """A signal came while nothing had changed yet.
+    """A signal came before anything changed.
 
-    A KeyboardInterrupt, so that neither an `except Exception` in a reward's code nor asyncio's event loop catches it.
+    It is a KeyboardInterrupt, so that neither `except Exception` in a reward's code nor asyncio's loop catches it.
     """
 
 
@@ -52,7 +52,7 @@ class LeaveAtOnceError(KeyboardInterrupt):
 
 
 class Stop:
-    """Records SIGINT and SIGTERM, which ask the run to end, and ends it."""
+    """Records SIGINT and SIGTERM, which request the end of the run, and ends it."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -60,19 +60,19 @@ class Stop:
         self._may_give_up = False
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self._signal is not None
 
     @property
     def overdue(self) -> bool:
         """Whether the current work has taken too long since the signal."""
-        return self.asked and time.monotonic() - self._when > PATIENCE_S
+        return self.requested and time.monotonic() - self._when > PATIENCE_S
 
     def agree(self, ranks: Ranks) -> None:
-        """A signal that one rank has received asks all of them to end."""
-        found = next((number for number in ranks.gather(self._signal) if number is not None), None)
-        if found is not None and self._signal is None:
-            self._signal, self._when = found, time.monotonic()
+        """Let all ranks end if one of them has received a signal."""
+        received = next((number for number in ranks.gather(self._signal) if number is not None), None)
+        if received is not None and self._signal is None:
+            self._signal, self._when = received, time.monotonic()
 
     def listening(self) -> AbstractContextManager[None]:
         """Record signals inside the block; a second SIGINT leaves at once."""
@@ -80,20 +80,20 @@ class Stop:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """A context for work that changes nothing: a signal raises GivenUpError inside it, or at its end if the code
-        inside has caught the error."""
+        """A context for work that changes nothing: a signal raises GivenUpError inside it, and again at its end if the
+        code inside catches it."""
         self._may_give_up = True
         try:
-            if self.asked:
+            if self.requested:
                 raise GivenUpError
             yield
             self._may_give_up = False
-            if self.asked:
+            if self.requested:
                 raise GivenUpError
         finally:
             self._may_give_up = False
 
-    def leave_if_asked(self) -> None:
+    def leave_if_requested(self) -> None:
         """End the process cleanly, with the exit status of the signal."""
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt("stopped by Ctrl-C; continue with --resume")
@@ -101,9 +101,9 @@ class Stop:
             raise Stopped(self._signal)
 
     def _note(self, number: int, frame: object) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise LeaveAtOnceError
-        first = not self.asked
+        first = not self.requested
         self._signal, self._when = signal.Signals(number), time.monotonic()
         if self._may_give_up and first:
             raise GivenUpError
@@ -114,7 +114,7 @@ class Stop:
             raise error
 
 
-OPTIMIZER = "optimizer"  # the name of the file, or of the files of several ranks
+OPTIMIZER = "optimizer"  # the name of the file, or of several ranks' files
 Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
 Batch = TypeVar("Batch")
 
@@ -128,7 +128,7 @@ class Boundary:
     """
 
     state: State
-    rng: tuple[dict[str, torch.Tensor], dict[str, Any]]
+    rng: Generators
 
     def __init__(self, optimizer: AdamW, device: torch.device):
         self._optimizer, self._device = optimizer, device
@@ -145,7 +145,7 @@ class Boundary:
         """Copy weights and moments before a step of several updates. Warns once if CPU memory is too small."""
         tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
         if self._has_room is None:
-            self._has_room = self._look_for_room()
+            self._has_room = self._fits_in_memory()
         if not self._has_room:
             return
         self._copied_at = None
@@ -156,7 +156,7 @@ class Boundary:
         self._copied_at = self.state.step
 
     def go_back(self) -> bool:
-        """Restore weights and moments to the last mark and drop gradients. False if the weights have changed since and
+        """Restore weights and moments to the last mark, and drop gradients. False if the weights have changed since and
         there is no copy."""
         self._optimizer.forget()
         if self._optimizer.updates == self.state.updates:
@@ -166,7 +166,7 @@ class Boundary:
         self._optimizer.load_state(self._copies)
         return True
 
-    def _look_for_room(self) -> bool:
+    def _fits_in_memory(self) -> bool:
         values = sum(master.numel() for master in self._optimizer.masters.values())
         size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
         if free is None or free > 2 * size:
@@ -185,12 +185,12 @@ class Saver:
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
         self.policy, self._job, self._optimizer, self._data, self._total = policy, job, optimizer, data, total
         self.rollouts: RolloutStore | None = None  # None for methods without rollouts
-        self._boundary = Boundary(optimizer, job.device)
+        self.boundary = Boundary(optimizer, job.device)
         self._newest = 0  # the step of the last checkpoint
 
     def save(self, state: State) -> None:
-        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop. Waits
-        first until the rollouts up to here are on disk.
+        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop; first wait until
+        the rollouts up to here are on disk.
 
         Raises RunError, or VitalSignError for weights that are not finite.
         """
@@ -199,25 +199,13 @@ class Saver:
         check_same_weights(self._job.ranks, self._optimizer.masters, state.step)
         self._write(state, rng_state(self._job.device))
 
-    @property
-    def finished_step(self) -> int:
-        return self._boundary.state.step
-
-    def mark(self, state: State) -> None:
-        """A step, or its evaluation, is finished: the state that `save_finished` saves."""
-        self._boundary.mark(state)
-
-    def copy_weights(self) -> None:
-        """A step of several updates starts: copy what they change."""
-        self._boundary.copy_weights()
-
     def save_finished(self) -> None:
-        """Save the run as of the last mark, unless that is saved already; the run cannot continue after that.
+        """Save the run as of the last mark of `boundary`, unless that is saved; the run cannot continue afterwards.
 
-        Rollouts that could not be written go into the checkpoint. If the weights have changed since and there is no
-        copy, nothing is saved, with a warning.
+        Rollouts that could not be written go into the checkpoint. If the weights have changed since the mark and there
+        is no copy, nothing is saved, with a warning.
         """
-        state, ranks = self._boundary.state, self._job.ranks
+        state, ranks = self.boundary.state, self._job.ranks
         if state.step <= self._newest or not (ranks.is_first or ranks.in_step):
             return
         if ranks.in_step and not ranks.ended_together:
@@ -226,8 +214,8 @@ class Saver:
                 self._newest,
             )
             return
-        if self._boundary.go_back():
-            self._write(state, self._boundary.rng)
+        if self.boundary.go_back():
+            self._write(state, self.boundary.rng)
             log.info("saved checkpoint-%d, the state of the run after step %d", state.step, state.step)
         else:
             log.warning(
@@ -281,10 +269,10 @@ class Saver:
             assert folder is not None
             save_tensors(part_file(folder, OPTIMIZER), tensors)
             return len(tensors)
-        place = ranks.gather(folder)[0]
-        assert place is not None
+        target = ranks.gather(folder)[0]
+        assert target is not None
         own = {name: value for name, value in tensors.items() if ranks.is_first or self._optimizer.is_part(name)}
-        ranks.together(lambda: save_tensors(part_file(place, OPTIMIZER, ranks.index, ranks.size), own))
+        ranks.together(lambda: save_tensors(part_file(target, OPTIMIZER, ranks.index, ranks.size), own))
         return len(tensors)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:
@@ -311,12 +299,12 @@ class Saver:
         with self._job.ranks.ahead():
             self._job.run.rewind(state.step, state.evaluated)
         before, now = load(checkpoint / "config.yaml").config, self._job.config
-        future = state.best is not None and not self._job.run.best.exists()
-        other = before.best_metric != now.best_metric or (
-            now.best_metric is not None
-            and before.lower_is_better(now.best_metric) != now.lower_is_better(now.best_metric)
+        was_discarded = state.best is not None and not self._job.run.best.exists()
+        metric = now.best_metric
+        is_other = before.best_metric != metric or (
+            metric is not None and before.lower_is_better(metric) != now.lower_is_better(metric)
         )
-        if future or other:  # of another metric or direction, or of discarded steps
+        if was_discarded or is_other:  # best/ was of later steps, or of another metric or direction
             state.best, state.best_loss, state.evaluations_since_best = None, None, 0
         self._newest = state.step
         return state, saved.total
@@ -364,6 +352,6 @@ class Interruption:
     def abandon(self, why: str = "") -> None:
         """Leave a step or an evaluation unfinished, and save a checkpoint of the last finished step."""
         if why:
-            log.warning("step %d %s: it is abandoned", self._saver.finished_step + 1, why)
+            log.warning("step %d %s: it is abandoned", self._saver.boundary.state.step + 1, why)
         self._saver.save_finished()
-        self._stop.leave_if_asked()
+        self._stop.leave_if_requested()

@@ -19,6 +19,8 @@ from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.provenance import redact
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 
+log = logging.getLogger("posttrain")
+
 
 @dataclass(slots=True)
 class State:
@@ -55,7 +57,7 @@ class State:
         return replace(self, window=dict(self.window), window_steps=dict(self.window_steps), memory=dict(self.memory))
 
     def as_json(self) -> dict[str, Any]:
-        """The state for `from_json`, with null for NaN, which a metric may be even if loss and gradient are finite."""
+        """The state for `from_json`, with null for NaN: a metric may be NaN although loss and gradient are finite."""
         window = {name: value if math.isfinite(value) else None for name, value in self.window.items()}
         return asdict(self) | {"window": window}
 
@@ -95,15 +97,13 @@ class Saved:
 
 
 def problems_of(checkpoint: Path) -> list[str]:
-    """Problems that prevent resuming from a checkpoint with intact files, as far as they show without loading it."""
+    """Problems that prevent resuming from a checkpoint with intact files, as far as is known without loading it."""
     try:
         Saved.read(checkpoint)
     except DamagedError as error:
         return [str(error)]
     return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]
 
-
-log = logging.getLogger("posttrain")
 
 # Training length, intervals of logging, saving and evaluation; the folder; devices, where vLLM runs, and pack size.
 CHANGEABLE = (
@@ -131,46 +131,48 @@ def run_folder_of(path: Path) -> Path:
     raise RunError(f"{path} is neither a run folder nor a checkpoint in one")
 
 
-def as_started(given: RunConfig, folder: Path) -> RunConfig:
-    """The settings by the rules that the run or the runs in `folder` started with, unless they say which."""
-    if "behavior_version" in given.model_fields_set or not (folder / "config.yaml").is_file():
-        return given
+def as_started(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings with the behavior_version that the run or the runs in `folder` started with, unless they set one."""
+    if "behavior_version" in config.model_fields_set or not (folder / "config.yaml").is_file():
+        return config
     version = load(folder / "config.yaml").stages[0].config.behavior_version
-    return given.model_copy(update={"behavior_version": version})
+    return config.model_copy(update={"behavior_version": version})
 
 
-def as_trained(given: RunConfig, folder: Path) -> RunConfig:
+def as_trained(config: RunConfig, folder: Path) -> RunConfig:
     """The settings with the excluded rows of the run in `folder`: its stages may have been others when it started."""
     saved = load(folder / "config.yaml").config.data.excluded
-    if saved == given.data.excluded:
-        return given
+    if saved == config.data.excluded:
+        return config
     log.warning("%s started when the stages held out other rows, and keeps to those (data.excluded)", folder)
-    return given.model_copy(update={"data": given.data.model_copy(update={"excluded": saved})})
+    return config.model_copy(update={"data": config.data.model_copy(update={"excluded": saved})})
 
 
-def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
-    """The settings to resume the run in `folder` with: the given ones, for the folder's model."""
+def saved_settings(folder: Path, config: RunConfig) -> RunConfig:
+    """`config` as the settings to resume the run in `folder` with: for the folder's model, name and parent folder."""
     saved = load(folder / "config.yaml").config
     name = saved.models[0].folder_name
-    own = [model for model in given.models if model.folder_name == name]
+    own = [model for model in config.models if model.folder_name == name]
     if not own:
         raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
-    given = as_trained(as_started(given, folder), folder)
-    return given.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
+    config = as_trained(as_started(config, folder), folder)
+    return config.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
 
 
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     """Raise RunError if the settings differ from the checkpoint's in anything that changes the run's results.
 
-    Paths of models that the run has read may differ: these are compared by content.
+    Models that the run has read are compared by content: their paths may differ.
     """
     by_content = recorded(run_folder_of(checkpoint))
     saved = flat(redact(load(checkpoint / "config.yaml").config.model_dump(mode="json")), lists=True)
-    given = flat(redact(config.model_dump(mode="json")), lists=True)
+    now = flat(redact(config.model_dump(mode="json")), lists=True)
     changed = [
-        f"{path}: {saved.get(path)} -> {given.get(path)}"
-        for path in sorted(saved.keys() | given.keys())
-        if saved.get(path) != given.get(path) and not _may_change(path) and path not in by_content
+        f"{path}: {saved.get(path)} -> {now.get(path)}"
+        for path in sorted(saved.keys() | now.keys())
+        if saved.get(path) != now.get(path)
+        and path not in by_content
+        and not any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
     ]
     if changed:
         raise RunError(
@@ -190,10 +192,7 @@ def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
 
 
 def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Warnings about missing files that a run had written up to this checkpoint.
-
-    `lines` are the existing metrics.
-    """
+    """Warnings about missing files that a run wrote up to this checkpoint. `lines` are the existing metrics."""
     state = Saved.read(checkpoint).loop
     unlogged = max(state.window_steps.values(), default=0) + state.skipped
     if not (folder / METRICS).exists() and state.step > unlogged:
@@ -212,7 +211,7 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
 
 
 def memory_settings(config: RunConfig) -> str:
-    """Advice on settings that lower the memory of a run of this method, most useful first."""
+    """Advice on settings that lower the memory of a run of this method, the most useful first."""
     method, training = config.method, config.training
     lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
     if method.samples_completions:
@@ -245,7 +244,3 @@ def smaller_packs(config: RunConfig, folder: Path) -> str:
     else:
         return "packs are as small as data.max_length allows: start a new run with a lower data.max_length"
     return f"To resume with less memory: {shlex.join(command)}"
-
-
-def _may_change(path: str) -> bool:
-    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)

@@ -1,7 +1,7 @@
-"""The trainer's side of one vLLM server: started and stopped here, or at a given address.
+"""The trainer's side of one vLLM server: started and stopped here, or at a configured address.
 
-By http.client: `interrupt` ends a request that another thread waits for by shutting down its socket, which httpx gives
-to nobody before the response has begun; and tensors are sent from their own memory.
+It uses http.client: `interrupt` ends a request that another thread waits for by shutting down its socket, which httpx
+does not expose before the response begins; and tensors are sent from their own memory.
 """
 
 import contextlib
@@ -26,19 +26,18 @@ from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import VERSIONS, RawCompletion
-from posttrain.engines.vllm.nccl import Sender
-from posttrain.engines.vllm.weights import Named
+from posttrain.engines.vllm.wire import Named, Sender
 
 PROGRAM = ["-m", "posttrain.engines.vllm.server"]
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 POLL_S = 0.5  # between two checks whether a server has come back
-STOPPING_S = 3.0  # that our own server has to end before it is killed
+STOPPING_S = 3.0  # from the request to end until our server is killed
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class OwnServer(Child):
-    """A server that we start: on loopback, at any free port, with a key that only this process knows. It sees only the
-    GPU of this number, of those that we see. Raises EngineError if it does not start in time."""
+    """A server that we start: on loopback, at any free port, with a key that only this process knows. Of the GPUs that
+    we see, it sees only number `gpu`. Raises EngineError if it does not start in time."""
 
     def __init__(self, timeout: float, gpu: int | None = None):
         if find_spec("vllm") is None:
@@ -62,7 +61,7 @@ class OwnServer(Child):
             raise EngineError(f"the vLLM server did not start{reason}") from None
 
     def reason(self) -> str:
-        """Its exit status, if it has ended, and the last line of its output."""
+        """The end of a message: its exit status, if it has ended, and the last line of its output."""
         status, lines = self.status(1.0), self.last_words().splitlines()
         ended = "" if status is None else f" (it ended with status {status})"
         return ended + (f": {lines[-1].strip()}" if lines else "")
@@ -80,7 +79,7 @@ def _visible(gpu: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and what its model can take; its owner announces it to the other ranks."""
+    """Where a server is, and the limits of its model; its owner announces it to the other ranks."""
 
     url: str
     key: str | None
@@ -89,19 +88,19 @@ class Address:
 
 
 class Server:
-    """One server, used by one rank. `given` is its address if it is not ours, `gpu` the one that ours runs on.
+    """One server, used by one rank: at `url`, or one that we start on the GPU number `gpu`.
 
     Every wait ends after `settings.timeout` seconds without a heartbeat. Methods raise EngineLostError if the server
     has died or restarted, EngineError if it is silent, refuses, or is of another version.
     """
 
-    def __init__(self, settings: VllmConfig, given: str | None, gpu: int | None = None):
+    def __init__(self, settings: VllmConfig, url: str | None, gpu: int | None = None):
         self.settings, self.gpu = settings, gpu
-        self.is_ours = given is None
-        self.at = Address(given or "", os.environ.get(wire.KEY))
+        self.is_ours = url is None
+        self.at = Address(url or "", os.environ.get(wire.KEY))
         self.process: OwnServer | None = None
         self.nccl: Sender | None = None
-        self.mark = ""  # of the last weights that it took from this rank
+        self.mark = ""  # of the last weights that it received from this rank
         self.deaths = 0
         self._open: set[HTTPConnection] = set()
 
@@ -146,9 +145,9 @@ class Server:
             raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
         self.mark = mark
 
-    def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
+    def generate(self, mark: str, requests: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         with self._connected() as connection:
-            body = json.dumps(wire.question(mark, asked, sampling)).encode()
+            body = json.dumps(wire.question(mark, requests, sampling)).encode()
             response = self._response(connection, "/generate", body)
             line: dict[str, Any] = {}
             while "groups" not in line:  # lines before it are heartbeats
@@ -222,9 +221,9 @@ class Server:
         with contextlib.suppress(EngineError), self._connected() as connection:
             connection.request("GET", "/version")
             response = connection.getresponse()
-            found = json.loads(response.read(1 << 16)) if response.status == 200 else None
-            if isinstance(found, dict) and isinstance(found.get("version"), str):
-                return found["version"]
+            facts = json.loads(response.read(1 << 16)) if response.status == 200 else None
+            if isinstance(facts, dict) and isinstance(facts.get("version"), str):
+                return facts["version"]
         return None
 
     def _request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -264,7 +263,11 @@ class Server:
             kind = EngineLostError if self.is_ours else EngineError  # ours can be replaced
             raise kind(f"{silent}too slow; raise rollout.vllm.timeout") from error
         except ConnectionRefusedError as error:
-            raise EngineLostError(self._absent()) from error
+            gone = f"{self.where} is gone{self.process.reason() if self.process else ''}"
+            absent = (
+                f"nothing listens at {self.at.url} (rollout.vllm.base_url): start the server there with `{COMMAND}`"
+            )
+            raise EngineLostError(gone if self.is_ours else absent) from error
         except (OSError, HTTPException) as error:
             gone = f"{self.where} closed the connection: {error or type(error).__name__}"
             raise EngineLostError(gone + (self.process.reason() if self.process else "")) from error
@@ -274,15 +277,10 @@ class Server:
             self._open.discard(connection)
             connection.close()
 
-    def _absent(self) -> str:
-        if self.is_ours:
-            return f"{self.where} is gone{self.process.reason() if self.process else ''}"
-        return f"nothing listens at {self.at.url} (rollout.vllm.base_url): start the server there with `{COMMAND}`"
-
 
 def side_by_side(servers: Sequence[Server], work: Callable[[Server], None]) -> None:
-    """`work` of every server, each in its own thread; of one only, in this one. Raises the first error, after all have
-    ended; if this thread is interrupted, requests in flight are abandoned."""
+    """Do `work` for every server, each in its own thread; a single one in this thread. Raises the first error after all
+    have ended; if this thread is interrupted, requests in flight are abandoned."""
     if len(servers) <= 1:
         for server in servers:
             work(server)

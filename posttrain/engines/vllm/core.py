@@ -19,22 +19,21 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
 from posttrain.base.imports import need
 from posttrain.base.words import first_line
-from posttrain.engines.protocol import Request, Sampling
-from posttrain.engines.stops import StopTexts
+from posttrain.engines.protocol import Request, Sampling, StopTexts
 from posttrain.models.families import positions_of
 
 VERSIONS = ("0.32",)  # of vLLM, whose internals change between versions
 MAX_ROWS = 256  # completions alive at a time
-CACHE_BYTES = 2 << 30  # of keys and values in main memory, as the embedded engine's
+CACHE_BYTES = 2 << 30  # of keys and values in main memory
 CPU_BLOCK = 32  # tokens per shared block of the cache; vLLM's default of 128 would share few prompts
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model must be in this process to receive weights
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for logits processors
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model's positions: the last token needs none
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process, too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process too
 }
-PATIENCE_S = 0.5  # how long a call waits for another one's step before its own heartbeat is due
-ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for processor.py
+PATIENCE_S = 0.5  # how long a call waits for another call's step before it gives a heartbeat
+ARGUMENT = "posttrain"  # the name of a request's (sampling, seed, number), for processor.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,8 @@ class Core:
         _check_model(vllm, config, architecture, beside_trainer)
         self.version: str = vllm.__version__
         self.tokenizer, self.mark = tokenizer, ""
-        self._lock, self._calls = threading.RLock(), 0  # of the engine, and how many calls there were
-        self._outputs: dict[int, list[Any]] = {}  # of each call that runs: what others' steps gave it
+        self._lock, self._calls = threading.RLock(), 0  # of the engine, and the number of calls so far
+        self._outputs: dict[int, list[Any]] = {}  # outputs of each running call, from steps of other calls
         self.prefilled = 0  # prompt tokens that went through the model, for tests
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
@@ -152,7 +151,7 @@ class Core:
         self.mark = mark
 
     def generate(
-        self, mark: str, asked: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
+        self, mark: str, requests: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
     ) -> list[list[RawCompletion]]:
         """The completions of each request. `tick` is called after every step.
 
@@ -160,41 +159,42 @@ class Core:
         """
         texts = StopTexts(sampling.stop, self.tokenizer)
         stops = set(sampling.stop_token_ids)
-        found: list[list[Any]] = [[None] * len(request.limits) for request in asked]
-        call, waiting = self._begin(mark, asked, sampling, streamed=bool(texts))
-        searches = {name: texts.search(asked[place].tokens) for name, (place, _) in waiting.items()}
+        groups: list[list[Any]] = [[None] * len(request.limits) for request in requests]
+        call, waiting = self._begin(mark, requests, sampling, streamed=bool(texts))
+        searches = {name: texts.search(requests[index].tokens) for name, (index, _) in waiting.items()}
         try:
             while waiting:
                 for output in self._step(call):
                     if output.request_id not in waiting:
                         continue
-                    place, number = waiting[output.request_id]
-                    [one] = output.outputs
-                    ids = list(one.token_ids)
+                    index, number = waiting[output.request_id]
+                    [sampled] = output.outputs
+                    ids = list(sampled.token_ids)
                     search = searches[output.request_id]
                     end = None if search is None else search.first(ids)
                     if output.finished:
-                        self._check_versions(one.weight_versions)
-                        self.prefilled += len(asked[place].tokens) - (output.num_cached_tokens or 0)
+                        self._check_versions(sampled.weight_versions)
+                        self.prefilled += len(requests[index].tokens) - (output.num_cached_tokens or 0)
                     elif end is None:
                         continue
                     else:
                         self._abort([output.request_id])
                     size = len(ids) if end is None else end
-                    values = [one.logprobs[i][token].logprob for i, token in enumerate(ids[:size])]
-                    found[place][number] = RawCompletion(ids[:size], values, end is not None or ids[size - 1] in stops)
+                    logprobs = [sampled.logprobs[i][token].logprob for i, token in enumerate(ids[:size])]
+                    stopped = end is not None or ids[size - 1] in stops
+                    groups[index][number] = RawCompletion(ids[:size], logprobs, stopped)
                     del waiting[output.request_id]
                 tick()
         finally:
             if waiting:  # an error, or a signal: the next call must start with an empty engine
                 self._abort(list(waiting))
             self._outputs.pop(call, None)
-        return found
+        return groups
 
     def _begin(
-        self, mark: str, asked: Sequence[Request], sampling: Sampling, streamed: bool
+        self, mark: str, requests: Sequence[Request], sampling: Sampling, streamed: bool
     ) -> tuple[int, dict[str, tuple[int, int]]]:
-        """The number of a new call, and its requests as from `_ask`."""
+        """The number of a new call, and its requests as from `_submit`."""
         with self._lock:
             if not mark or mark != self.mark:
                 raise VitalSignError(
@@ -202,7 +202,7 @@ class Core:
                 )
             self._calls += 1
             self._outputs[self._calls] = []
-            return self._calls, self._ask(self._calls, asked, sampling, streamed)
+            return self._calls, self._submit(self._calls, requests, sampling, streamed)
 
     def _step(self, call: int) -> list[Any]:
         """Outputs of the call's requests: from steps of other calls, or else from a new step; empty while one runs."""
@@ -221,17 +221,15 @@ class Core:
         with self._lock:
             self.engine.abort_request(names)
 
-    def _ask(
-        self, call: int, asked: Sequence[Request], sampling: Sampling, streamed: bool
+    def _submit(
+        self, call: int, requests: Sequence[Request], sampling: Sampling, streamed: bool
     ) -> dict[str, tuple[int, int]]:
         """Submit the requests, one per completion; returns (index of the prompt, number of the completion) by name."""
         params_of = import_module("vllm.sampling_params")
         kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
-        its_sampling = replace(
-            sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=()
-        )  # the part that is the same for all
+        common = replace(sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=())
         waiting = {}
-        for place, request in enumerate(asked):
+        for index, request in enumerate(requests):
             for number, limit in enumerate(request.limits):
                 params = params_of.SamplingParams(
                     temperature=0.0,
@@ -241,11 +239,11 @@ class Core:
                     logprobs=0,
                     detokenize=False,
                     output_kind=kind,
-                    extra_args={ARGUMENT: (its_sampling, request.seed & (1 << 64) - 1, number)},
+                    extra_args={ARGUMENT: (common, request.seed & (1 << 64) - 1, number)},
                 )
-                name = f"{call}-{place}-{number}"
+                name = f"{call}-{index}-{number}"
                 self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
-                waiting[name] = (place, number)
+                waiting[name] = (index, number)
         return waiting
 
     def _check_versions(self, spans: Sequence[Any] | None) -> None:
@@ -265,7 +263,7 @@ class Core:
 
 
 def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, beside_trainer: bool) -> None:
-    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that affects the trainer."""
+    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that changes the trainer."""
     kind, platform = config.model_type, import_module("vllm.platforms").current_platform
     registered = vllm.ModelRegistry.models.get(architecture)
     if beside_trainer and getattr(registered, "module_name", "transformers").endswith("transformers"):
@@ -291,19 +289,15 @@ def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[
     """The engine's arguments that depend on memory."""
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: what fits
-    one = _bytes_per_token(config, dtype)
-    longest = min((positions_of(config) or CACHE_BYTES) + 1, CACHE_BYTES // one - 2 * CPU_BLOCK)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
+    longest = min((positions_of(config) or CACHE_BYTES) + 1, CACHE_BYTES // token_bytes - 2 * CPU_BLOCK)
     return {
-        "kv_cache_memory_bytes": min(CACHE_BYTES, MAX_ROWS * (longest + 2 * CPU_BLOCK) * one),
+        "kv_cache_memory_bytes": min(CACHE_BYTES, MAX_ROWS * (longest + 2 * CPU_BLOCK) * token_bytes),
         "max_model_len": longest,
         "block_size": CPU_BLOCK,
         "enforce_eager": True,  # compiling takes longer than a short run, and would copy the weights
     }
-
-
-def _bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
 
 
 def _head_size(config: PreTrainedConfig) -> int:
@@ -311,8 +305,7 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On a CPU vLLM multiplies by a packed copy of the head, which is not updated when the head is tied to the
-    embedding: packed again here, or it would serve the old weights."""
+    """Pack again the copy of a tied head that vLLM multiplies by on a CPU, and does not update with the embedding."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and "Embedding" in type(method).__name__:

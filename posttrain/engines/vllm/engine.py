@@ -1,76 +1,78 @@
-"""The engine (protocol.py) over vLLM in any process: pushed weights are tagged, and requests name the tag."""
+"""The engine over vLLM, in this process or in servers: pushed weights are tagged, and requests name the tag.
 
+Servers are shared by the ranks of a run. Each rank sends its own prompts to one server: that of its number modulo the
+number of servers. Where there are more servers than ranks, a rank has several, and deals its prompts out to them. A
+server belongs to the first of its ranks, which starts it, pushes the weights to it, and replaces it if it dies.
+
+All ranks call the methods together. They all learn that a server was lost; its owner brings it back, with the same
+weights, before the missing completions are requested again.
+"""
+
+import copy
 import json
+import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.base.errors import ConfigError, VitalSignError
+from posttrain.base.errors import ConfigError, EngineError, EngineLostError, ModelError, VitalSignError
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite, requests, timed
-from posttrain.engines.stops import StopTexts
+from posttrain.engines.protocol import (
+    Completion,
+    Finished,
+    Request,
+    Sampling,
+    StopTexts,
+    checked_requests,
+    not_finite,
+    seed_of,
+    timed,
+)
+from posttrain.engines.vllm.client import Address, Server, side_by_side
 from posttrain.engines.vllm.core import Core, RawCompletion
-from posttrain.engines.vllm.servers import Ask, Prove, Servers, Weights
-from posttrain.engines.vllm.weights import Adapters, adapters_of, fingerprint, weights_of
+from posttrain.engines.vllm.wire import Named
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.sharding import architecture_of, whole
 from posttrain.parallel.ranks import ALONE, Ranks
+from posttrain.runs.files import bits
 from posttrain.scoring import Scorer
 
+log = logging.getLogger("posttrain")
+
+# Of a server: the first rank of its machine (0 for a server at a configured address), and its number there.
+Key = tuple[int, int]
+Weights = Callable[[], Iterable[Named]]
+Generate = Callable[[Sequence[Request], Sampling], list[list[RawCompletion]]]
+Adapters = tuple[tuple[bool, tuple[str, ...]], ...]  # of each layer: whether they are off, and the active ones
+Prove = Callable[[Generate], None]  # checks that the weights are those of the last push
+
 PROBE_TOKENS = 8
-AT_ONCE = 1024  # completions of a request, where finished ones are awaited
+AT_ONCE = 1024  # completions at a time, if the caller waits for finished ones
 # Maximum mean difference (nats) between engine and trainer over the probe's tokens that rounding explains.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-
-
-class Host(Protocol):
-    """Where vLLM is: in this process, or in others (servers.py)."""
-
-    vocabulary: int
-    positions: int
-
-    def load(self, mark: str, weights: Weights, prove: Prove) -> None: ...
-
-    def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]: ...
-
-    def close(self) -> None: ...
-
-
-class Colocated:
-    """vLLM in this process as a host."""
-
-    def __init__(self, core: Core):
-        self.core, self.vocabulary, self.positions = core, core.vocabulary, core.positions
-
-    def load(self, mark: str, weights: Weights, prove: Prove) -> None:
-        self.core.load(mark, weights())
-        prove(lambda asked, sampling: self.core.generate(mark, asked, sampling))
-
-    def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
-        return self.core.generate(mark, asked, sampling)
-
-    def close(self) -> None:
-        self.core.close()
 
 
 class VllmEngine:
     """Engine by vLLM, with the sampling of the other engines: in float32 the same seed gives the same tokens.
 
     `load` copies the weights, with active adapters merged; when adapters are switched later, the weights are pushed
-    again. Every push is verified: all of the model's weights arrived, the prefix cache was
-    emptied, and a few sampled tokens have the trainer's log-probabilities.
+    again. Every push is verified: all of the model's weights arrived, the prefix cache was emptied, and a few sampled
+    tokens have the trainer's log-probabilities.
 
-    On several ranks every method is called by all of them together, `generate` also by one without prompts.
+    All ranks call every method together, `generate` also without prompts.
 
     Raises ModelError if vLLM cannot run the model, ConfigError if it is not installed, EngineError if its server
     fails, VitalSignError if it does not serve the weights it was given.
@@ -88,7 +90,7 @@ class VllmEngine:
         self.tokenizer, self._ranks = tokenizer, ranks
         self._scoring = threading.Lock()  # several servers may be proved side by side
         with whole(policy):  # its dtype is then that of the computation
-            self.host: Host = _host(settings or VllmConfig(), policy, tokenizer, ranks)
+            self.host = _host(settings or VllmConfig(), policy, tokenizer, ranks)
         self._run, self._pushes = ranks.gather(uuid.uuid4().hex[:12])[0], 0
         self._pushed: int | None = None  # fingerprint of the pushed weights with their adapters
         self._adapters: Adapters = ()
@@ -120,40 +122,30 @@ class VllmEngine:
         limits: Sequence[Sequence[int]] | None = None,
         finished: Finished | None = None,
     ) -> list[list[Completion]]:
-        asked = self._asked(prompts, sampling, seeds, limits)
-        if not asked and self._ranks.size == 1:
+        config = base_of(self.policy).config
+        positions = min(self.host.positions, positions_of(config) or self.host.positions)
+        requests = checked_requests(
+            prompts, sampling, seeds, limits, vocabulary=self.host.vocabulary, positions=positions
+        )
+        StopTexts(sampling.stop, self.tokenizer)  # refuses stop strings without a tokenizer
+        check_positions(config, max((request.longest for request in requests), default=0))
+        if not requests and self._ranks.size == 1:
             return []
         if adapters_of(self.policy) != self._adapters:
             if self._ranks.size > 1:
                 raise VitalSignError("adapters were switched without a push of the weights, on several ranks")
             self._push()
-        at_once = len(asked) if finished is None else AT_ONCE // sampling.num_generations
-        found: list[list[Completion]] = []
-        for start in range(0, max(1, len(asked)), max(1, at_once)):
-            some, began = asked[start : start + max(1, at_once)], time.perf_counter()
-            groups = _finite(self.host.generate(self._mark, some, sampling))
-            sampled = [[_completion(raw, self.version) for raw in group] for group in groups]
-            found += timed(sampled, time.perf_counter() - began)
+        at_once = max(1, len(requests) if finished is None else AT_ONCE // sampling.num_generations)
+        groups: list[list[Completion]] = []
+        for start in range(0, max(1, len(requests)), at_once):
+            batch, began = requests[start : start + at_once], time.perf_counter()
+            sampled = _finite(self.host.generate(self._mark, batch, sampling))
+            completions = [[_completion(raw, self.version) for raw in group] for group in sampled]
+            groups += timed(completions, time.perf_counter() - began)
             if finished is not None:
-                for request in some:
-                    finished(request.index, found[request.index])
-        return found
-
-    def _asked(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int] | None,
-        limits: Sequence[Sequence[int]] | None,
-    ) -> list[Request]:
-        """The requests of these arguments of `generate`, checked."""
-        config = base_of(self.policy).config
-        positions = min(self.host.positions, positions_of(config) or self.host.positions)
-        asked = requests(prompts, sampling, seeds, limits, vocabulary=self.host.vocabulary, positions=positions)
-        StopTexts(sampling.stop, self.tokenizer)  # refuses stop strings without a tokenizer
-        if asked:
-            check_positions(config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
-        return asked
+                for request in batch:
+                    finished(request.index, groups[request.index])
+        return groups
 
     @property
     def _mark(self) -> str:
@@ -165,10 +157,14 @@ class VllmEngine:
             return
         self._pushed = None
         self._pushes += 1
-        self.host.load(self._mark, lambda: weights_of(self.policy), self._prove)
+        if isinstance(self.host, Core):
+            self.host.load(self._mark, weights_of(self.policy))
+            self._prove(partial(self.host.generate, self._mark))
+        else:
+            self.host.load(self._mark, lambda: weights_of(self.policy), self._prove)
         self._pushed, self._adapters = now, adapters
 
-    def _prove(self, ask: Ask) -> None:
+    def _prove(self, generate: Generate) -> None:
         """Sample a few tokens, and compare their log-probabilities with the trainer's."""
         base = base_of(self.policy)
         prompt = [token % self.host.vocabulary for token in (3, 1, 4, 1)]
@@ -176,7 +172,7 @@ class VllmEngine:
         count = min(PROBE_TOKENS, room)
         if count < 1:
             return
-        [[sampled]] = _finite(ask([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count)))
+        [[sampled]] = _finite(generate([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count)))
         [packed] = pack([Example((Node(prompt, children=(Node(sampled.tokens, trained=True),)),), 0)], 1 << 20)
         with self._scoring, torch.inference_mode(), evaluating(self.policy):
             trainer = Scorer(self.policy)(packed.to(base.device)).logprob_N.float().cpu()
@@ -194,13 +190,16 @@ def _completion(raw: RawCompletion, version: int) -> Completion:
 
 
 def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:
-    values = torch.tensor([value for group in sampled for one in group for value in one.logprobs])
+    values = torch.tensor([value for group in sampled for completion in group for value in completion.logprobs])
     if not values.isfinite().all():
         raise not_finite()
     return sampled
 
 
-def _host(settings: VllmConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None, ranks: Ranks) -> Host:
+def _host(
+    settings: VllmConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None, ranks: Ranks
+) -> "Core | Servers":
+    """vLLM in this process, or in servers."""
     base = base_of(policy)
     if settings.mode == "server":
         model: dict[str, Any] = {
@@ -215,16 +214,13 @@ def _host(settings: VllmConfig, policy: nn.Module, tokenizer: PreTrainedTokenize
             "rollout.vllm.mode: colocate does not run on several ranks, whose process group vLLM would take for its "
             "own: set rollout.vllm: {mode: server}"
         )
-    share = settings.gpu_memory_utilization
-    return Colocated(
-        Core(
-            base.config,
-            type(base).__name__,
-            base.dtype,
-            gpu_memory_utilization=share,
-            tokenizer=tokenizer,
-            beside_trainer=True,
-        )
+    return Core(
+        base.config,
+        type(base).__name__,
+        base.dtype,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tokenizer=tokenizer,
+        beside_trainer=True,
     )
 
 
@@ -236,3 +232,181 @@ def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | Non
         tokenizer.save_pretrained(folder)
         files = [path for path in Path(folder).iterdir() if path.is_file()]
         return {path.name: path.read_text(encoding="utf-8") for path in files}
+
+
+class Servers:
+    """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py).
+
+    Raises EngineError if a server is absent at the start, of another version, silent, or lost too often.
+    """
+
+    def __init__(self, settings: VllmConfig, model: Mapping[str, Any], ranks: Ranks):
+        self._settings, self._model, self._ranks = settings, model, ranks
+        urls, gpus = settings.base_url, settings.gpus
+        machine = 0 if urls else ranks.index - ranks.local
+        index, size = (ranks.index, ranks.size) if urls else (ranks.local, ranks.locals)
+        count = len(urls) if urls else settings.servers
+        self._mine: dict[Key, Server] = {
+            (machine, k): Server(settings, urls[k] if urls else None, gpus[k] if gpus else None)
+            for k in range(count)
+            if k % size == index % count
+        }
+        self._owned = {key: server for key, server in self._mine.items() if key[1] % size == index}
+        self._mark = ""
+        self._weights: Weights = tuple  # of the last `load`, and their proof
+        self._prove: Prove = lambda generate: None
+        try:
+            self._exchange(lambda: side_by_side([*self._owned.values()], lambda server: server.start(model)))
+        except BaseException:
+            self.close()
+            raise
+        self.vocabulary = min(server.at.vocabulary for server in self._mine.values())
+        self.positions = min(server.at.positions for server in self._mine.values())
+
+    def load(self, mark: str, weights: Weights, prove: Prove) -> None:
+        """Push the weights to every server, once, and let `prove` check each."""
+        self._mark, self._weights, self._prove = mark, weights, prove
+        lost: dict[Key, str] = {}
+
+        def push(server: Server) -> None:
+            try:
+                self._push(server)
+            except EngineLostError as error:
+                lost[self._key(server)] = str(error)
+
+        def work() -> dict[Key, str]:
+            side_by_side([*self._owned.values()], push)
+            return lost
+
+        self._bring_back(self._ranks.together(work))
+
+    def generate(self, mark: str, requests: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
+        """The completions of this rank's requests."""
+        keys = [*self._mine]
+        groups: list[list[RawCompletion] | None] = [None] * len(requests)
+
+        def work() -> dict[Key, str]:
+            lost: dict[Key, str] = {}
+
+            def generate(server: Server) -> None:
+                key = self._key(server)
+                own = [i for i in range(len(requests)) if groups[i] is None and keys[i % len(keys)] == key]
+                if not own:
+                    return
+                try:
+                    completions = server.generate(mark, [requests[i] for i in own], sampling)
+                except EngineLostError as error:
+                    number = sum(len(requests[i].limits) for i in own)
+                    lost[key] = f"{error}; {number} completions of {len(own)} prompts were in flight"
+                    return
+                for i, group in zip(own, completions, strict=True):
+                    groups[i] = group
+
+            side_by_side([*self._mine.values()], generate)
+            return lost
+
+        while self._bring_back(self._ranks.together(work)):
+            pass
+        return [group for group in groups if group is not None]
+
+    def close(self) -> None:
+        for server in self._mine.values():
+            server.close()
+
+    def _key(self, server: Server) -> Key:
+        return next(key for key, other in self._mine.items() if other is server)
+
+    def _push(self, server: Server) -> None:
+        server.load(self._mark, self._weights)
+        self._prove(partial(server.generate, self._mark))
+
+    def _exchange(self, work: Callable[[], None]) -> None:
+        """Do the owner's work; then all ranks learn where the servers are."""
+
+        def done() -> dict[Key, Address]:
+            work()
+            return {key: server.at for key, server in self._owned.items()}
+
+        for addresses in self._ranks.together(done):
+            for key, address in addresses.items():
+                if key in self._mine:
+                    self._mine[key].at = address
+
+    def _bring_back(self, lost: Sequence[Mapping[Key, str]]) -> bool:
+        """Replace the servers that any rank has lost, and push the weights to them again; whether any was lost."""
+        reasons = {key: reason for reported in lost for key, reason in reported.items()}
+        if not reasons:
+            return False
+        mine = [server for key, server in self._owned.items() if key in reasons]
+        self._exchange(lambda: side_by_side(mine, lambda server: self._replace(server, reasons[self._key(server)])))
+        return True
+
+    def _replace(self, server: Server, reason: str) -> None:
+        while True:
+            server.deaths += 1
+            if server.deaths > self._settings.max_restarts:
+                raise EngineError(
+                    f"{reason}. It was lost {server.deaths} times, and rollout.vllm.max_restarts is "
+                    f"{self._settings.max_restarts}: look into its memory and its log, then continue with --resume"
+                )
+            how = "it is started again" if server.is_ours else f"waiting {self._settings.timeout:g} s for it to return"
+            log.warning("%s: %s, and the missing completions are requested again", reason, how)
+            try:
+                server.revive(self._model)
+                self._push(server)
+                log.warning("%s is back, with the weights %s", server.where, self._mark)
+                return
+            except EngineLostError as error:
+                reason = str(error)
+
+
+def adapters_of(policy: nn.Module) -> Adapters:
+    """The active adapters of each layer; empty without any."""
+    layers = (module for module in policy.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    return tuple((bool(layer.disable_adapters), tuple(layer.active_adapters)) for layer in layers)
+
+
+@torch.no_grad()
+def fingerprint(policy: nn.Module) -> int:
+    """A checksum that almost surely changes when any bit of a weight does."""
+    return seed_of(*(int(bits(parameter).sum(dtype=torch.int64)) for parameter in policy.parameters()))
+
+
+@torch.no_grad()
+def weights_of(policy: nn.Module) -> Iterator[Named]:
+    """Every weight of the model once, with active adapters merged into a copy.
+
+    Merged layers are computed one at a time, on demand; the policy is not changed. Raises ModelError for quantised
+    weights.
+    """
+    base = base_of(policy)
+    if getattr(base, "is_quantized", False):
+        raise ModelError(
+            "vLLM needs unquantised weights, and this model's are quantised (load_in_4bit, or posttrain quantize): set "
+            "rollout.engine: embedded"
+        )
+    wrapped = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+    }
+    done: set[str] = set()
+    for name, parameter in base.named_parameters():
+        owner = next((prefix for prefix in wrapped if name.startswith(f"{prefix}.")), None)
+        if owner is None:
+            yield name, parameter.detach()
+        elif owner not in done:
+            done.add(owner)
+            for inner, tensor in _as_switched(wrapped[owner]).named_parameters():
+                yield f"{owner}.{inner}", tensor.detach()
+
+
+def _as_switched(module: BaseTunerLayer | ModulesToSaveWrapper) -> nn.Module:
+    """The layer without PEFT."""
+    if isinstance(module, ModulesToSaveWrapper):
+        on = not module.disable_adapters and module.active_adapters
+        return module.modules_to_save[module.active_adapters[0]] if on else module.original_module
+    if not module.disable_adapters and module.active_adapters:
+        module = copy.deepcopy(module)  # merging and unmerging the layer itself would round its weights
+        module.merge()
+    return module.get_base_layer()

@@ -1,6 +1,6 @@
 """Our sampling inside vLLM, so that filters, random streams and log-probabilities equal those of the other engines.
 
-vLLM is asked for greedy tokens with their processed logits. This processor samples each row's token, sets all other
+vLLM samples greedy tokens and returns their processed logits. This processor samples each row's token, sets all other
 logits to minus infinity, and sets the token's logit to its log-probability: vLLM then takes this token and returns its
 log-probability. Imported by vLLM itself, in the process of the engine.
 """
@@ -35,11 +35,11 @@ class SampledRow:
 
 @dataclass(eq=False, slots=True)
 class Alike:
-    """Rows with the same sampling settings, by their indices in the batch."""
+    """Rows with the same sampling settings."""
 
     sampling: Sampling
     rows: list[SampledRow]
-    places_B: Tensor
+    index_B: Tensor  # in vLLM's batch
     key_B2: Tensor
 
 
@@ -66,28 +66,28 @@ class SamplingProcessor(LogitsProcessor):
             self.alike = self._alike()
         for some in self.alike:
             whole = len(some.rows) == len(logits)  # then indices are 0, 1, 2 …
-            place_B = torch.tensor([len(row.sampled) for row in some.rows], device=self.device)
-            chosen = logits.clone() if whole else logits[some.places_B]
-            token_B, logprob_B = sample_tokens(chosen, some.sampling, self.words_V, some.key_B2, place_B)
-            logits.index_fill_(0, some.places_B, -torch.inf)
-            logits[some.places_B, token_B] = logprob_B
+            position_B = torch.tensor([len(row.sampled) for row in some.rows], device=self.device)
+            chosen = logits.clone() if whole else logits[some.index_B]
+            token_B, logprob_B = sample_tokens(chosen, some.sampling, self.words_V, some.key_B2, position_B)
+            logits.index_fill_(0, some.index_B, -torch.inf)
+            logits[some.index_B, token_B] = logprob_B
         return logits
 
     def _alike(self) -> list[Alike]:
-        found: dict[Sampling, list[int]] = {}
-        for place in sorted(self.rows):
-            found.setdefault(self.rows[place].sampling, []).append(place)
+        by_settings: dict[Sampling, list[int]] = {}
+        for index in sorted(self.rows):
+            by_settings.setdefault(self.rows[index].sampling, []).append(index)
         made = []
-        for sampling, places in found.items():
-            rows = [self.rows[place] for place in places]
+        for sampling, indices in by_settings.items():
+            rows = [self.rows[index] for index in indices]
             key_B2 = keys([row.stream for row in rows], self.device)
-            made.append(Alike(sampling, rows, torch.tensor(places, device=self.device), key_B2))
+            made.append(Alike(sampling, rows, torch.tensor(indices, device=self.device), key_B2))
         return made
 
 
 def _row(params: SamplingParams, prompt: list[int] | None, sampled: list[int]) -> SampledRow | None:
-    given = (params.extra_args or {}).get(ARGUMENT)
-    if given is None:
+    argument = (params.extra_args or {}).get(ARGUMENT)
+    if argument is None:
         return None
-    sampling, seed, number = given
+    sampling, seed, number = argument
     return SampledRow(sampling, (seed, number), sampled)

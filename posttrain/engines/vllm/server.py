@@ -1,8 +1,8 @@
 """vLLM as a server for the engine: `python -m posttrain.engines.vllm.server --port 8001`.
 
-The trainer sends it the model's configuration, and the weights after every step (wire.py). Several ranks may ask at
-once: their completions are generated together. It listens on loopback unless --host gives another address, which needs
-a key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides: whoever may push weights may also fill this
+The trainer sends it the model's configuration, and the weights after every step (wire.py). Completions that several
+ranks request at once are generated together. It listens on loopback unless --host gives another address, which needs a
+key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides: whoever may push weights may also fill this
 machine's memory. With --child it ends with its parent.
 """
 
@@ -29,15 +29,15 @@ from posttrain.base.errors import ConfigError, EngineError, EngineLostError, Pos
 from posttrain.base.system import is_loopback
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
-from posttrain.engines.vllm.nccl import Receiver
+from posttrain.engines.vllm.wire import Receiver
 
 IDLE = 600.0  # seconds that a connection may be silent
-SIGN = 1.0  # seconds of work between two heartbeats
+BEAT = 1.0  # seconds of work between two heartbeats
 LARGEST = 1 << 34  # bytes of one request
 
 
 class Desk:
-    """The server's state between requests: the model, and the trainer's end of NCCL. Used by several threads."""
+    """The server's state between requests: the model, and its end of NCCL. Used by several threads."""
 
     def __init__(self, vllm_version: str, gpu_memory_utilization: float):
         self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization
@@ -72,7 +72,7 @@ class Desk:
         return {"mark": body["mark"]}
 
     def nccl(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Check for NCCL, join the trainer, or receive weights from it (nccl.py)."""
+        """Check for NCCL, join the trainer, or receive weights from it (wire.py)."""
         with self._changing:
             if body.get("check"):
                 self.receiver.check()
@@ -89,8 +89,8 @@ class Desk:
             return {"mark": body["mark"]}
 
     def generate(self, body: dict[str, Any], tick: Callable[[], None]) -> dict[str, Any]:
-        mark, asked, sampling = wire.question_from(body)
-        return wire.answer(self.loaded().generate(mark, asked, sampling, tick))
+        mark, requests, sampling = wire.question_from(body)
+        return wire.answer(self.loaded().generate(mark, requests, sampling, tick))
 
     def loaded(self) -> Core:
         if self.core is None:
@@ -111,7 +111,7 @@ def _tokenizer(files: dict[str, str] | None) -> PreTrainedTokenizerBase | None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection, in a thread of its own."""
+    """One connection; each has its own thread."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -130,9 +130,8 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         if not self._allowed() or length > LARGEST:
             self.close_connection = True  # the body stays unread
-            self._send(
-                wire.failure(EngineError("the server refuses this: the key differs, or the request is too large"))
-            )
+            refusal = EngineError("the server refuses this: the key differs, or the request is too large")
+            self._send(wire.failure(refusal))
             return
         data = bytearray(length)
         if self.rfile.readinto(data) != length:
@@ -165,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
 
         def tick() -> None:
             nonlocal last
-            if time.monotonic() - last > SIGN:
+            if time.monotonic() - last > BEAT:
                 last = time.monotonic()
                 self.wfile.write(b"{}\n")  # fails when the client has left, which ends the work
 
@@ -176,9 +175,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tried(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if not self._allowed():
-            return wire.failure(
-                EngineError(f"the server's key differs: set {wire.KEY} to the same value on both sides")
-            )
+            refusal = EngineError(f"the server's key differs: set {wire.KEY} to the same value on both sides")
+            return wire.failure(refusal)
         try:
             return work()
         except ConnectionError:
@@ -189,8 +187,8 @@ class Handler(BaseHTTPRequestHandler):
             return wire.failure(error)
 
     def _allowed(self) -> bool:
-        given = self.headers.get("Authorization") or ""
-        return self.key is None or hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode())
+        sent = self.headers.get("Authorization") or ""
+        return self.key is None or hmac.compare_digest(sent.encode(), f"Bearer {self.key}".encode())
 
     def _unknown(self) -> dict[str, Any]:
         raise EngineError(f"the server has no {self.path}: it is another version of posttrain")
@@ -240,12 +238,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8001, help="0: any that is free")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
     parser.add_argument("--child", type=int, metavar="PID", help="end with this parent")
-    given = parser.parse_args()
-    if given.child is not None:
-        end_with_parent(given.child)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        end_with_parent(arguments.child)
     try:
-        desk = Desk(import_vllm().__version__, given.gpu_memory_utilization)
-        server = server_at(given.host, given.port, os.environ.get(wire.KEY), desk)
+        desk = Desk(import_vllm().__version__, arguments.gpu_memory_utilization)
+        server = server_at(arguments.host, arguments.port, os.environ.get(wire.KEY), desk)
     except PosttrainError as error:
         raise SystemExit(f"error: {error}") from error
     host, port = server.server_address[:2]

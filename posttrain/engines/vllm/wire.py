@@ -4,35 +4,52 @@
     POST /model      {architecture, config, dtype, tokenizer, gpu_memory_utilization} -> {vocabulary, positions}
     POST /tensor     a tensor's bytes, with the header X-Tensor: {name, dtype, shape, crc32} -> {}
     POST /load       {mark, count}: the tensors sent before, by the same connection, are the weights -> {mark}
-    POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark} (nccl.py)
-    POST /generate   {mark, requests, sampling} -> a line {tokens} each second of work; finally a line {groups}
+    POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark}
+    POST /generate   {mark, requests, sampling} -> a line {} each second of work; finally a line {groups}
 
 A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer except /generate's is
 one JSON object. Requests are handled side by side, and need `Authorization: Bearer KEY` if a key is set.
+
+By NCCL, weights go from the trainer's GPU to the server's, from memory to memory, and their names over HTTP. The two
+sides form a communicator of two, by vLLM's PyNcclCommunicator: the trainer makes NCCL's unique id and sends it with the
+request to join, so that only those who may push weights may join. The server loads each tensor as it arrives. NCCL's
+calls cannot be interrupted: the trainer enqueues them on another stream, and waits for it no longer than the deadline,
+so that a run whose server has died can still be saved.
 """
 
+from __future__ import annotations
+
+import base64
 import json
+import threading
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.base import errors
-from posttrain.base.errors import EngineError, PosttrainError
+from posttrain.base.errors import ConfigError, EngineError, PosttrainError
+from posttrain.base.imports import need
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm.core import RawCompletion
 
 PROTOCOL = 2
 KEY = "POSTTRAIN_SERVER_KEY"  # environment variable, on both sides
 TENSOR_HEADER = "X-Tensor"
+TRAINER, SERVER, BOTH = 0, 1, 2  # ranks of the communicator, and their number
+CHECK_S = 0.05  # between two checks whether the tensors have left
+Post = Callable[[Mapping[str, Any]], dict[str, Any]]
+Named = tuple[str, Tensor]  # a weight with its name
 
 
 def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
     """The header and the bytes."""
-    # A copy: the storage of gathered weights is released afterwards, which numpy's view of it would prevent.
+    # A copy: the storage of gathered weights is released afterwards, which a numpy view of it would prevent.
     whole = tensor.detach().to("cpu", copy=True).contiguous()
     data = memoryview(whole.flatten().view(torch.uint8).numpy().data)
     dtype = str(whole.dtype).removeprefix("torch.")
@@ -48,27 +65,27 @@ def tensor_from_wire(header: str, data: bytearray) -> tuple[str, Tensor]:
     return facts["name"], flat.view(facts["shape"])
 
 
-def question(mark: str, asked: Sequence[Request], sampling: Sampling) -> dict[str, Any]:
+def question(mark: str, requests: Sequence[Request], sampling: Sampling) -> dict[str, Any]:
     """The body of /generate."""
-    rows = [{"tokens": list(r.tokens), "seed": r.seed, "limits": list(r.limits)} for r in asked]
+    rows = [{"tokens": list(r.tokens), "seed": r.seed, "limits": list(r.limits)} for r in requests]
     return {"mark": mark, "requests": rows, "sampling": asdict(sampling)}
 
 
 def question_from(body: Mapping[str, Any]) -> tuple[str, list[Request], Sampling]:
-    given: dict[str, Any] = dict(body["sampling"])
-    given["stop_token_ids"], given["stop"] = tuple(given["stop_token_ids"]), tuple(given["stop"])
-    sampling = Sampling(**given)
+    settings: dict[str, Any] = dict(body["sampling"])
+    settings["stop_token_ids"], settings["stop"] = tuple(settings["stop_token_ids"]), tuple(settings["stop"])
+    sampling = Sampling(**settings)
     rows = enumerate(body["requests"])
     return body["mark"], [Request(i, row["tokens"], row["seed"], tuple(row["limits"])) for i, row in rows], sampling
 
 
 def answer(groups: Sequence[Sequence[RawCompletion]]) -> dict[str, Any]:
     """The last line of /generate."""
-    return {"groups": [[asdict(one) for one in group] for group in groups]}
+    return {"groups": [[asdict(completion) for completion in group] for group in groups]}
 
 
 def answer_from(line: Mapping[str, Any]) -> list[list[RawCompletion]]:
-    return [[RawCompletion(**one) for one in group] for group in line["groups"]]
+    return [[RawCompletion(**facts) for facts in group] for group in line["groups"]]
 
 
 def failure(error: Exception) -> dict[str, Any]:
@@ -83,3 +100,141 @@ def raise_failure(line: Mapping[str, Any], where: str) -> None:
         kind = getattr(errors, str(line["error"].get("kind")), EngineError)
         known = kind if isinstance(kind, type) and issubclass(kind, PosttrainError) else EngineError
         raise known(f"{where}: {line['error'].get('message')}")
+
+
+def _library() -> Any:
+    """vLLM's binding of NCCL. Raises ConfigError without a GPU, vLLM, or NCCL."""
+    if not torch.cuda.is_available():
+        raise ConfigError("rollout.vllm.push: nccl needs a GPU here, and there is none: set push: http")
+    need("vllm", "vllm", "rollout.vllm.push: nccl")
+    try:
+        return import_module("vllm.distributed.device_communicators.pynccl_wrapper").NCCLLibrary()
+    except OSError as error:
+        raise ConfigError(f"rollout.vllm.push: nccl needs the library NCCL: {error}; set push: http") from error
+
+
+def _joined(unique_id: bytes, rank: int) -> Any:
+    """The communicator. Returns when both sides have joined."""
+    pynccl = import_module("vllm.distributed.device_communicators.pynccl")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return pynccl.PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, BOTH, device)
+
+
+class Sender:
+    """The trainer's side of NCCL. `post` sends a body to the server's /nccl and returns its answer."""
+
+    def __init__(self, post: Post, where: str, timeout: float):
+        self._post, self._where, self._timeout = post, where, timeout
+        library = _library()
+        post({"check": True})  # an error of the server is raised before anything waits for it
+        unique_id = bytes(library.ncclGetUniqueId())
+        with self._request({"join": base64.b64encode(unique_id).decode()}) as answer:
+            self._group = answer.while_waiting(lambda: _joined(unique_id, TRAINER))
+        self._stream = torch.cuda.Stream()
+
+    def send(self, mark: str, weights: Callable[[], Iterable[Named]]) -> dict[str, Any]:
+        """Broadcast the weights; returns the server's answer. Raises EngineError if they do not leave in time."""
+        # Adapters are merged twice, once for the shapes, so that only one merged layer is in memory at a time.
+        described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights()]
+        with self._request({"mark": mark, "tensors": described}) as answer:
+            for _, tensor in weights():
+                whole = tensor.detach().contiguous()
+                self._stream.wait_stream(torch.cuda.current_stream())
+                self._group.broadcast(whole, TRAINER, self._stream)
+                whole.record_stream(self._stream)  # its memory is not reused before it has left
+            sent = torch.cuda.Event()
+            sent.record(self._stream)
+            answer.until(sent.query)
+        return answer.value
+
+    def close(self) -> None:
+        if hasattr(self, "_group"):
+            self._group.destroy()
+
+    def _request(self, body: Mapping[str, Any]) -> _Answer:
+        return _Answer(lambda: self._post(body), self._where, self._timeout)
+
+
+class _Answer:
+    """A request that another thread sends, while this one takes part in the exchange that it starts."""
+
+    def __init__(self, send: Callable[[], dict[str, Any]], where: str, timeout: float):
+        self._send, self._where, self._timeout = send, where, timeout
+        self.value: dict[str, Any] = {}
+        self._failed: PosttrainError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Answer:
+        self._until = time.monotonic() + self._timeout
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is None:
+            self.until(lambda: not self._thread.is_alive())
+            self._raise()
+
+    def _run(self) -> None:
+        try:
+            self.value = self._send()
+        except PosttrainError as error:
+            self._failed = error
+
+    def while_waiting(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, which may block, from another thread."""
+        results: list[Any] = []
+        device = torch.cuda.current_device()
+
+        def run() -> None:
+            torch.cuda.set_device(device)
+            results.append(work())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.until(lambda: not thread.is_alive())
+        if not results:
+            raise EngineError(f"{self._where} and this process could not connect by NCCL: set rollout.vllm.push: http")
+        return results[0]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait; raises the server's error, or EngineError after the deadline."""
+        while not holds():
+            self._raise()
+            if time.monotonic() > self._until:
+                raise EngineError(
+                    f"{self._where} does not receive by NCCL within {self._timeout:g} s (rollout.vllm.timeout): set "
+                    "rollout.vllm.push: http"
+                )
+            time.sleep(CHECK_S)
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+
+class Receiver:
+    """The server's side of NCCL."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    def check(self) -> None:
+        _library()
+
+    def join(self, unique_id: str) -> None:
+        self.close()
+        self._group = _joined(base64.b64decode(unique_id), SERVER)
+
+    def tensors(self, described: Iterable[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as they arrive. Always read all of them: the trainer waits for that."""
+        if self._group is None:
+            raise EngineError("the server has not joined a communicator of NCCL: it is another version of posttrain")
+        for name, dtype, shape in described:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._group.device)
+            self._group.broadcast(tensor, TRAINER)
+            yield name, tensor
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None

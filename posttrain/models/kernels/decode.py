@@ -45,13 +45,13 @@ def _part(
     the holder's columns; with a window it sees only keys less than `window` columns before it.
     """
     holder, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    place = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    index = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     split = tl.program_id(2)
-    real = place < members * each
+    real = index < members * each
     number = tl.arange(0, SIZE)
     here = real[:, None] & (number < size)[None, :]
-    row = tl.load(row_HM + holder * members + place // each, mask=real, other=0)
-    offset = row * query_row + head * query_head + (place % each) * query_each
+    row = tl.load(row_HM + holder * members + index // each, mask=real, other=0)
+    offset = row * query_row + head * query_head + (index % each) * query_each
     q = tl.load(query + offset[:, None] + number[None, :], mask=here, other=0.0)
     at = tl.load(at_R + row, mask=real, other=0)
     first, last = split * span, tl.minimum((split + 1) * span, tl.load(count_H + holder).to(tl.int32))
@@ -84,7 +84,7 @@ def _part(
         shrink = tl.exp2(before - highest)
         total = total * shrink + tl.sum(p, 1)
         out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-    target = ((split * holders + holder) * heads + head) * members * each + place
+    target = ((split * holders + holder) * heads + head) * members * each + index
     tl.store(highest_SHKQ + target, highest, mask=real)
     tl.store(total_SHKQ + target, total, mask=real)
     tl.store(out_SHKQd + target.to(tl.int64)[:, None] * size + number[None, :], out, mask=here)
@@ -106,24 +106,24 @@ def _joined(
     out = tl.zeros((EACH, SIZE), tl.float32)
     for split in range(prompt_splits + own_splits):
         if split < prompt_splits:
-            place = (((split * groups + group) * heads + head) * members + member).to(tl.int64) * each + query
-            m = tl.load(prompt_highest + place, mask=real, other=NOTHING)
-            z = tl.load(prompt_total + place, mask=real, other=0.0)
-            o = tl.load(prompt_out + place[:, None] * size + number[None, :], mask=here, other=0.0)
+            index = (((split * groups + group) * heads + head) * members + member).to(tl.int64) * each + query
+            m = tl.load(prompt_highest + index, mask=real, other=NOTHING)
+            z = tl.load(prompt_total + index, mask=real, other=0.0)
+            o = tl.load(prompt_out + index[:, None] * size + number[None, :], mask=here, other=0.0)
         else:
-            place = (((split - prompt_splits) * rows + row) * heads + head).to(tl.int64) * each + query
-            m = tl.load(own_highest + place, mask=real, other=NOTHING)
-            z = tl.load(own_total + place, mask=real, other=0.0)
-            o = tl.load(own_out + place[:, None] * size + number[None, :], mask=here, other=0.0)
+            index = (((split - prompt_splits) * rows + row) * heads + head).to(tl.int64) * each + query
+            m = tl.load(own_highest + index, mask=real, other=NOTHING)
+            z = tl.load(own_total + index, mask=real, other=0.0)
+            o = tl.load(own_out + index[:, None] * size + number[None, :], mask=here, other=0.0)
         before = highest
         highest = tl.maximum(before, m)
         old, new = tl.exp2(before - highest), tl.exp2(m - highest)
         total = total * old + z * new
         out = out * old[:, None] + o * new[:, None]
-    place = (row * heads + head) * each + query
+    index = (row * heads + head) * each + query
     share = tl.where(real, total, 1.0)
     tl.store(
-        result + place.to(tl.int64)[:, None] * size + number[None, :],
+        result + index.to(tl.int64)[:, None] * size + number[None, :],
         (out / share[:, None]).to(result.dtype.element_ty),
         mask=here,
     )

@@ -1,7 +1,7 @@
 """The operations of models/lean.py in Triton: inputs and outputs pass through memory once, in any dtype.
 
 PyTorch runs each as a chain of three to ten kernels with float32 intermediates. The kernels compute in float32 and
-round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last place.
+round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last index.
 All sums have a fixed order: weights' gradients are summed by a fixed number of programs and then joined.
 
 Shapes: a tensor (..., W) is contiguous rows of W numbers.
@@ -24,11 +24,11 @@ def _rms_norm(x, weight, y, rstd, rows, width, eps, ROWS: tl.constexpr, WIDTH: t
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     here = (row < rows)[:, None] & (column < width)[None, :]
-    place = row[:, None].to(tl.int64) * width + column[None, :]
-    wide = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+    index = row[:, None].to(tl.int64) * width + column[None, :]
+    wide = tl.load(x + index, mask=here, other=0.0).to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(wide * wide, 1) / width + eps)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(y + place, (wide * inverse[:, None] * w[None, :]).to(y.dtype.element_ty), mask=here)
+    tl.store(y + index, (wide * inverse[:, None] * w[None, :]).to(y.dtype.element_ty), mask=here)
     tl.store(rstd + row, inverse, mask=row < rows)
 
 
@@ -44,13 +44,13 @@ def _rms_norm_gradients(
     for block in range(tl.program_id(0) * blocks, (tl.program_id(0) + 1) * blocks):
         row = block * ROWS + tl.arange(0, ROWS)
         here = (row < rows)[:, None] & (column < width)[None, :]
-        place = row[:, None].to(tl.int64) * width + column[None, :]
-        wide = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-        grad = tl.load(grad_y + place, mask=here, other=0.0).to(tl.float32)
+        index = row[:, None].to(tl.int64) * width + column[None, :]
+        wide = tl.load(x + index, mask=here, other=0.0).to(tl.float32)
+        grad = tl.load(grad_y + index, mask=here, other=0.0).to(tl.float32)
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         unit = wide * inverse
         along = tl.sum(grad * w * unit, 1)[:, None] / width
-        tl.store(grad_x + place, ((grad * w - unit * along) * inverse).to(grad_x.dtype.element_ty), mask=here)
+        tl.store(grad_x + index, ((grad * w - unit * along) * inverse).to(grad_x.dtype.element_ty), mask=here)
         if WEIGHT:
             total += tl.sum(grad * unit, 0)
     if WEIGHT:
@@ -62,38 +62,38 @@ def _rotate(x, cos, sin, y, rows, heads, half, sign, ROWS: tl.constexpr, HALF: t
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HALF)
     here = (row < rows)[:, None] & (column < half)[None, :]
-    place = row[:, None].to(tl.int64) * (2 * half) + column[None, :]
+    index = row[:, None].to(tl.int64) * (2 * half) + column[None, :]
     turn = (row // heads)[:, None].to(tl.int64) * (2 * half) + column[None, :]
     c = tl.load(cos + turn, mask=here, other=0.0).to(tl.float32)
     s = tl.load(sin + turn, mask=here, other=0.0).to(tl.float32) * sign
-    first = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-    second = tl.load(x + place + half, mask=here, other=0.0).to(tl.float32)
-    tl.store(y + place, (first * c - second * s).to(y.dtype.element_ty), mask=here)
-    tl.store(y + place + half, (second * c + first * s).to(y.dtype.element_ty), mask=here)
+    first = tl.load(x + index, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(x + index + half, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + index, (first * c - second * s).to(y.dtype.element_ty), mask=here)
+    tl.store(y + index + half, (second * c + first * s).to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def _swiglu(gate, up, y, size, ELEMENTS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    here = place < size
-    g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)
-    tl.store(y + place, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=here)
+    index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    here = index < size
+    g = tl.load(gate + index, mask=here, other=0.0).to(tl.float32)
+    u = tl.load(up + index, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + index, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def _swiglu_gradients(gate, up, grad_y, grad_gate, grad_up, y, size, AGAIN: tl.constexpr, ELEMENTS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    here = place < size
-    g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=here, other=0.0).to(tl.float32)
-    grad = tl.load(grad_y + place, mask=here, other=0.0).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    here = index < size
+    g = tl.load(gate + index, mask=here, other=0.0).to(tl.float32)
+    u = tl.load(up + index, mask=here, other=0.0).to(tl.float32)
+    grad = tl.load(grad_y + index, mask=here, other=0.0).to(tl.float32)
     share = tl.sigmoid(g)
     silu = g * share
-    tl.store(grad_gate + place, (grad * u * (share + silu * (1 - share))).to(grad_gate.dtype.element_ty), mask=here)
-    tl.store(grad_up + place, (grad * silu).to(grad_up.dtype.element_ty), mask=here)
+    tl.store(grad_gate + index, (grad * u * (share + silu * (1 - share))).to(grad_gate.dtype.element_ty), mask=here)
+    tl.store(grad_up + index, (grad * silu).to(grad_up.dtype.element_ty), mask=here)
     if AGAIN:
-        tl.store(y + place, (silu * u).to(y.dtype.element_ty), mask=here)
+        tl.store(y + index, (silu * u).to(y.dtype.element_ty), mask=here)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

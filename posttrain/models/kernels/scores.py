@@ -99,10 +99,10 @@ def _forward(
         is_aim = word[None, :] == aim[:, None]
         found = tl.sum(tl.where(is_aim, logits, 0.0), 1)
         tl.store(chosen_N + row, found, mask=(row < size) & (tl.sum(is_aim.to(tl.int32), 1) > 0))
-    place = split * size + row
-    tl.store(highest_SN + place, highest, mask=row < size)
-    tl.store(total_SN + place, total, mask=row < size)
-    tl.store(along_SN + place, along, mask=row < size)
+    index = split * size + row
+    tl.store(highest_SN + index, highest, mask=row < size)
+    tl.store(total_SN + index, total, mask=row < size)
+    tl.store(along_SN + index, along, mask=row < size)
 
 
 @triton.jit
@@ -132,8 +132,8 @@ def _gradient(
         is_aim = (word[None, :] == aim[:, None]).to(tl.float32)
         grad += (is_aim - p) * tl.load(grad_logprob_N + row, mask=here, other=0.0)[:, None]
     grad = grad / temperature * slope
-    place = row[:, None].to(tl.int64) * words + word[None, :]
-    tl.store(grad_logits + place, grad.to(grad_logits.dtype.element_ty), mask=here[:, None] & (word < words)[None, :])
+    index = row[:, None].to(tl.int64) * words + word[None, :]
+    tl.store(grad_logits + index, grad.to(grad_logits.dtype.element_ty), mask=here[:, None] & (word < words)[None, :])
 
 
 def scores(

@@ -1,19 +1,152 @@
-"""Policy gradients, one microbatch at a time: rewards, advantages, loss per token, gradients."""
+"""Masked means and training steps, one microbatch at a time: rewards, advantages, the loss of each token, gradients.
+
+Elements outside a mask may have any value, including NaN and −∞.
+"""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from posttrain.functional.masking import masked_mean
-from posttrain.functional.sft import check_microbatch
-from posttrain.losses import group_advantages, grpo_clip, policy_gradient
+from posttrain.grading.pool import DEADLINE_S, Pool
+from posttrain.grading.verdict import GradeRequest
+from posttrain.losses import nll
+from posttrain.losses.advantage import group_advantages
+from posttrain.losses.policy import grpo_clip, policy_gradient
+from posttrain.rewards.rules import RULES, modules_of
 
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 LOSS_TYPES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
 REWARDS = ("reward", "format_reward", "answer_reward")
+PATIENT_S = 5 * DEADLINE_S  # the deadline of one comparison with `fast=False`
+Truth = str | int | float | Sequence[str | int | float]
+Value = TypeVar("Value")
+
+
+def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the elements where `mask` is 1, along `dim`, or over all elements.
+
+        mean_i = Σ_j m_ij x_ij / Σ_j m_ij
+
+    `mask` has the tensor's shape, or one that broadcasts to it; bool, or numbers that are 0 or 1. As with
+    `tensor.mean`, `dim` is removed from the result, and an empty mean (a row whose mask is all 0) is NaN.
+
+    GRPO averages over each response in this way (arXiv 2402.03300, eq. 3): a token of a short response has more weight
+    than one of a long response. `masked_normalize` gives all tokens the same weight.
+    """
+    kept = _kept(tensor, mask)
+    total, count = (x.sum() if dim is None else x.sum(dim) for x in (_only(tensor, kept), kept))
+    return total / count
+
+
+def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, normalize_constant: float = 1.0) -> Tensor:
+    """Sum of the elements where `mask` is 1, along `dim` or over all elements, divided by a constant.
+
+        s_i = Σ_j m_ij x_ij / c
+
+    `mask` as in `masked_mean`; an empty sum is 0. With c the same for every batch (in Dr. GRPO, arXiv 2503.20783, the
+    maximum completion length), every token has the same weight, however long its response.
+
+    Raises ValueError for a constant of 0.
+    """
+    if normalize_constant == 0:
+        raise ValueError("normalize_constant is 0: the sum cannot be divided by it")
+    kept = _only(tensor, _kept(tensor, mask))
+    return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
+
+
+def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
+    """The mask as bool, expanded to the tensor's shape."""
+    try:
+        return mask.bool().expand_as(tensor)
+    except RuntimeError:
+        raise ValueError(f"mask {list(mask.shape)} does not fit tensor {list(tensor.shape)}") from None
+
+
+def _only(tensor: Tensor, kept: Tensor) -> Tensor:
+    """The tensor with 0 where the mask is 0; multiplication by the mask would turn an infinity into NaN."""
+    return torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+
+def sft_microbatch_train_step(
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the responses of one microbatch, and its gradients.
+
+        loss = 1 / (B · k) Σ_b 1/c Σ_t m_bt · (−log π(y_bt | x_b, y_b<t))
+
+    policy_log_probs (B, L), log π of every label, from `get_response_log_probs`; response_mask (B, L), 1 on response
+    tokens; k = gradient_accumulation_steps, the microbatches before each optimizer step; c = normalize_constant.
+
+    Calls backward: gradients of the k microbatches add up to those of one batch of k · B sequences. Returns the loss,
+    a detached scalar that is divided by k already, and the metadata `nll`, the mean over the response tokens.
+
+    Raises ValueError if the shapes differ or k is below 1.
+    """
+    _check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
+    loss_BL = nll(policy_log_probs.flatten()).view_as(policy_log_probs)
+    loss = masked_normalize(loss_BL, response_mask, -1, normalize_constant).mean() / gradient_accumulation_steps
+    loss.backward()
+    return loss.detach(), {"nll": masked_mean(loss_BL.detach(), response_mask)}
+
+
+def _check_microbatch(policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int) -> None:
+    if policy_log_probs.ndim != 2 or policy_log_probs.shape != response_mask.shape:
+        raise ValueError(
+            "policy_log_probs and response_mask must both be (B, L), not "
+            f"{list(policy_log_probs.shape)} and {list(response_mask.shape)}"
+        )
+    if gradient_accumulation_steps < 1:
+        raise ValueError(f"gradient_accumulation_steps is {gradient_accumulation_steps}: it must be 1 or more")
+
+
+def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+    """The reward of a response of format `…</think> <answer>…</answer>`: `reward`, `format_reward`, `answer_reward`.
+
+    | format | format_reward | answer_reward | reward |
+    |---|---|---|---|
+    | correct, with the correct answer (in a box or not) | 1 | 1 | 1 |
+    | correct, with another answer | 1 | 0 | 0 |
+    | wrong, with any answer | 0 | 0 | 0 |
+
+    The rule is the reward `r1_zero` of the recipes (posttrain/rewards/maths.py); tags and values are those of
+    "Understanding R1-Zero-Like Training" (arXiv 2503.20783). `ground_truth` is the answer, a complete
+    solution with a `\\boxed{}`, a number, or a list of them, any of which is accepted.
+
+    A worker process grades: no response can run code in this process, and each ground truth takes at most 2 seconds, or
+    10 with `fast=False`. A response without a verdict by then, or one that crashes the worker, counts as wrong, with a
+    RuntimeWarning; the recipes exclude such completions instead. The first call takes seconds to start the worker,
+    later calls milliseconds; the worker ends a minute after the last call.
+
+    Raises ValueError for a ground truth that no answer can be compared with.
+    """
+    return _graded("r1_zero", response, ground_truth, fast)
+
+
+def question_only_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+    """The reward of a response whose format is a `\\boxed{…}`; otherwise as in `r1_zero_reward_fn`."""
+    return _graded("question_only", response, ground_truth, fast)
+
+
+def _graded(name: str, response: str, ground_truth: Truth, fast: bool) -> dict[str, float]:
+    truths = [ground_truth] if isinstance(ground_truth, str | int | float) else list(ground_truth)
+    if not truths:
+        raise ValueError("ground_truth is empty: give at least one answer")
+    with Pool(1, DEADLINE_S if fast else PATIENT_S, modules=modules_of([name])) as pool:
+        grades = pool.grade([GradeRequest(RULES[name], response, str(truth)) for truth in truths], count=False)
+    graded = [grade for grade in grades if grade.counts]
+    for truth, grade in zip(truths, grades, strict=True):
+        if grade.verdict == "bad_gold":
+            raise ValueError(f"ground_truth {truth!r:.80}: {grade.reason}")
+    if len(graded) < len(grades) and not any(grade.score for grade in graded):
+        reasons = ", ".join(f"{grade.verdict} ({grade.reason})" for grade in grades if not grade.counts)
+        warnings.warn(f"counted as wrong without a verdict: {reasons}", RuntimeWarning, stacklevel=3)
+    reward = max((grade.score or 0.0 for grade in graded), default=0.0)
+    formatted = max((grade.parts["format"] for grade in graded), default=0.0)
+    return {"reward": reward, "format_reward": formatted, "answer_reward": reward}
 
 
 def compute_group_normalized_rewards(
@@ -46,18 +179,18 @@ def compute_group_normalized_rewards(
         raise ValueError(f"{count} responses do not divide into groups of group_size {group_size}")
     values: dict[str, list[float]] = {name: [] for name in REWARDS}
     for index, (response, truth) in enumerate(zip(rollout_responses, repeated_ground_truths, strict=True)):
-        given = reward_fn(response, truth)
+        scores = reward_fn(response, truth)
         for name in REWARDS:
-            if not math.isfinite(given.get(name, math.nan)):
-                raise ValueError(f"the reward function returned no finite {name} for response {index}: {dict(given)}")
-            values[name].append(float(given[name]))
+            if not math.isfinite(scores.get(name, math.nan)):
+                raise ValueError(f"the reward function returned no finite {name} for response {index}: {dict(scores)}")
+            values[name].append(float(scores[name]))
     rewards = torch.tensor(values["reward"])
     groups = torch.arange(count) // group_size
     advantages = group_advantages(
         rewards, groups, scale_rewards="group" if normalize_by_std else "none", eps=advantage_eps
     )
     by_group = rewards.view(-1, group_size)
-    metadata = {name: sum(of_name) / count for name, of_name in values.items()} | {
+    metadata = {name: sum(column) / count for name, column in values.items()} | {
         "reward_std": rewards.std().item() if count > 1 else 0.0,
         "reward_min": rewards.min().item(),
         "reward_max": rewards.max().item(),
@@ -150,7 +283,7 @@ def grpo_microbatch_train_step(
 
     Raises ValueError as `compute_policy_gradient_loss` does, and for a mask of another shape.
     """
-    check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
+    _check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
     kept = response_mask.bool()
     # Masked before the loss, not only after: exp and min pass a NaN to the gradient even if its value is masked later.
     policy_log_probs = policy_log_probs.masked_fill(~kept, 0.0)
@@ -159,9 +292,9 @@ def grpo_microbatch_train_step(
     loss_BL, metadata = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
     )
-    some = kept.any(-1)
-    loss_B = masked_mean(loss_BL, kept | ~some[:, None], dim=-1)  # a row without a response: finite, set to 0 below
-    loss = torch.where(some, loss_B, 0.0).mean() / gradient_accumulation_steps
+    filled = kept.any(-1)
+    loss_B = masked_mean(loss_BL, kept | ~filled[:, None], dim=-1)  # a row without a response: finite, set to 0 below
+    loss = torch.where(filled, loss_B, 0.0).mean() / gradient_accumulation_steps
     loss.backward()
     if "clipped" in metadata:
         clipped = metadata["clipped"] & kept
@@ -177,9 +310,6 @@ def _each_token(value: Tensor, policy_log_probs: Tensor) -> Tensor:
             f"{list(value.shape)} and {list(policy_log_probs.shape)}"
         )
     return value.detach().expand_as(policy_log_probs)
-
-
-Value = TypeVar("Value")
 
 
 def _needed(value: Value | None, name: str, loss_type: str) -> Value:

@@ -1,25 +1,42 @@
-"""Checks of a model's folder before transformers or PEFT use it.
+"""The files of a model's folder or hub id: where they are, checks before they are used, errors with the remedy.
 
-A config of ten million layers costs hours and all memory before any weight is read; an index can name files elsewhere.
+Transformers and PEFT trust them: a config of ten million layers costs hours and all memory before any weight is read,
+and an index can name files elsewhere.
 """
 
+import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
 from re import _parser  # type: ignore[attr-defined]  # of regular expressions, which has no public name
 from typing import Any
 
-from posttrain.base.errors import ModelError
-from posttrain.models.reading import NEEDS_PICKLE, found_file, read_json
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils.hub import cached_file
+
+from posttrain.base.errors import ModelError, WeightsError
+from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.words import first_line
+from posttrain.config.schema.model import ModelConfig
+
+# What transformers, tokenizers and PEFT raise for invalid files; running out of memory is not among them.
+READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
+READING += (RecursionError, StrictDataclassError)
+# Every folder with a tokenizer has one of these files.
+DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
+MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
+NEEDS_PICKLE = "has no safetensors weights; pickled ones can run code: if you trust them, set model.allow_pickle: true"
 
 VOCABULARY, RANK = 2**24, 2**14  # accepted maxima of a model and of an adapter
 # Adapters that PEFT merges into the weights as it does LoRA; others add tokens to the prompt, layers, or routers.
 ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_TOKENS")
-# Of regular expressions: a search for `.*a.*b.*c.*d` has 20 bits. Replacements of a tokenizer: a space becomes a few.
+# Limits of regular expressions (a search for `.*a.*b.*c.*d` has 20 bits), and of a tokenizer's replacements.
 MOST_BITS, MOST_PATTERN, SHORT_REPEAT, MOST_GROWTH = 26, 20_000, 3, 64
 
 Right = Callable[[Any], bool]
@@ -59,7 +76,7 @@ _FLAG: Rule = (lambda value: type(value) is bool, "true or false")
 _NUMBER: Rule = (_is_number, "a number")
 _SHARE: Rule = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _RANK: Rule = (_is_rank, f"a whole number up to {RANK:,}")
-# Sizes in config.json of all families; no model comes near the largest ones that are accepted.
+# Sizes in config.json of all families; no model comes near the accepted maxima.
 SIZES: dict[str, Rule] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _size(2_000)),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _size(4_096)),
@@ -69,7 +86,7 @@ SIZES: dict[str, Rule] = {
     "vocab_size": _size(VOCABULARY),
 }
 _TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": (_is_id, "a token id")}
-# File -> field -> what it must be. Libraries check neither, and fail far from the cause or compute nonsense.
+# File -> field -> its rule. Libraries do not check these, and fail far from the cause or compute nonsense.
 FIELDS: dict[str, dict[str, Rule]] = {
     "config.json": {
         **_TOKENS,
@@ -106,6 +123,98 @@ FIELDS: dict[str, dict[str, Rule]] = {
 }
 
 
+def found_file(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a folder or of the hub; None if it is missing or cannot be fetched."""
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    file = cached_file(path, name, revision=revision or "main", **quiet)
+    return None if file is None else Path(file)
+
+
+def read_json(file: Path, path: str) -> Any:
+    """A file that describes the model `path`. Raises ModelError if it is too large, too deeply nested, or not JSON."""
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ModelError(f"model {path}: {file.name} has more than {MOST_BYTES:,} bytes")
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ModelError(f"model {path}: {file.name} is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {path}: {file.name} cannot be read: {error}") from error
+
+
+def some(names: set[str]) -> str:
+    """The first names, and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+@contextmanager
+def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
+    """Turn errors of transformers and the hub into one sentence with the remedy."""
+    path = model.path
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise ModelError(f"model {path}: no such folder")
+    described = ("config.json",) if part in ("config.json", "weights") else (*DESCRIPTIONS,)
+    if folder.is_dir() and not any((folder / name).is_file() for name in described):
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"model {path}: the folder has no config.json (it has {names})")
+    if not folder.is_dir():
+        stay_offline_without_network()
+    try:
+        yield
+    except (SafetensorError, *READING) as error:
+        kind = WeightsError if isinstance(error, SafetensorError) else ModelError
+        raise kind(f"model {path}: {_explain(model, part, error)}") from error
+    except RuntimeError as error:
+        text = str(error)
+        if "ignore_mismatched_sizes" in text:
+            what = "weights and config.json have different shapes (see the report above)"
+        elif part == "adapter" and "size mismatch" in text:
+            what = f"the adapter's tensors have other shapes than its base model: {text.splitlines()[1].strip()}"
+        else:  # other errors, such as memory, are not the model's fault
+            raise
+        raise WeightsError(f"model {path}: {what}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of libraries in Rust; it is not an Exception
+            raise
+        raise ModelError(f"model {path}: the {part} cannot be read: {str(error).splitlines()[0]:.200}") from error
+
+
+def _explain(model: ModelConfig, part: str, error: Exception) -> str:
+    chain, cause = [], error
+    while cause is not None and len(chain) < 8:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    kinds = {type(e).__name__ for e in chain}
+    text = " ".join(str(e) for e in chain)
+    if "GatedRepoError" in kinds or "access a gated repo" in text:
+        return "is gated: ask for access on its hub page, then set HF_TOKEN to your token"
+    if "trust_remote_code" in text:
+        return "comes with its own Python code; if you trust it, set model.trust_remote_code: true"
+    if "safetensors" in text and not model.allow_pickle and part == "weights":
+        return NEEDS_PICKLE
+    if "RepositoryNotFoundError" in kinds:
+        return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
+        return (
+            "is not a folder and is not in the local cache of the hub, and the hub cannot be reached: give a folder, "
+            "or connect once"
+        )
+    if "backend tokenizer" in text:
+        return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"
+    if isinstance(error, StrictDataclassError):
+        return f"config.json is invalid: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        return f"{part} is nested too deeply"
+    if isinstance(error, SafetensorError):
+        return f"the weights are damaged or incomplete ({error}): download them again"
+    if part == "tokenizer" and "config.json" not in text:
+        return f"has no tokenizer that transformers can load ({first_line(error)})"
+    return f"{part} cannot be loaded: {first_line(error)}"
+
+
 def check_file(path: str, revision: str | None, name: str) -> None:
     """Raise ModelError for a file of a model, in a folder or on the hub, with a field of the wrong kind; for a
     config.json with sizes that no model has; for a tokenizer.json whose regular expressions or replacements may take
@@ -135,7 +244,7 @@ def _check_fields(values: Mapping[str, Any], path: str, file: str, rules: Mappin
 
 
 def _check_sizes(config: Mapping[str, Any], path: str) -> None:
-    """Those of its parts, too."""
+    """Check the sizes of a config and of its parts."""
     _check_fields(config, path, "config.json", SIZES)
     for value in config.values():
         if isinstance(value, dict):
@@ -168,10 +277,10 @@ def adapter_config(path: str) -> dict[str, Any] | None:
             f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
             f"merged into their base are read: {', '.join(ADAPTERS)}"
         )
-    listed = ("layers_pattern", "rank_pattern", "alpha_pattern")  # of other fields, only a string is an expression
+    listed = ("layers_pattern", "rank_pattern", "alpha_pattern")  # in other fields, only a string is an expression
     for field in ("target_modules", "exclude_modules", "target_parameters", *listed):
-        given = config.get(field) or ()
-        patterns = [given] if isinstance(given, str) else [*given] if field in listed else []
+        value = config.get(field) or ()
+        patterns = [value] if isinstance(value, str) else [*value] if field in listed else []
         _check_patterns(patterns, field, path, file.name)
     if config.get("layer_replication") is not None:
         raise ModelError(f"model {path}: {file.name} has layer_replication, which is not supported")
@@ -181,14 +290,13 @@ def adapter_config(path: str) -> dict[str, Any] | None:
 @lru_cache(maxsize=32)
 def _check_tokenizer(file: Path, changed: int, path: str) -> None:
     values = read_json(file, path)
-    for field in () if not isinstance(values, dict) else ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+    for field in ("normalizer", "pre_tokenizer", "decoder", "post_processor") if isinstance(values, dict) else ():
         growth = 1.0
         for part in _parts(values.get(field)):
-            pattern = part.get("pattern")
-            given = pattern.get("Regex") if isinstance(pattern, dict) else None
-            if isinstance(given, str):
-                _check_patterns([given], field, path, "tokenizer.json", found=True)
-            literal = pattern.get("String") if isinstance(pattern, dict) else None
+            pattern: Any = part.get("pattern") if isinstance(part.get("pattern"), dict) else {}
+            if isinstance(expression := pattern.get("Regex"), str):
+                _check_patterns([expression], field, path, "tokenizer.json", searched=True)
+            literal = pattern.get("String")
             if isinstance(content := part.get("content"), str):
                 growth *= max(1.0, len(content) / max(1, len(literal) if isinstance(literal, str) else 1))
         if growth > MOST_GROWTH:
@@ -206,37 +314,37 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def _check_patterns(patterns: list[Any], field: str, path: str, file: str, found: bool = False) -> None:
-    """`found`: texts are searched for the patterns, so that the end of a pattern matches whatever follows."""
+def _check_patterns(patterns: list[Any], field: str, path: str, file: str, searched: bool = False) -> None:
+    """`searched`: texts are searched for the patterns, so that the end of a pattern matches whatever follows."""
     for pattern in patterns:
-        if not isinstance(pattern, str) or _backtracking(pattern, found) > MOST_BITS:
+        if not isinstance(pattern, str) or _backtracking(pattern, searched) > MOST_BITS:
             raise ModelError(
                 f"model {path}: {file}: {field} has {str(pattern)[:60]!r}, a regular expression that may take forever: "
                 "repetitions within repetitions, or too many of them"
             )
 
 
-def _backtracking(pattern: str, found: bool = False) -> float:
+def _backtracking(pattern: str, searched: bool = False) -> float:
     """Binary logarithm of the number of ways in which a regular expression may be tried on a name of 64 characters."""
     if len(pattern) > MOST_PATTERN:
         return math.inf
     plain = re.sub(r"\\[pP](?:\{[^{}]*\}|\w)", r"\\w", pattern)  # classes of Unicode, which Python lacks
     try:
         with warnings.catch_warnings(action="ignore"):
-            return _bits(_parser.parse(plain), last=found)
+            return _bits(_parser.parse(plain), last=searched)
     except (re.error, OverflowError, RecursionError):
-        # Not Python's dialect: what can be seen without reading it.
+        # Another dialect than Python's: only what shows without parsing it.
         counts = [int(count) for count in re.findall(r"(\d{1,9})\}", pattern)]
         nested = re.search(r"[+*}]\)+[+*{]", pattern)
         return math.inf if nested or math.prod(counts) > MOST_PATTERN else 0.0
 
 
 def _bits(items: Any, times: int = 1, last: bool = False) -> float:
-    """`times`: how often the expression around it is repeated, at least. `last`: nothing follows that may not match, so
-    that a repetition at its end is never tried again: where one round fails, those before it are the match."""
+    """`times`: how often the expression around the items is repeated, at least. `last`: nothing follows that may not
+    match, so that a repetition at its end is never tried again: if one round fails, the earlier ones are the match."""
     total = 0.0
-    for place, (kind, value) in enumerate(items, 1):
-        name, ends = str(kind), last and place == len(items)
+    for number, (kind, value) in enumerate(items, 1):
+        name, ends = str(kind), last and number == len(items)
         if name.endswith("_REPEAT"):
             low, high, body = int(value[0]), int(value[1]), value[2]
             free = ends and low <= 1
@@ -247,8 +355,9 @@ def _bits(items: Any, times: int = 1, last: bool = False) -> float:
             total += inner * max(1, high) + choices
         elif name == "BRANCH":
             begins = sorted(map(_literal, value[1]))
-            distinct = not any(other.startswith(one) for one, other in pairwise(begins))
-            total += max(_bits(one, times, ends) for one in value[1]) + (0.0 if distinct else math.log2(len(begins)))
+            distinct = not any(longer.startswith(shorter) for shorter, longer in pairwise(begins))
+            total += max(_bits(branch, times, ends) for branch in value[1])
+            total += 0.0 if distinct else math.log2(len(begins))
         elif name.startswith("ASSERT"):
             total = max(total, _bits(value[1], times))
         elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
@@ -266,11 +375,12 @@ def adapter_stops(path: str) -> list[int]:
     is invalid."""
     file = Path(path) / "generation_config.json"
     config = read_json(file, path) if file.is_file() else {}
-    given = config.get("eos_token_id") if isinstance(config, dict) else [config]
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    value = config.get("eos_token_id") if isinstance(config, dict) else [config]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_whole(0, math.inf), ids)):
-        said = f"{file.name} gives eos_token_id: {str(given)[:40]}"
-        raise ModelError(f"model {path}: {said}; it must be a token id or a list of them")
+        raise ModelError(
+            f"model {path}: {file.name} gives eos_token_id: {str(value)[:40]}; it must be a token id or a list of them"
+        )
     return ids
 
 
