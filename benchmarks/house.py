@@ -188,14 +188,15 @@ def verdict_of_item(folder: Path) -> list[str]:
     The rule itself runs in a process of its own, which is not traced.
     """
     from posttrain.config import DevicesConfig, ModelConfig
-    from posttrain.evaluation.evaluate import Options, evaluate
+    from posttrain.config.options import EvalOptions
+    from posttrain.evaluation.evaluate import evaluate
     from posttrain.evaluation.items import load_items
     from posttrain.evaluation.records import EvaluationStore
     from posttrain.evaluation.running import run
     from posttrain.evaluation.suite import find_suite, with_settings
 
     suite = with_settings(find_suite("gsm8k"), {"source": str(folder / "questions.jsonl")})
-    options = Options(max_completion_length=4, workers=1)
+    options = EvalOptions(max_completion_length=4, workers=1)
     model, devices = ModelConfig(path=str(folder / "model")), DevicesConfig(type="cpu")
     with traced(Trace(ROOT / "posttrain", run, EvaluationStore.add)) as trace:
         evaluate(model, "model", [load_items(suite)], options, devices, folder / "evaluation")
