@@ -377,7 +377,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     for wrong, message in (
         (["--report", "found.json"], "found.json exists"),
         (["--ngram", "5"], "--ngram 5: it is 13 or 8"),
-        (["--no-quality", "--against", asked], "--no-quality goes without"),
+        (["--no-quality", "--against", asked], "--no-quality excludes"),
         (["--against", "gsmk"], "did you mean gsm8k"),
         (["--against", "none.jsonl"], "--against none.jsonl: there is no such file"),
         (["--reward-model", str(model)], "config.json"),

@@ -378,7 +378,7 @@ def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, 
     before = sft_weights.read_bytes()
     save_file({name: 2 * tensor for name, tensor in load_file(sft_weights).items()}, sft_weights)
     assert main(["export", str(run / "dpo"), "-o", str(tmp_path / "two"), "--fold"]) == 1
-    assert "is not the adapter any more that is merged in" in capsys.readouterr().err
+    assert "is no longer the adapter that was merged into" in capsys.readouterr().err
     sft_weights.write_bytes(before)
     adapter = ModelConfig(path=str(final))
     cpu = torch.device("cpu")
