@@ -301,15 +301,25 @@ def test_requests_overlap(server, settings):
 
 def test_limits_per_minute(server, settings, monkeypatch):
     """No period has more than the limit: of requests, and of tokens as the server counts them."""
+    times, enter = [], post.Pace.enter
+
+    def recorded(self, tokens, stop):
+        entry = enter(self, tokens, stop)
+        times.append(entry.when)
+        return entry
+
+    monkeypatch.setattr(post.Pace, "enter", recorded)
     monkeypatch.setattr(post, "PERIOD_S", 0.3)
     with SingleJudge(settings(concurrency=8, requests_per_minute=5)) as judge:
         judge([JudgeInput("q", str(number)) for number in range(12)])
-    times = sorted(asked[0] for asked in server.asked)
-    assert len(times) == 12 and all(b - a >= 0.28 for a, b in zip(times, times[5:], strict=False))
+    times.sort()
+    assert len(times) == len(server.asked) == 12
+    assert all(b - a >= 0.3 - 1e-6 for a, b in zip(times, times[5:], strict=False))
     server.asked.clear()
+    monkeypatch.setattr(post, "PERIOD_S", 30.0)
     with SingleJudge(settings(tokens_per_minute=10_000, max_tokens=4000)) as judge:  # 2 by estimate, 1000 by count
         judge([JudgeInput("r", str(number)) for number in range(6)])
-    assert server.asked[-1][0] - server.asked[0][0] < 0.25  # corrected by the first answers
+    assert server.asked[-1][0] - server.asked[0][0] < 15  # corrected by the first answers
 
 
 def test_a_request_larger_than_the_limit_goes_alone(monkeypatch):
