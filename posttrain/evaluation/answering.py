@@ -53,6 +53,7 @@ Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
 
 class Answers(Protocol):
     """Answers items, each with the same number of replies. `prompts` are what the model reads, by position.
+
     `found` is called once for each item, as soon as it is answered, in any order of the items."""
 
     @property
@@ -81,6 +82,7 @@ def written_by(
     suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, date: str | None = None
 ) -> tuple[DataConfig, PreTrainedTokenizerBase]:
     """How the suite's prompts are written: its settings, and the tokenizer with its template.
+
     A suite with its own template or variables gets a copy of the tokenizer: a run saves its tokenizer unchanged."""
     data = DataConfig(
         source=suite.source,

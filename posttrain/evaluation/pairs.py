@@ -69,6 +69,7 @@ def evaluate_pairs(
     facts: Mapping[str, Any],
 ) -> None:
     """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0.
+
     `loaded` is a reward model or a policy. Stored pairs of an evaluation with the same `facts` are kept."""
     key, device = suite.name, loaded.device
     dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
@@ -105,6 +106,7 @@ def pairs_for(
     options: EvalOptions,
 ) -> tuple[Dataset, dict[int, str], int]:
     """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
+
     Raises ModelError for a tokenizer that is not the model's, or that the reference does not share."""
     check_embeddings(loaded, tokenizer, model.path)
     reference = None if is_classifier(loaded) else _reference(model, options)

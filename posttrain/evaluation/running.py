@@ -41,6 +41,7 @@ Graded = tuple[Item, list[Reply], list[Grade]]
 
 class Judge:
     """Grades answers of one suite. Close it, or use it as a context manager.
+
     Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails the known pairs."""
 
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
@@ -142,6 +143,7 @@ def run(
     sampling: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The summary of the suite; every answer is in `store` under `key`.
+
     Stored answers of an evaluation with the same `facts` are kept. Raises RunError if the facts differ."""
     if not started(store, key, facts):
         store.start(key, facts)

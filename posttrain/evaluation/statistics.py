@@ -93,6 +93,7 @@ def _effective_size(
     p: float, error: float | None, prompts: int, answers: int, least: float, telling: int | None, confidence: float
 ) -> float:
     """The number of independent answers whose mean is as sure as this one; see `mean_by_prompt`.
+
     `telling` is None for scores other than 0 and 1, else the number of prompts that tell how alike answers are."""
     if error is None or not 0 < p < 1:
         return least
@@ -116,6 +117,7 @@ def wilson(p: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that one of k completions is right: the unbiased estimate from n of which c are (k ≤ n).
+
     1 - C(n - c, k) / C(n, k), arXiv 2107.03374, eq. 1."""
     return 1.0 - comb(n - c, k) / comb(n, k)
 

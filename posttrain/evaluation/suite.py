@@ -37,6 +37,7 @@ def suite_names() -> list[str]:
 
 def find_suite(name: str) -> SuiteConfig:
     """The suite of a built-in name, a YAML or JSON file, or a `module:function` that returns its settings.
+
     Raises ConfigError for an unknown name and for wrong settings."""
     if name.endswith((".yaml", ".yml", ".json")):
         return _checked(read_settings(path_of(name)).values, name)

@@ -130,6 +130,7 @@ def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
 
 def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     """`sweep.svg`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
+
     None if the evaluation has no sweep."""
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:

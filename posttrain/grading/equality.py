@@ -42,6 +42,7 @@ _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: i
 
 def same_answer(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer.
+
     A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter."""
     if len(answer) > LONGEST or len(gold) > LONGEST or _PLACEHOLDER.fullmatch(answer):
         return False

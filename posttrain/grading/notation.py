@@ -145,6 +145,7 @@ def _joined(found: re.Match[str]) -> str:
 
 def _braced(text: str) -> str:
     r"""Braces around each argument of `^`, `_`, `\frac`, `\binom` and `\sqrt`, none around another single symbol.
+
     Braces around the complete string are dropped; around a list or a condition, they are those of a set."""
     tokens = _TOKENS.findall(text)
     closing: dict[int, int] = {}

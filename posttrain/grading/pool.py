@@ -239,6 +239,7 @@ class Pool:
 
     def close(self, keep: bool = True) -> None:
         """Kill the busy workers; free ones are kept for the next pool, unless they may be unhealthy.
+
         keep: False ends free workers, too. May be called again, and from any thread."""
         with self._lock:
             if self._closed:

@@ -89,6 +89,7 @@ _SUM = re.compile(r"(?:\s*,|\s+and\b)?\s*(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*
 @dataclass(frozen=True, slots=True)
 class Unit:
     """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ for `million dollars`.
+
     `which` has the adjectives that distinguish things of one kind, such as `red` for `red marbles`."""
 
     dimensions: frozenset[tuple[str, int]]
@@ -102,6 +103,7 @@ NO_UNIT = Unit(frozenset())
 
 def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
     r"""(value, unit) of a tidy string that ends with a known unit or starts with a currency sign; else None.
+
     letters: accept units of one letter also without `\text{}` (`6 m`), which a product of variables looks like, too."""
     if money := _MONEY.fullmatch(text):
         value = money["sign"] + money["value"]

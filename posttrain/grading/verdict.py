@@ -34,6 +34,7 @@ class Judgement:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
+
     `check_gold(gold, **options)` raises BadGold; `judge(completion, gold, **options)` is called only if it does not."""
 
     check_gold: Callable[..., None]

@@ -74,6 +74,7 @@ def allow_cpu_seconds(seconds: float) -> None:
 
 def die_with_parent() -> None:
     """Get killed when the thread that forked this process ends: an endless computation cannot check that itself.
+
     Linux. After `isolate`, whose new user namespace would undo it."""
     if IS_LINUX:
         with contextlib.suppress(OSError, AttributeError):
@@ -190,6 +191,7 @@ def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> No
 
 def _be_a_template(modules: list[str]) -> None:
     """Import everything, then fork a worker for each request and kill those whose socket is closed.
+
     It ends, with its workers, when its parent does. Single-threaded from the first fork on."""
     parent, loaded = os.getppid(), threading.Event()
     watch = threading.Thread(target=_leave_with, args=(parent, loaded), daemon=True)

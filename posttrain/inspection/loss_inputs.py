@@ -96,6 +96,7 @@ def weights_for(folder: Path, step: int) -> Weights:
 
 def settings_of(folder: Path) -> RunConfig:
     """The settings of a run that is not active, with the current paths of its models.
+
     Raises RunError for a folder without a run, an active run, or models that have changed since."""
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
     if nested and not (folder / "run.json").is_file():
@@ -137,6 +138,7 @@ def logged(folder: Path, step: int) -> dict[str, Any] | None:
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A stored step: its rollout, and log-probabilities of its tokens (R) before the step and at its last update.
+
     Both are the engine's outside of the run's loss."""
 
     rollout: Rollout

@@ -68,6 +68,7 @@ class LossRow:
 @dataclass(frozen=True, slots=True)
 class Lab:
     """The losses of one step, the run's own first, and the cosine between the gradients of each two of them.
+
     A cosine is None if one of the gradients is 0 or not finite."""
 
     folder: Path
@@ -92,6 +93,7 @@ class Loss:
 
 class Bench:
     """A model with a batch: makes the loss of any method that fits them. Every model is loaded once.
+
     `data_rows` are the step's rows, for a run that also trains on the data's completions."""
 
     def __init__(self, job: Job, weights: Weights, batch: Rows | StoredStep, data_rows: Rows | None = None):

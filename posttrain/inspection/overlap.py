@@ -128,6 +128,7 @@ def groups_of(values: Array) -> Array:
 
 def near_groups(texts: Texts, same: Array) -> Array:
     """For each text the index of the first of its group. `same` has the groups of equal texts, which stay together.
+
     Groups are transitive. Texts without a word are alone in their groups."""
     parent = same.copy()
     alone = np.flatnonzero((same == np.arange(len(same))) & (texts.lengths > 0))

@@ -45,6 +45,7 @@ RATES = np.linspace(0.0, 0.5, 251)
 @dataclass(frozen=True, slots=True)
 class LengthBias:
     """`longer`: the share of pairs in which the longer reply is chosen, with its interval, clustered by prompt.
+
     `auc`: the probability that a random chosen reply is longer than a random rejected one, ties counted half."""
 
     pairs: int
@@ -149,6 +150,7 @@ def label_noise(margin_P: Array) -> LabelNoise:
 
 def _profile(x_P: Array) -> tuple[Array, Array]:
     """For each rate the largest log-likelihood over the slope, and that slope.
+
     Margins are binned by quantile, as the likelihood depends on them smoothly: at most BINS values."""
     values, weights = _binned(x_P)
     _, slope_R = _largest(values, weights, SLOPES)

@@ -145,6 +145,7 @@ def first_prompts(
     setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> tuple[list[Prompt], list[Malformed]]:
     """The first usable prompts of the validation set, or else of the training set; and the unusable rows among them.
+
     Raises DataError if none of the first rows has one."""
     data, held, skip = setup.data, setup.data.validation, 0
     if held is not None and held.source is not None:

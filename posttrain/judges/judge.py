@@ -141,6 +141,7 @@ class Judged(Grade):
 
 class SingleJudge(_Judge):
     """Scores completions. Between `start` and `finish` the judge works, and the caller may do other things.
+
     Raises RewardError if the judge cannot be asked at all."""
 
     def __init__(self, settings: ScoreSettings):

@@ -169,6 +169,7 @@ def probe(
 
 def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
     """The largest size from `low` to `high` that fits, and the smallest that did not fit; each None if there is none.
+
     Doubles the size, then bisects until the gap is a sixteenth of the size."""
     if not fits(low):
         return None, low

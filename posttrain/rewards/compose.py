@@ -42,6 +42,7 @@ CLASSES = ("00", "01", "10", "11")  # format right or not, answer right or not
 @dataclass(frozen=True, slots=True)
 class RewardInput:
     """A completion to be rewarded. `prompt` is a string or a list of messages; `columns` the rest of the row.
+
     `truncated`: it reached the length limit. `thinking`: its prompt ends with `<think>`."""
 
     text: str
@@ -247,6 +248,7 @@ class Rewards:
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
         """Whether `format` and `answer` of each completion are right, None without a verdict.
+
         Each comes from the first rule that grades it; without such a rule it is missing."""
         right: dict[str, list[bool | None]] = {}
         for index, term in enumerate(self.settings):
@@ -373,6 +375,7 @@ def length_reward(tokens: int, target: int, scale: float) -> float:
 
 def overlong_reward(tokens: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+
     0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it."""
     safe = max_completion_length - cache
     if tokens <= safe:

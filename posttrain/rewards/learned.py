@@ -64,6 +64,7 @@ class LearnedReward:
         sampled: Sequence[Ids] | None = None,
     ) -> list[float]:
         """The reward of each completion; `sampled`: the token ids of each, if known.
+
         Raises RewardError for one that is too long, or whose reward is not finite."""
         rewards = [math.nan] * len(completions)
         encoded = self._encode(prompts, completions, truncated, sampled)

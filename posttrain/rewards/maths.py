@@ -85,6 +85,7 @@ def _gsm8k_gold(gold: str) -> Number | None:
 
 def _number_in(text: str) -> tuple[str, Number] | None:
     """(number as written, its value) of a string, or of the last number in it (`18 dollars`, `3 + 4 = 7`).
+
     None where that is part of an expression: the 2 of `\\sqrt{2}` is no answer."""
     if number := read_number(text):
         return text, number

@@ -13,6 +13,7 @@ import logging
 import netrc
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,20 +38,20 @@ EXTRA = "track"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
-class Tracker:
+class Tracker(ABC):
     """An open run in a tracker."""
 
+    @abstractmethod
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Record a step's values, all finite; `time` is Unix time in seconds."""
-        raise NotImplementedError
 
     def discard(self, step: int) -> bool:
         """Remove the values from this step on; False if the tracker cannot."""
         return False
 
+    @abstractmethod
     def close(self, failed: bool) -> None:
         """Flush and close; `failed`: the run did not finish."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

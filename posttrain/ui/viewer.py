@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,7 +57,7 @@ class Evaluation:
 Entry = TypeVar("Entry", RunSummary, Evaluation)
 
 
-class Listing(Generic[Entry]):
+class Listing(ABC, Generic[Entry]):
     """What lies below a folder; the folder is read again when the list is older than AGE_S."""
 
     AGE_S = 1.0
@@ -77,8 +78,9 @@ class Listing(Generic[Entry]):
         """The entry of this name in the list: names in addresses are never joined to a path."""
         return next((entry for entry in self.all() if entry.name == name), None)
 
+    @abstractmethod
     def _read(self) -> list[Entry]:
-        raise NotImplementedError
+        """The entries, the latest first."""
 
 
 class Runs(Listing[RunSummary]):

@@ -186,6 +186,7 @@ class Comparison:
 
 def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites: Sequence[str] = ()) -> Comparison:
     """Compare the sides on every scored suite that two of them have, or on those of `suites`.
+
     Raises RunError if there is none, or none on which two sides have a graded item in common."""
     options = options or CompareOptions()
     having: dict[str, list[Side]] = {}

@@ -45,6 +45,7 @@ class Source:
 
 def read_source(path: str) -> Source:
     """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
+
     Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared."""
     folder, step = _at_step(path)
     if folder.is_file():
@@ -85,6 +86,7 @@ def _at_step(path: str) -> tuple[Path, int | None]:
 
 def _evaluated(folder: Path) -> Path | None:
     """The evaluation folder of a run's final model, or of the only one of its models that was evaluated.
+
     Raises RunError if there are several, and none of the final model."""
     found = sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
     final = next((path for path in found if path.name == "final"), None)
