@@ -25,7 +25,8 @@ START_S = 20.0  # of a server
 
 
 def _forever(completion: str, gold: str | None) -> Judgement:
-    return Judgement(float(9 ** (9**9) > 0), True)  # in C, with the interpreter's lock: no signal ends it
+    nine = int("9")  # pyright computes a power of literals
+    return Judgement(float(nine ** (nine**nine) > 0), True)  # in C, with the interpreter's lock: no signal ends it
 
 
 ENDLESS = Rule(lambda gold: None, _forever)
