@@ -88,7 +88,8 @@ class Head(NamedTuple):
         """The model's LM head for the first `vocabulary` token ids."""
         head, scale, softcap = head_of(model)
         bias = None if head.bias is None else head.bias[:vocabulary]
-        weight = head.weight if len(head.weight) == vocabulary else head.weight[:vocabulary]
+        weight = head.weight  # once: with new tokens PEFT merges it at each access
+        weight = weight if len(weight) == vocabulary else weight[:vocabulary]
         return cls(weight, bias, temperature / scale, softcap)
 
     def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:

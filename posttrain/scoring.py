@@ -179,8 +179,9 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
-    fused = uses_triton(base_of(model), head.weight)
-    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
+    weight = head.weight  # once: with new tokens PEFT merges it at each access
+    fused = uses_triton(base_of(model), weight)
+    return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
 
 
 def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:

@@ -356,8 +356,8 @@ def _bits(items: Any, times: int = 1, last: bool = False) -> float:
         elif name == "BRANCH":
             begins = sorted(map(_literal, value[1]))
             distinct = not any(longer.startswith(shorter) for shorter, longer in pairwise(begins))
-            total += max(_bits(branch, times, ends) for branch in value[1])
-            total += 0.0 if distinct else math.log2(len(begins))
+            choices = 0.0 if distinct else math.log2(len(begins))
+            total += max(_bits(branch, times, ends) for branch in value[1]) + choices
         elif name.startswith("ASSERT"):
             total = max(total, _bits(value[1], times))
         elif name in ("SUBPATTERN", "ATOMIC_GROUP"):

@@ -1,7 +1,7 @@
 """The operations of models/lean.py in Triton: inputs and outputs pass through memory once, in any dtype.
 
 PyTorch runs each as a chain of three to ten kernels with float32 intermediates. The kernels compute in float32 and
-round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last index.
+round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last place.
 All sums have a fixed order: weights' gradients are summed by a fixed number of programs and then joined.
 
 Shapes: a tensor (..., W) is contiguous rows of W numbers.
