@@ -273,10 +273,14 @@ def recurses(completions):
     return [1.0] * len(completions)
 
 def forks(completions):
-    return [2.0 if os.fork() == 0 else 1.0] * len(completions)
+    global child
+    child = os.fork()
+    return [1.0 if child else 2.0] * len(completions)
 
 def forks_and_fails(completions):
-    if os.fork() == 0:
+    global child
+    child = os.fork()
+    if child == 0:
         raise ValueError("in the child")
     return [1.0] * len(completions)
 
@@ -338,7 +342,7 @@ def test_settings_that_training_relies_on_are_an_error_and_set_back(changing, na
 @pytest.mark.parametrize("name", ["forks", "forks_and_fails", "forks_later"])
 def test_a_forked_child_that_returns_ends(changing, capfd, name, timeout):
     assert changing(name, timeout) == [1.0, 1.0]
-    _, status = os.wait()
+    _, status = os.waitpid(sys.modules["changing_rewards"].child, 0)
     assert os.waitstatus_to_exitcode(status) == 1
     assert f"changing_rewards:{name} has forked a process that returned" in capfd.readouterr().err
 

@@ -50,9 +50,7 @@ def sweep(
     """
     if options.resume and options.overwrite:
         raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
-    with quick_imports():
-        from posttrain.runner.sweep import planned, run_sweep  # imports torch, which takes seconds
-        from posttrain.runner.trials import NAME, Sweep, Trial, joined, names_of, read_space, read_sweep
+    from posttrain.runner.trials import NAME, Sweep, Trial, joined, names_of, planned, read_space, read_sweep
 
     config, texts = split_arguments(config, overrides)
     space = read_space(texts)
@@ -82,6 +80,9 @@ def sweep(
         count = counted(len(plan.trials), "trial")
         say(f"{count} in {root}, ranked by {metric} ({better} is better), stopping: {rule}")
         return
+
+    with quick_imports():
+        from posttrain.runner.sweep import run_sweep  # imports torch, which takes seconds
 
     def config_in(trial: Trial) -> RunConfig:
         return config_of(trial.settings, {"name": trial.name, "output_dir": str(root)})

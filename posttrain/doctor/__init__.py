@@ -138,17 +138,17 @@ class Lane(threading.Thread):
         """Run checks until one of them ends the process; returns the rest."""
         child.send([json.dumps([[check.target, check.arguments] for check in checks]).encode() + b"\n"])
         for number, check in enumerate(checks):
-            began, limit = time.monotonic(), STARTUP_S
+            began, limit, ended = time.monotonic(), STARTUP_S, False
             try:
                 child.line(limit)  # it has started
                 began, limit = time.monotonic(), check.deadline
                 reply = json.loads(child.line(limit))
             except TimeoutError:
-                reply = asdict(Found(f"no answer within {limit:g} s", "broken"))
+                reply, ended = asdict(Found(f"no answer within {limit:g} s", "broken")), True
             except EOFError:
-                reply = asdict(Found(crash(child), "broken"))
+                reply, ended = asdict(Found(crash(child), "broken")), True
             self._found.put(_finding(check, reply, time.monotonic() - began))
-            if not child.is_alive:
+            if ended or not child.is_alive:
                 return checks[number + 1 :]
         return ()
 

@@ -131,14 +131,22 @@ def turns_of(tokenizer: PreTrainedTokenizerBase) -> TurnTable:
     """The table of the tokenizer's chat template. Raises InexpressibleError, with the reason, if it has none."""
     if "strftime_now" in tokenizer.get_chat_template(None, None):
         raise InexpressibleError("it writes today's date")
-    with rendering(tokenizer) as renderer:
-        turns = TurnTable(_table(renderer))
-        for roles in ("u", "uau", "uauau", "uauauau", "su", "suau", "suauau"):
-            known = roles[0] == "u" or (START, "system") in turns.texts
-            if known and not all(_agrees(turns, renderer, roles, contents) for contents in CONTENTS):
-                changed = ", ".join(ROLES[letter] for letter in roles)
-                raise InexpressibleError(f"it changes some messages ({changed})")
-        return TurnTable(turns.texts, tuple(_differences(turns, renderer)))
+    with rendering(tokenizer) as renderer:  # an error in it would end its process, which others can reuse
+        try:
+            return _proven(renderer)
+        except InexpressibleError as error:
+            reason = error
+    raise reason
+
+
+def _proven(renderer: Renderer) -> TurnTable:
+    turns = TurnTable(_table(renderer))
+    for roles in ("u", "uau", "uauau", "uauauau", "su", "suau", "suauau"):
+        known = roles[0] == "u" or (START, "system") in turns.texts
+        if known and not all(_agrees(turns, renderer, roles, contents) for contents in CONTENTS):
+            changed = ", ".join(ROLES[letter] for letter in roles)
+            raise InexpressibleError(f"it changes some messages ({changed})")
+    return TurnTable(turns.texts, tuple(_differences(turns, renderer)))
 
 
 def _table(renderer: Renderer) -> dict[tuple[str, str], str]:

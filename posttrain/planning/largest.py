@@ -306,7 +306,8 @@ class Step:
 
     def take(self, packs: list[Pack]) -> None:
         """Forward and backward of each pack, then the optimizer's step, which allocates its moments."""
-        for moved in (each.to(self.device) for each in packs):
+        for each in packs:
+            moved = each.to(self.device)
             if self.reference is not None:
                 with torch.no_grad():
                     self.reference(moved)

@@ -117,8 +117,9 @@ def _when(time: datetime | None) -> str:
 
 def alarms(runs: Sequence[ReportedRun]) -> Html:
     """Every alarm of the runs."""
-    names = {run.name: f"{run.name}: " if len(runs) > 1 else "" for run in runs}
-    return messages("Alarms", [names[run.name] + alarm for run in runs for alarm in alarms_of(run.series)])
+    several = len(runs) > 1
+    named = [(run.name, alarm) for run in runs for alarm in alarms_of(run.series)]
+    return messages("Alarms", [f"{name}: {alarm}" if several else alarm for name, alarm in named])
 
 
 def alarms_of(series: Series) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from posttrain import runner
@@ -237,7 +236,7 @@ LOGARITHMIC = 10  # ratio of the largest to the smallest value from which an axi
 def table(sweep: Sweep) -> Iterator[Table]:
     """The trials, best first; if seeds were swept, also the means over them."""
     names = trials.short_names(list(sweep.trials[0].settings))
-    shown = _table("trial", *names.values(), "value", "steps", "time", "")
+    shown = trials.table_of("trial", *names.values(), "value", "steps", "time", "")
     shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
     for trial in sweep.ranked():
         took = "" if trial.seconds is None else duration(trial.seconds)
@@ -252,20 +251,11 @@ def table(sweep: Sweep) -> Iterator[Table]:
 def over_seeds(sweep: Sweep) -> Table:
     """Mean and standard deviation of the finished trials that differ only in their seed, best first."""
     names = [name for path, name in trials.short_names(list(sweep.trials[0].settings)).items() if path != "seed"]
-    shown = _table(*names, "mean", "std", "seeds")
+    shown = trials.table_of(*names, "mean", "std", "seeds")
     for settings, members in sweep.groups():
         values = [trial.value for trial in members if trial.value is not None]
         spread = f"{statistics.stdev(values):.2g}" if len(values) > 1 else "-"
         shown.add_row(*settings.values(), f"{trials.mean_of(members):.4g}", spread, str(len(values)))
-    return shown
-
-
-def planned(sweep: Sweep) -> Table:
-    """The trials before they run, with the state of those of an earlier sweep."""
-    names = trials.short_names(list(sweep.trials[0].settings))
-    shown = _table("folder", *names.values(), "")
-    for trial in sweep.trials:
-        shown.add_row(trial.name, *trial.settings.values(), "" if trial.state == trials.WAITING else trial.state)
     return shown
 
 
@@ -290,8 +280,8 @@ def _curves(sweep: Sweep, ended: Sequence[Trial]) -> Iterator[Line]:
 
 def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> Drawing:
     """The last values by one setting, on a number line if all its values are numbers. Hollow: stopped early."""
-    known = {trial.name: (trial.settings[path], trial.value) for trial in ended if trial.value is not None}
-    texts = [text for text, _ in known.values()]
+    known = [trial for trial in ended if trial.value is not None]
+    texts = [trial.settings[path] for trial in known]
     try:
         x = [float(text) for text in texts]
     except ValueError:
@@ -302,8 +292,7 @@ def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> D
     labels = dict(sorted(zip(x, texts, strict=True)))
     while len(labels) > MOST_TICKS:
         labels = dict(list(labels.items())[::2])
-    finished = {trial.name for trial in ended if trial.state == trials.FINISHED}
-    points = [(at, y, trial in finished) for at, (trial, (_, y)) in zip(x, known.items(), strict=True)]
+    points = [(at, trial.value or 0.0, trial.state == trials.FINISHED) for at, trial in zip(x, known, strict=True)]
     return scatter(points, f"{sweep.metric} by {name}", labels)
 
 
@@ -311,10 +300,3 @@ def _number(trial: Trial) -> str:
     if trial.state not in trials.ENDED:
         return ""
     return "not finite" if trial.value is None else f"{trial.value:.4g}"
-
-
-def _table(*columns: str) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in columns:
-        shown.add_column(name, justify="left" if name in ("trial", "folder", "") else "right", overflow="fold")
-    return shown

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rich import box
+from rich.table import Table
+
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.runs.files import load_json, save_json
 
@@ -313,3 +316,20 @@ def _worst(value: float | None, lower_is_better: bool) -> float:
 def curve_of(lines: Sequence[Mapping[str, float | None]], metric: str) -> list[tuple[int, float | None]]:
     """The metric at every step where it was measured, from the lines of metrics.jsonl."""
     return [(int(line["step"] or 0), line[metric]) for line in lines if metric in line]
+
+
+def planned(sweep: Sweep) -> Table:
+    """The trials before they run, with the state of those of an earlier sweep."""
+    names = short_names(list(sweep.trials[0].settings))
+    shown = table_of("folder", *names.values(), "")
+    for trial in sweep.trials:
+        shown.add_row(trial.name, *trial.settings.values(), "" if trial.state == WAITING else trial.state)
+    return shown
+
+
+def table_of(*columns: str) -> Table:
+    """An empty table of trials."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in columns:
+        shown.add_column(name, justify="left" if name in ("trial", "folder", "") else "right", overflow="fold")
+    return shown

@@ -207,14 +207,16 @@ def _checks(viewer: Viewer, settings: Settings) -> Markup:
     findings = _parsed(output.text)["findings"]
 
     def finding(what: str, rows: Sequence[Any], total: int, examples: Sequence[str]) -> list[str]:
-        return [what, f"{len(rows):,}", f"{len(rows) / total:.1%}" if total else "–", "; ".join(examples[:EXAMPLES])]
+        return [what, f"{len(rows):,}", f"{len(rows) / total:.1%}" if total else "–", "; ".join(examples)]
 
     rows = [
-        finding(what, same["rows"], same["of"], [f"{later} repeats {earlier}" for later, earlier in same["rows"]])
+        finding(
+            what, same["rows"], same["of"], [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]
+        )
         for what, same in findings["duplicates"].items()
     ]
     for name, suite in findings["contamination"].items():
-        examples = [f"{question} in row {row}" for question, _, row in suite["hits"]]
+        examples = [f"{question} in row {row}" for question, _, row in suite["hits"][:EXAMPLES]]
         rows.append(finding(f"questions of {name} in train", suite["hits"], suite["checked"], examples))
     notes = el("ul", *(el("li", note) for note in findings["notes"]), class_="notes")
     return join([title, table(["finding", "rows", "share", "examples"], rows, numbers=(1, 2)), notes])

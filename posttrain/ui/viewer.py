@@ -30,7 +30,7 @@ from posttrain.ui.search import Index
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", DAMAGED)
 WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a change of one of them is a change of the run
-SERIES, SMALL = 24, 10_000  # runs whose curves, and folders whose summaries and small curves are kept in memory
+SERIES, SMALL = 24, 10_000  # runs whose curves, and versions of summaries and small curves that are kept in memory
 WARM = 100  # runs whose small curves are read at the start
 PATIENCE_S = 0.2  # a small run is indexed in this time, so that the page shows it at once
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -71,7 +71,8 @@ class Listing(ABC, Generic[Entry]):
         """The latest first."""
         with self._lock:
             if time.monotonic() - self._listed[0] >= self.AGE_S:
-                self._listed = time.monotonic(), self._read()
+                entries = self._read()
+                self._listed = time.monotonic(), entries  # its age counts from the end of a long walk
             return self._listed[1]
 
     def find(self, name: str) -> Entry | None:

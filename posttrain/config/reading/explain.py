@@ -51,7 +51,8 @@ def problems_of_group(
     for problem in error.errors(include_url=False):
         conflict = problem.get("ctx", {}).get("error")
         if isinstance(conflict, SettingsConflict):
-            messages |= dict(conflict.problems)
+            for path, message in conflict.problems:
+                messages.setdefault(path, message)
             continue
         name = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
