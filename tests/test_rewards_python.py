@@ -179,7 +179,7 @@ def test_a_signal_is_answered_while_a_call_is_waited_for(module):
     with function("stuck", timeout=20.0) as reward, stop.listening(), pytest.raises(GivenUpError), stop.giving_up():
         press.start()
         reward(TWO)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15, "the call waits 20 s"
 
 
 def test_a_call_that_runs_on_does_not_keep_the_process(module):

@@ -100,7 +100,7 @@ def test_a_server_that_does_not_return(two):
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"{processes[0].url} has not come back within 1 s .*--resume"):
         engine.load(policy, version=1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     processes[0].start()
 
 

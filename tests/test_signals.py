@@ -33,7 +33,7 @@ def test_an_exception_dropped_in_a_destructor_is_raised_again():
     began = time.monotonic()
     with pytest.raises(Stopped) as raised, handling(leave, signal.SIGTERM):
         signal_in_destructor(signal.SIGTERM)
-    assert raised.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 1
+    assert raised.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 4
 
 
 def test_the_handler_is_asked_once():

@@ -135,20 +135,25 @@ class Lane(threading.Thread):
             return None if self._ended else self._child
 
     def _run_some(self, checks: Sequence[Check], child: Child) -> Sequence[Check]:
-        """Run checks until one of them ends the process; returns the rest."""
+        """Run checks until the process ends or one misses its deadline; returns those that have not started.
+
+        The replies show the end, not the process: it may have answered all checks and ended before the first is read.
+        """
         child.send([json.dumps([[check.target, check.arguments] for check in checks]).encode() + b"\n"])
         for number, check in enumerate(checks):
-            began, limit, ended = time.monotonic(), STARTUP_S, False
+            began, limit, has_started = time.monotonic(), STARTUP_S, False
             try:
-                child.line(limit)  # it has started
-                began, limit = time.monotonic(), check.deadline
-                reply = json.loads(child.line(limit))
+                child.line(limit)
+                began, limit, has_started = time.monotonic(), check.deadline, True
+                reply, has_ended = json.loads(child.line(limit)), False
             except TimeoutError:
-                reply, ended = asdict(Found(f"no answer within {limit:g} s", "broken")), True
+                reply, has_ended = asdict(Found(f"no answer within {limit:g} s", "broken")), True
             except EOFError:
-                reply, ended = asdict(Found(crash(child), "broken")), True
+                if number and not has_started:  # it ended between two checks, so another process runs this one
+                    return checks[number:]
+                reply, has_ended = asdict(Found(crash(child), "broken")), True
             self._found.put(_finding(check, reply, time.monotonic() - began))
-            if ended or not child.is_alive:
+            if has_ended:
                 return checks[number + 1 :]
         return ()
 
