@@ -16,7 +16,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import KTOMethod, load
 from posttrain.config.schema import offline
 from posttrain.data import prepare_run
-from posttrain.losses.preference import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+from posttrain.losses.unpaired import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
 from posttrain.training.loop import epoch_order

@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.losses import global_mean, loss_coefficients, nll
-from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
 from posttrain.losses.preference import (
     F_DIVERGENCES,
     PREFERENCE_LOSSES,
+    Pairs,
     couples_batch,
     divergence_score,
     preference_loss,
+    preference_metrics,
 )
+from posttrain.losses.reference_free import bradley_terry, reward_metrics, reward_range
 
 SETTINGS = {
     "loss_weights": None,

@@ -5,7 +5,7 @@ import math
 import torch
 from test_losses import log_sig
 
-from posttrain.losses.pairs import bradley_terry, reward_metrics
+from posttrain.losses.reference_free import bradley_terry, reward_metrics
 
 
 def test_bradley_terry_by_hand():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.losses import global_mean
-from posttrain.losses.pairs import Pairs, bradley_terry, preference_metrics, reward_metrics, reward_range
-from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES, preference_loss
+from posttrain.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES, Pairs, preference_loss, preference_metrics
+from posttrain.losses.reference_free import bradley_terry, reward_metrics, reward_range
 
 trl = pytest.importorskip("trl", reason="the oracle: pip install 'posttrain[bench]'")
 

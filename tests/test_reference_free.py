@@ -14,9 +14,9 @@ from test_recipes import dpo, metrics, run
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config import load
-from posttrain.losses.pairs import (
+from posttrain.losses.preference import Pairs
+from posttrain.losses.reference_free import (
     CONTRASTIVE_LOSSES,
-    Pairs,
     contrastive,
     contrastive_metrics,
     odds_ratio,

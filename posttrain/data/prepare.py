@@ -22,10 +22,10 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kinds import KINDS, Kind
-from posttrain.data.reading import Dataset, Loaded, Reader, SourcePart, limited, most_rows, parts_of
+from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row
-from posttrain.data.table import Limits, Room
+from posttrain.data.table import Dataset, Limits, Room
 
 log = logging.getLogger("posttrain")
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
-from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
 from posttrain.data.kinds import Kind
@@ -29,7 +28,7 @@ from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.table import Array, Fitted, Limits, Table
+from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -81,46 +80,6 @@ def limited(
             yield part, part.max_rows, before
         elif left := most - before:
             yield part, min(left, part.max_rows or left), before
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` has their positions in the table, in the columns of `Fitted`."""
-
-    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        row, *columns = map(int, self.view[index])
-        return self._kind.example(self._table, row, columns)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence; a pair has two."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted through all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def labels(self) -> Array:
-        """For labelled completions: which are desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Which pairs are ties; examples of other kinds are none."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Tokenised rows as columns of memory-mapped Arrow tables, and the length limits on them."""
+"""Tokenised rows as columns of memory-mapped Arrow tables, the length limits on them, and the data set of the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from posttrain.base.errors import DataError
+from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.report import Lengths
 
@@ -154,6 +155,58 @@ class Table:
             f"{int(over.sum()):,} rows are over the length limits ({limit}) and data.overlong is error:\n  "
             + "\n  ".join(rows)
         )
+
+
+class ExampleKind(Protocol):
+    """What a data set needs of its kind (data/kinds.py)."""
+
+    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
+        """The example of a table row; `columns` are the further ones of `Fitted.view`."""
+        ...
+
+    def longest(self, table: Table, view: Array, lengths: Array) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+
+class Dataset:
+    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
+    physical tokens per example; `view` has their positions in the table, in the columns of `Fitted`."""
+
+    def __init__(self, kind: ExampleKind, table: Table, fitted: Fitted, indices: Array):
+        self._kind, self._table = kind, table
+        self.view = fitted.view[indices]
+        self.lengths: Array = fitted.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        row, *columns = map(int, self.view[index])
+        return self._kind.example(self._table, row, columns)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; a pair has two."""
+        return self._kind.longest(self._table, self.view, self.lengths)
+
+    @property
+    def rows(self) -> Array:
+        """The row number of each example, counted through all sources."""
+        return self._table.row[self.view[:, 0]]
+
+    @property
+    def labels(self) -> Array:
+        """For labelled completions: which are desirable."""
+        return self._table.numbers["label"][self.view[:, 0]]
+
+    @property
+    def ties(self) -> Array:
+        """Which pairs are ties; examples of other kinds are none."""
+        tie = self._table.numbers.get("tie")
+        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:

@@ -23,8 +23,7 @@ from posttrain.data.readers import read_jsonl
 from posttrain.data.rows import Row, RowError, field, text_of
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
-from posttrain.losses.pairs import Pairs
-from posttrain.losses.preference import preference_loss
+from posttrain.losses.preference import Pairs, preference_loss
 from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
 

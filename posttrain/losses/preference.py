@@ -1,18 +1,17 @@
-"""Losses against a reference: the DPO family on pairs; KTO, BCO and APO-zero on labelled completions. Unreduced.
+"""Preference pairs, their metrics, and the DPO family: losses on pairs against a reference.
 
-The DPO family has one function per loss, from pairs to one value per pair. A function's keyword-only parameters are the
+One function per loss, from pairs to one value per pair, not reduced. A function's keyword-only parameters are the
 settings it reads, by their names in the configuration; `preference_loss` passes exactly these. To add a loss, write its
 function, and add it to LOSSES or, if a value depends on other pairs, to COUPLING: its name is that of the function.
 
 In its formulas c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
-f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise; BCO's
-on single completions are those of TRL 1.12's BCOTrainer.
+f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -20,9 +19,72 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.losses import MAX_EXPONENT, check_vectors, smoothed
-from posttrain.losses.pairs import Pairs
 
 Score = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """P pairs of a chosen and a rejected completion of the same prompt; every field is a [P] tensor.
+
+    chosen_P, rejected_P            log π(y|x), summed over the completion's tokens (nats)
+    ref_chosen_P, ref_rejected_P    log π_ref(y|x), the same; zeros when the method has no reference
+    chosen_length_P, rejected_length_P    number of completion tokens summed over
+
+    Raises ValueError unless all fields are vectors of one length.
+    """
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+    ref_chosen_P: Tensor
+    ref_rejected_P: Tensor
+    chosen_length_P: Tensor
+    rejected_length_P: Tensor
+
+    def __post_init__(self) -> None:
+        check_vectors({field.name: getattr(self, field.name) for field in fields(self)})
+
+    def __len__(self) -> int:
+        return self.chosen_P.shape[0]
+
+    @property
+    def chosen_logratio_P(self) -> Tensor:
+        """log π(chosen|x) − log π_ref(chosen|x)."""
+        return self.chosen_P - self.ref_chosen_P
+
+    @property
+    def rejected_logratio_P(self) -> Tensor:
+        """log π(rejected|x) − log π_ref(rejected|x)."""
+        return self.rejected_P - self.ref_rejected_P
+
+    def with_policy(self, chosen_P: Tensor, rejected_P: Tensor) -> "Pairs":
+        """The same pairs under other policy log-probabilities."""
+        return replace(self, chosen_P=chosen_P, rejected_P=rejected_P)
+
+    def per_token(self) -> "Pairs":
+        """The same pairs with the policy's log-probabilities as means over each completion's tokens."""
+        return self.with_policy(
+            self.chosen_P / self.chosen_length_P.clamp(min=1), self.rejected_P / self.rejected_length_P.clamp(min=1)
+        )
+
+
+@torch.no_grad()
+def preference_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
+    """TRL's metrics as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
+
+    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term
+    that depends on the prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy
+    is its reference.
+    """
+    chosen_P, rejected_P = beta * pairs.chosen_logratio_P, beta * pairs.rejected_logratio_P
+    return {
+        "rewards/chosen": chosen_P.sum(),
+        "rewards/rejected": rejected_P.sum(),
+        "rewards/accuracies": (chosen_P > rejected_P).float().sum(),
+        "rewards/margins": (chosen_P - rejected_P).sum(),
+        "logps/chosen": pairs.chosen_P.sum(),
+        "logps/rejected": pairs.rejected_P.sum(),
+    }
 
 
 def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
@@ -259,88 +321,3 @@ def divergence_score(f_divergence_type: str, f_alpha_divergence_coef: float) -> 
         "js_divergence": js_divergence,
         "alpha_divergence": partial(alpha_divergence, coef=f_alpha_divergence_coef),
     }[f_divergence_type]
-
-
-# Single completions, labelled desirable or undesirable. c is a sequence's log-ratio log π(y|x) − log π_ref(y|x); the
-# sign s is +1 if it is desirable, else −1.
-
-UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
-
-
-def unpaired_loss(
-    logratio_S: Tensor,
-    desirable_S: Tensor,
-    *,
-    loss_type: str,
-    beta: float,
-    shift: Tensor | float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> Tensor:
-    """One value per sequence [S], by `loss_type` (KeyError for another name); desirable_S is bool, `shift` a number:
-
-    kto                  1 − σ(s (βc − shift)), shift = β · KL(π ‖ π_ref), an estimate ≥ 0. KTO, arXiv 2402.01306, eq. 7
-    bco                  −log σ(s (βc − shift)), shift = running mean of the rewards βc. BCO, arXiv 2404.04656
-    apo_zero_unpaired    1 − σ(s βc), `shift` is not read: APO-zero on single completions. arXiv 2408.06266, eq. 7
-
-    The shift is the baseline that a completion's reward is compared with; no gradient flows through it. Values of
-    desirable completions are multiplied by `desirable_weight`, of undesirable ones by `undesirable_weight`, to balance
-    classes of unequal size.
-    """
-    check_vectors({"logratio_S": logratio_S, "desirable_S": desirable_S})
-    sign_S = torch.where(desirable_S, 1.0, -1.0).to(logratio_S.dtype)
-    weight_S = torch.where(desirable_S, desirable_weight, undesirable_weight).to(logratio_S.dtype)
-    match loss_type:
-        case "kto":
-            loss_S = torch.sigmoid(-sign_S * (beta * logratio_S - shift))
-        case "bco":
-            loss_S = -F.logsigmoid(sign_S * (beta * logratio_S - shift))
-        case "apo_zero_unpaired":
-            loss_S = torch.sigmoid(-sign_S * beta * logratio_S)
-        case _:
-            raise KeyError(loss_type)
-    return weight_S * loss_S
-
-
-@torch.no_grad()
-def kl_estimate(mismatched_logratio_S: Tensor) -> Tensor:
-    """max(0, mean log-ratio) over prompts with completions that belong to other prompts: a batch's KL(π ‖ π_ref).
-
-    A cheap replacement for completions sampled from the policy, biased but of the right scale; never negative, like the
-    KL. arXiv 2402.01306, section 4.1. The mean is over the complete optimizer step.
-    """
-    return mismatched_logratio_S.mean().clamp(min=0)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningMean:
-    """The mean of all numbers so far, BCO's reward shift."""
-
-    mean: float = 0.0
-    count: int = 0
-
-    def after(self, value_S: Tensor) -> "RunningMean":
-        """The mean including `value_S`."""
-        count = self.count + value_S.numel()
-        return RunningMean(
-            self.mean + (float(value_S.detach().double().mean()) - self.mean) * value_S.numel() / count, count
-        )
-
-
-@torch.no_grad()
-def unpaired_metrics(
-    logprob_S: Tensor, logratio_S: Tensor, desirable_S: Tensor, beta: float, num_desirable: int, num_undesirable: int
-) -> dict[str, Tensor]:
-    """TRL's means of each class, as shares: add them up over the parts of a step.
-
-    `num_desirable` and `num_undesirable` count the complete step; a class without completions has no metrics, and the
-    margin needs both classes.
-    """
-    metrics = {}
-    for name, member_S, count in (("chosen", desirable_S, num_desirable), ("rejected", ~desirable_S, num_undesirable)):
-        if count:
-            metrics[f"rewards/{name}"] = beta * (logratio_S * member_S).sum() / count
-            metrics[f"logps/{name}"] = (logprob_S * member_S).sum() / count
-    if num_desirable and num_undesirable:
-        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return metrics

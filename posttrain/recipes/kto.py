@@ -5,7 +5,7 @@
 
 KL estimates KL(pi || pi_ref) as the mean log-ratio of the completions before the batch's examples, after their prompts.
 It is a mean over the complete step, computed before the first backward, so that packing does not change the gradient.
-BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/preference.py). Dropout is off.
+BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
 
 import itertools
@@ -20,7 +20,7 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.losses.preference import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+from posttrain.losses.unpaired import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer

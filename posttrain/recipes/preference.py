@@ -16,8 +16,7 @@ from posttrain.batch import Example, Pack
 from posttrain.config import DPOMethod
 from posttrain.data import Prepared
 from posttrain.losses import loss_coefficients
-from posttrain.losses.pairs import Pairs, preference_metrics
-from posttrain.losses.preference import couples_batch, preference_loss
+from posttrain.losses.preference import Pairs, couples_batch, preference_loss, preference_metrics
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer

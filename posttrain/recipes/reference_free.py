@@ -3,7 +3,7 @@
     loss = mean over pairs of a comparison of chosen and rejected + w · negative log-likelihood of the chosen per token
 
 The comparison is ORPO's odds ratio (arXiv 2403.07691), CPO's contrast (arXiv 2401.08417) or SimPO's margin of means per
-token (arXiv 2405.14734); see posttrain/losses/pairs.py. The likelihood term keeps the policy near the data, as
+token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood term keeps the policy near the data, as
 a reference would: w is 1 in ORPO, `cpo_alpha` in CPO and SimPO. Dropout is off.
 """
 
@@ -16,7 +16,8 @@ from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Prepared
-from posttrain.losses.pairs import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
+from posttrain.losses.preference import Pairs
+from posttrain.losses.reference_free import contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer

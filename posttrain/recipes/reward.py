@@ -13,7 +13,7 @@ from posttrain.batch import Example, Pack, sent
 from posttrain.config import RewardMethod
 from posttrain.data import Prepared
 from posttrain.losses import global_mean
-from posttrain.losses.pairs import bradley_terry, reward_metrics, reward_range
+from posttrain.losses.reference_free import bradley_terry, reward_metrics, reward_range
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import RewardScorer

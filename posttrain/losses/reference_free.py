@@ -1,4 +1,4 @@
-"""Preference pairs, their metrics, and losses on them without a reference: Bradley-Terry, ORPO, CPO, SimPO.
+"""Losses on pairs without a reference: Bradley-Terry for reward models, ORPO, CPO and SimPO.
 
 From pairs to one value per pair, not reduced. In ORPO, CPO and SimPO a likelihood term on the chosen completion, which
 the recipe adds, replaces the reference. There c and r are the levels of the chosen and the rejected completion:
@@ -6,81 +6,16 @@ log π(y|x), or its mean per token where a docstring says so. Values and gradien
 and its experimental ORPO and CPO trainers.
 """
 
-from dataclasses import dataclass, fields, replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.losses import MAX_EXPONENT, check_vectors, smoothed
+from posttrain.losses.preference import Pairs, preference_metrics
 
 CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 # Of these, the ones that compare means per token; the others compare sums.
 PER_TOKEN = frozenset({"ipo", "simpo"})
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """P pairs of a chosen and a rejected completion of the same prompt; every field is a [P] tensor.
-
-    chosen_P, rejected_P            log π(y|x), summed over the completion's tokens (nats)
-    ref_chosen_P, ref_rejected_P    log π_ref(y|x), the same; zeros when the method has no reference
-    chosen_length_P, rejected_length_P    number of completion tokens summed over
-
-    Raises ValueError unless all fields are vectors of one length.
-    """
-
-    chosen_P: Tensor
-    rejected_P: Tensor
-    ref_chosen_P: Tensor
-    ref_rejected_P: Tensor
-    chosen_length_P: Tensor
-    rejected_length_P: Tensor
-
-    def __post_init__(self) -> None:
-        check_vectors({field.name: getattr(self, field.name) for field in fields(self)})
-
-    def __len__(self) -> int:
-        return self.chosen_P.shape[0]
-
-    @property
-    def chosen_logratio_P(self) -> Tensor:
-        """log π(chosen|x) − log π_ref(chosen|x)."""
-        return self.chosen_P - self.ref_chosen_P
-
-    @property
-    def rejected_logratio_P(self) -> Tensor:
-        """log π(rejected|x) − log π_ref(rejected|x)."""
-        return self.rejected_P - self.ref_rejected_P
-
-    def with_policy(self, chosen_P: Tensor, rejected_P: Tensor) -> "Pairs":
-        """The same pairs under other policy log-probabilities."""
-        return replace(self, chosen_P=chosen_P, rejected_P=rejected_P)
-
-    def per_token(self) -> "Pairs":
-        """The same pairs with the policy's log-probabilities as means over each completion's tokens."""
-        return self.with_policy(
-            self.chosen_P / self.chosen_length_P.clamp(min=1), self.rejected_P / self.rejected_length_P.clamp(min=1)
-        )
-
-
-@torch.no_grad()
-def preference_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
-    """TRL's metrics as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
-
-    The implicit reward of a completion is β (log π − log π_ref) (arXiv 2305.18290, eq. 5, without the term
-    that depends on the prompt only). A tie does not count as accurate, so `rewards/accuracies` is 0 while the policy
-    is its reference.
-    """
-    chosen_P, rejected_P = beta * pairs.chosen_logratio_P, beta * pairs.rejected_logratio_P
-    return {
-        "rewards/chosen": chosen_P.sum(),
-        "rewards/rejected": rejected_P.sum(),
-        "rewards/accuracies": (chosen_P > rejected_P).float().sum(),
-        "rewards/margins": (chosen_P - rejected_P).sum(),
-        "logps/chosen": pairs.chosen_P.sum(),
-        "logps/rejected": pairs.rejected_P.sum(),
-    }
 
 
 def bradley_terry(
