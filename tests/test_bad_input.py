@@ -308,7 +308,7 @@ def test_gated_and_unknown_names_on_the_hub(shared, tmp_path):
         "some/gated is gated: accept its terms at https://huggingface.co/datasets/some/gated and set HF_TOKEN": [
             local, "data.source=some/gated",
         ],
-        "some/unknown is not a data set on the hub, or a private one (set HF_TOKEN)": [
+        "some/unknown is not a data set on the hub, or it is private (set HF_TOKEN)": [
             local, "data.source=some/unknown",
         ],
     }  # fmt: skip
