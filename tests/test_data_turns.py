@@ -476,7 +476,7 @@ def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
         "unpaired": {"prompt": asked, "completion": [odd], "label": True},
         "prompt": {"messages": [*asked, {**said, "train": 0.5}, *asked]},
     }.items():
-        with pytest.raises(DataError, match=r"rows\.jsonl line 1: .* has train .* cannot honour"):
+        with pytest.raises(DataError, match=r"rows\.jsonl line 1: .* has train .* does not support"):
             weighed(tmp_path, tokenizer, [row], kind)
     context = [*asked, odd, *asked]
     assert len(weighed(tmp_path, tokenizer, [{"prompt": context, "chosen": [said], "rejected": [no]}], "pair").train)
@@ -488,5 +488,5 @@ def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             weighed(tmp_path, tokenizer, [flagged(value)])
-    with pytest.raises(DataError, match="line 1: train_detail of a message weighs parts"):
+    with pytest.raises(DataError, match="line 1: train_detail weights parts of a message"):
         weighed(tmp_path, tokenizer, [flagged({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]})])

@@ -87,9 +87,9 @@ GOOD = {
 @pytest.mark.parametrize(
     ("kind", "row", "reason"),
     [
-        ("sft", {"messages": [USER]}, "the conversation has no turn of the assistant, so there is no reply"),
-        ("pair", {"prompt": [USER], "chosen": [USER], "rejected": [REPLY]}, "chosen has no turn of the assistant"),
-        ("pair", {"prompt": [USER], "chosen": [REPLY], "rejected": [USER]}, "rejected has no turn of the assistant"),
+        ("sft", {"messages": [USER]}, "the conversation has no assistant turn, so there is no reply"),
+        ("pair", {"prompt": [USER], "chosen": [USER], "rejected": [REPLY]}, "chosen has no assistant turn"),
+        ("pair", {"prompt": [USER], "chosen": [REPLY], "rejected": [USER]}, "rejected has no assistant turn"),
         ("pair", {"prompt": None, "chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
         ("pair", {"chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
         ("pair", {"prompt": None, "chosen": [REPLY], "rejected": [dict(REPLY, content="B")]}, "has no prompt"),
