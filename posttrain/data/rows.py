@@ -358,7 +358,9 @@ def refuse_without_reply(row: Row) -> None:
 def last_turn_as_completion(row: Row) -> Row:
     messages = row.chosen
     if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise RowError("completion_only_loss needs an assistant turn at the end of the conversation, after another turn")
+        raise RowError(
+            "completion_only_loss needs an assistant turn at the end of the conversation, after another turn"
+        )
     return replace(row, prompt=messages[:-1], chosen=messages[-1:])
 
 
