@@ -410,7 +410,7 @@ def test_a_reward_model_reads_conversations(reward_model):
         found = rewards([RewardInput(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
         with pytest.raises(RewardError, match="all be strings or all be lists"):
             rewards([RewardInput("a", prompt="x"), RewardInput("b", prompt=chats[0])])
-        with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads 200: lower rollout"):
+        with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads at most 200: lower rollout"):
             rewards([RewardInput("word " * 300, prompt="x")])
     whole = [
         tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": reply}], tokenize=False)

@@ -104,7 +104,7 @@ class Writer:
 def cached(
     folder: Path, key: str, schema: pa.Schema, build: Callable[[Writer], Reading], file: str = "rows.arrow"
 ) -> tuple[pa.Table, Reading, str, str | None]:
-    """The memory-mapped table of a key, with rows of this schema; it is built if it is missing.
+    """Return the memory-mapped table of a key, with rows of this schema; it is built if it is missing.
 
     Also returns the `Reading`, the hash of the rows, and a note if a damaged table was rebuilt. Raises DataError if
     the folder cannot be used.
@@ -172,7 +172,7 @@ def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
 def _clean(folder: Path) -> None:
     """Remove the unfinished entries of killed runs."""
     for work in folder.iterdir():
-        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # .making-: earlier versions
+        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # .making-: used by earlier versions
             with contextlib.suppress(FileNotFoundError):  # another run has just renamed it
                 if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(work, ignore_errors=True)

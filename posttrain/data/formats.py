@@ -229,7 +229,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _prefilled(prompt: str | Turns) -> str | Turns:
-    """The prompt of a row; if its last message is from the assistant, mark it as the beginning of the reply."""
+    """Return a row's prompt; a last message from the assistant is marked as the beginning of the reply."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
         return prompt
     return [*prompt[:-1], {**prompt[-1], PREFILL: True}]

@@ -1,4 +1,4 @@
-"""Selects the validation rows: those that come first by a hash of the seed and of the row as its source stores it.
+"""Selects the validation rows: the first in the order of a hash of the seed and the row as its source stores it.
 
 The hash does not depend on format, columns, template or limits, so all methods and stages that read a source hold out
 the same rows, and equal rows are either all held out or all trained on.

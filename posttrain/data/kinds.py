@@ -50,7 +50,7 @@ class Kind(ABC):
     """A kind of example, and which of its tokens are trained on. The methods of this base class are for one sequence,
     which may begin with a prompt.
 
-    `completion_only_loss` None trains on the completion if a row has a prompt, and on every token otherwise;
+    With `completion_only_loss` None, the completion is trained on if a row has a prompt, and every token otherwise;
     `with_completions` keeps the completion that the data has for each prompt, as its only branch.
     """
 
@@ -92,8 +92,8 @@ class Kind(ABC):
         DataError if none of its tokens is a target."""
         if not self.samples and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
             raise DataError(
-                f"{_where(record)} has nothing to train on: none of its {len(item.tokens)} tokens is a target (in an "
-                "assistant turn, in a completion, or any token after the first)"
+                f"{_where(record)} has nothing to train on: none of its {len(item.tokens)} tokens is a target (a token "
+                "of an assistant turn or a completion, or any token after the first)"
             )
         return {
             "row": record.row,
@@ -233,7 +233,11 @@ class Labelled(Kind):
         if labels.any() and not labels.all():
             return
         label = "true" if labels.any() else "false"
-        few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
+        few = (
+            ""
+            if data.max_rows is None
+            else f" (data.max_rows is {data.max_rows:,}: raise it if the other label occurs later)"
+        )
         raise DataError(
             f"all {len(labels):,} training examples are labelled {label}{few}: KTO compares desirable and undesirable "
             "completions, and needs both. Add rows with the other label, or train only on desirable rows with "

@@ -32,7 +32,7 @@ from posttrain.data.templates import Template
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A format, and the data set's column of each of its fields."""
+    """A format, and the data set's column for each field of the format."""
 
     name: str
     columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
@@ -70,7 +70,7 @@ class Layout:
         """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}
         fields = {column: name for name, column in self.columns}
-        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # read instead of both
+        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # `messages` replaces both
             fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
         for column in filled & fields.keys():
@@ -121,7 +121,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         lacking = _list(missing) if missing else " or ".join(known.one_of)
         raise DataError(
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(present)}. "
-            "Map it with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+            "Name your columns with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
         )
     if kind.compares and not (known.pairs and all(column_of.get(name) in present for name in ("chosen", "rejected"))):
         raise DataError(
@@ -133,8 +133,8 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
 
 def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:
-    """The column of each field of the format: the column set, or one named like the field or an alias. A required
-    field is omitted if its column is not in `present`; an optional field may appear in a later row."""
+    """The column of each field of the format: as given in `columns`, or named like the field or an alias of it. A
+    required field is omitted if its column is not in `present`; an optional field may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
     aliased = {
         name for alias, name in known.aliases if alias in present and name not in present and name not in columns

@@ -143,7 +143,7 @@ def _validation_prompts(
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
-    """The maximum number of the model's input tokens; a prompt counts with its sampled completion, less one token."""
+    """The maximum number of input tokens; a prompt counts with its sampled completion, except for the last token."""
     if not KINDS[prepared.kind].samples:
         return prepared.longest
     sampled = [(prepared.train, config.completion_length)]
@@ -283,10 +283,10 @@ def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mappi
 
 
 def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
-    """The data settings of an evaluation set: the training data's settings, overridden by the set's."""
+    """The data settings of an evaluation set: the training data's settings, overridden by those of the set."""
     update: dict[str, Any] = {"template": entry.template or data.template}
     if update["template"] != data.template:
-        update["chat_template_kwargs"] = {}  # they belong to the other template
+        update["chat_template_kwargs"] = {}  # the variables belong to the other template
     if entry.format is not None:
         update |= {"format": entry.format, "columns": {}}
     if entry.columns is not None:

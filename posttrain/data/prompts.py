@@ -21,7 +21,7 @@ from posttrain.data.render import RenderRequest, rendering
 from posttrain.data.report import Malformed
 from posttrain.data.rows import RowError
 
-MANY = 0.1  # share of completions that is reported; a few that are split differently do no harm
+MANY = 0.1  # minimum share of completions for a report; a few that are split differently do no harm
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
 
 
@@ -105,7 +105,7 @@ def stop_faults(
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
-    """The id and text of the special token with which the chat template ends an assistant turn; None without one."""
+    """The id and text of the special token with which the chat template ends an assistant turn; None if it has none."""
     if tokenizer.chat_template is None:
         return None
     with rendering(tokenizer) as renderer:
@@ -124,7 +124,7 @@ def completion_faults(
     `sampled` has pairs of a prompt and the tokens of a completion, without the stop token. Tokenising their text again,
     as SFT does, then gives tokens that differ from those that the model was given and has sampled.
     """
-    borders: list[tuple[str, str]] = []  # end of the prompt: its tokens, and its tokens before a completion
+    borders: list[tuple[str, str]] = []  # tokens at the end of a prompt: alone, and before a completion
     odd: dict[str, list[tuple[str, str]]] = {}  # by tag: its tokens as sampled, and as tokenised
     for prompt, tokens in sampled:
         base = _encode(prompt.text, tokenizer)

@@ -1,5 +1,5 @@
-"""Reads rows from local files. Each row records its file and line; a malformed row holds its problem and raises no
-exception."""
+"""Reads rows from local files. Each row records its file and line; a malformed row records its problem, and no
+exception is raised."""
 
 import csv
 import gzip
@@ -18,7 +18,7 @@ from posttrain.data.tables import Parsed, read_arrow, read_parquet
 
 HEAD_BYTES = 256 * 1024  # bytes at the start of a CSV file from which its delimiter is inferred
 OTHER_DELIMITERS = (";", "\t")
-FITTING = 0.9  # semicolon or tab: share of rows that must have as many values as there are column names
+FITTING = 0.9  # a semicolon or tab must give this share of rows as many values as there are column names
 DOCUMENT_END = "<|endoftext|>"
 
 
@@ -115,7 +115,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
         lists = [key for key, value in whole.items() if isinstance(value, list)]
         if len(lists) != 1:
             raise DataError(
-                f"{path} is one JSON object; it must contain one list of rows, and has {', '.join(lists) or 'none'}"
+                f"{path} is one JSON object; it must contain one list of rows (found: {', '.join(lists) or 'none'})"
             )
         yield from _items(path, text, _first_list(text))
     elif head[0] == "[":
@@ -137,7 +137,7 @@ def _first_list(text: str) -> int:
 
 
 def _items(path: Path, text: str, start: int) -> Iterator[Parsed]:
-    """The items of the JSON list that starts at `start`, each with its first line."""
+    """The items of the JSON list that starts at `start`, each with the number of its first line."""
     position, line, counted = start + 1, 1, 0
     whole = text[:start].strip() == ""  # whether the list is the whole file
     try:
@@ -252,9 +252,9 @@ def _head(path: Path) -> str:
 def delimiter_of(head: str) -> str:
     """The delimiter of a file that begins with the lines `head`: a comma, a semicolon or a tab.
 
-    A comma is chosen if it gives two or more column names and as many values in every row. If not, another delimiter
-    is chosen if it gives two or more names, FITTING of the rows match them, and with commas fewer rows match or there
-    is one column.
+    Commas are chosen if they give two or more column names and as many values in every row. Otherwise semicolons or
+    tabs are chosen if they give two or more names that FITTING of the rows match, and if commas give a single name or
+    match fewer rows. If none of them fits, commas are chosen.
     """
     width, share = _fit(head, ",")
     if width > 1 and share == 1.0:
@@ -288,7 +288,7 @@ def _fit(head: str, delimiter: str) -> tuple[int, float]:
 
 
 def read_text(path: Path) -> Iterator[Parsed]:
-    """Read documents separated by `<|endoftext|>` as rows with one column, `text`, numbered by their first lines."""
+    """Read documents separated by `<|endoftext|>` as rows with one column, `text`; a row's line is its first line."""
     with streams.open_data(path) as stream:
         begin, size = 1, 0
         parts: list[str] = []

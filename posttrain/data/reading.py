@@ -183,7 +183,7 @@ class Reader:
         return cache.cached(self.folder, key, self.kind.schema, lambda writer: self._read(part, source, end, writer))
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
-        """The format and columns of the settings; what is not set comes from the known data set, if it is one."""
+        """The format and columns of the settings, completed with those of `source` if it is a known data set."""
         format, columns = self.data.format, self.data.columns
         known = layout_of(source)
         if known is None or format not in ("auto", known.format):
@@ -276,7 +276,7 @@ class Reader:
         return find_layout(*self.layout(name), good[:SAMPLE], self.kind, name)
 
     def row(self, record: Record, layout: Layout) -> Row:
-        """A record in the common form, with the system prompt and without thinking if so set. Raises RowError if the
+        """A record in the common form, with the settings for system prompt and thinking applied. Raises RowError if the
         record is malformed."""
         if record.value is None:
             raise RowError(record.problem)

@@ -147,7 +147,7 @@ class Report:
 
 
 def _lost(name: str) -> str:
-    """A name from `posttrain.data.turns.unwritten` in words."""
+    """A name from `posttrain.data.turns.unwritten`, in words."""
     if name.startswith("variable "):
         return f"read the {name} of chat_template_kwargs"
     return LOST.get(name, f"write what the {name} says")

@@ -151,7 +151,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_weights(turns: Turns) -> Turns:
-    """The messages with their weight keys replaced by `WEIGHT`: a pair (key in the row, number), unless it is 1."""
+    """The messages with their weight keys replaced by `WEIGHT`: (key in the row, weight), unless the weight is 1."""
     weighed = []
     for turn in turns:
         flags, [rest] = turn.get(WEIGHT, {}), without([turn], WEIGHT)
@@ -290,7 +290,7 @@ def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(value: object) -> list[Any] | None:
-    """The tool descriptions in a list, a single description, or the JSON of either; list items may also be JSON."""
+    """Tool descriptions, from a list, a single description, or the JSON of either; list items may also be JSON."""
     tools = parsed(value, "tools") if isinstance(value, str) else value
     if tools is None or tools in ([], {}):
         return None
@@ -365,7 +365,7 @@ def last_turn_as_completion(row: Row) -> Row:
 
 
 def as_prompt(row: Row) -> Row:
-    """The row's prompt without its reply; of a conversation, everything before a last assistant turn."""
+    """The row's prompt without its reply; for a conversation, everything before a final assistant turn."""
     if row.prompt is not None:
         return Row(row.prompt, "", tools=row.tools, answer=row.answer)
     turns = row.chosen

@@ -307,7 +307,7 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedSplit:
-    """The numbers of rows and bytes written for one split, and of malformed rows."""
+    """What was saved of one split: the numbers of rows and bytes, and of malformed rows left out."""
 
     name: str
     rows: int

@@ -59,7 +59,7 @@ def unpacked(path: Path) -> io.BufferedReader:
 
 
 def whole(path: Path, stream: BinaryIO) -> bytearray:
-    """Read the rest of a file that can only be read whole. Raises DataError above DOCUMENT_BYTES."""
+    """Read the rest of a file that can only be read whole. Raises DataError if it exceeds DOCUMENT_BYTES."""
     content = bytearray()
     too_large = path.stat().st_size > DOCUMENT_BYTES
     while not too_large and (chunk := stream.read(CHUNK_BYTES)):

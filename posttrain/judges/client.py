@@ -251,7 +251,7 @@ def _key(settings: JudgeSettings) -> str | None:
 
 
 def _clean(message: Message) -> Message:
-    """The message with lone surrogates, which servers reject, as escapes."""
+    """The message with lone surrogates, which servers reject, escaped."""
     return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
 
 

@@ -243,8 +243,8 @@ def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lam
     If `over()` is true at the end, the call ended long after its deadline; the directory, which may be right by then,
     is left unchanged.
 
-    Raises ChangedError, after restoring them, for changed settings of Python and torch with which the run would compute
-    different numbers or fail far from the cause.
+    Settings of Python and torch with which the run would compute different numbers or fail far from the cause are
+    restored as well; then ChangedError is raised.
     """
     process, folder, before = os.getpid(), home or os.getcwd(), _state()
     failed = True

@@ -120,7 +120,7 @@ class LearnedReward:
             if len(item.tokens) > self.longest:
                 raise RewardError(
                     f"completion {index} has {len(item.tokens)} tokens with its prompt, but the reward model "
-                    f"{self.path} reads {self.longest:g}: lower rollout.max_completion_length or "
+                    f"{self.path} reads at most {self.longest:g}: lower rollout.max_completion_length or "
                     "data.max_prompt_length"
                 )
             encoded.append(item)

@@ -2,8 +2,9 @@ r"""Rules that grade answers as right or wrong: `math` and `gsm8k`, and `r1_zero
 the format.
 
     math            the last balanced box or answer tag after `</think>` equals the answer
-    gsm8k           the number after the last `####`, or in the last box or tag, or the last number, equals the answer;
-                    `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number each, even within a sentence
+    gsm8k           the number after the last `####` equals the answer; without one, the number in the last box or tag;
+                    without either, the last number. `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number
+                    each, even within a sentence
     r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, otherwise 0
     question_only   1 if there is a `\boxed{…}` and the answer is right, otherwise 0
 
@@ -25,7 +26,8 @@ LINE = 400  # number of characters at the end of a line that are searched for a 
 _ONE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*\\overline\{\d+\}|\.\d+)?|(?<!\d)\.\d+"
 _TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{-?\d+\}"
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-# For a tidied string: exponents, indices and `m2` are not numbers; roots, powers and other fractions are read whole.
+# Numbers in a tidied string. Exponents, indices and `m2` are skipped; roots, powers and other fractions match as a
+# whole, but not as numbers.
 _NUMBERS = re.compile(
     rf"(?P<skipped>[\^_]{_BRACES}|(?<![a-zA-Z])[cdk]?m[23](?!\w))|\\sqrt(?:\[[^\]]*\])?{_BRACES}"
     rf"|(?P<number>(?:(?<![\w.)\]}}%])[-+])?[$€£]?(?:(?:\d+\s*)?\\frac\{{-?[\d.,]+\}}\{{-?[\d.,]+\}}"
