@@ -144,7 +144,7 @@ def test_calls_that_run_on_are_few(module, monkeypatch):
     """Beside so many the function is not called again, until one has ended."""
     monkeypatch.setattr(calls, "MOST_LATE", 2)
     with function("stuck", timeout=0.1) as reward:
-        for message in ("no answer within 0.1 s", "no answer", "was not called: 2 earlier calls have not ended yet"):
+        for message in ("did not return within 0.1 s", "did not return", "was not called: 2 earlier calls have not ended yet"):
             with pytest.raises(OverdueError, match=message):
                 reward(TWO)
         assert len(module().calls) == 2
@@ -190,7 +190,7 @@ def test_a_call_that_runs_on_does_not_keep_the_process(module):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "OverdueError: my_slow_rewards:stuck gave no" in done.stderr
+    assert done.returncode == 1 and "OverdueError: my_slow_rewards:stuck did not return" in done.stderr
     assert time.monotonic() - began < 15, "the call takes 20 s"
 
 
