@@ -647,7 +647,7 @@ def test_a_reply_that_the_template_does_not_write_is_scored_as_it_is(stories, tm
         expected = tokenizer(prompt + "so</t>Once", add_special_tokens=False).input_ids
         assert [one["id"] for one in scored["tokens"]] == expected
         continued = httpx.post(f"{address}/v1/render", json={"messages": talk, "continue_final_message": True})
-        assert continued.status_code == 400 and "the chat template refuses" in continued.text
+        assert continued.status_code == 400 and "the chat template rejects" in continued.text
 
 
 def test_a_reply_without_a_template_is_continued_as_one_text(stories):

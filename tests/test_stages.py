@@ -554,7 +554,7 @@ def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_mo
     assert load(run / "sft/config.yaml").config.data.excluded == ()
     assert [one.rows for one in load(run / "more/config.yaml").config.data.excluded] == [3]
     assert "3 of 3 held-out rows can be used by sft" in (run / "sft/training.log").read_text()
-    assert "that other stages hold out, not trained on" in (run / "more/training.log").read_text()
+    assert "held out by other stages, not trained on" in (run / "more/training.log").read_text()
 
 
 @pytest.mark.slow
