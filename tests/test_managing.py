@@ -231,7 +231,7 @@ def test_tags_and_notes_never_reach_the_run(runs):
     assert runs("tag", "toy", "keep", "paper") == "runs/toy: #keep #paper\n"
     assert runs("tag", "toy", "-keep", "lr/2") == "runs/toy: #paper #lr/2\n"
     assert "no tag ghost; it has paper, lr/2" in runs("tag", "toy", "-ghost", status=1)
-    assert "is no tag" in runs("tag", "toy", "two words", status=1) and "is no tag" in runs(
+    assert "is not a tag" in runs("tag", "toy", "two words", status=1) and "is not a tag" in runs(
         "tag", "toy", "\x1b", status=1
     )
     assert runs("note", "toy", "better\nthan \x1b[1m") == "runs/toy/notes.json: note written\n"

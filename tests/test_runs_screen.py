@@ -119,7 +119,7 @@ def test_tags_note_and_name(folder):
         await pilot.press("t")
         await pilot.pause()
         await typed(pilot, "no/good\x1b")
-        assert "is no tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
+        assert "is not a tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
         for name, message in (("../x", "cannot name a run"), ("critic", "updated 2 files")):
             await pilot.press("r")
             await pilot.pause()
