@@ -1,7 +1,7 @@
 """Heartbeats between the ranks of a run, separate from their exchanges: which ranks are alive, and where each waits.
 
 Each rank writes a line to a shared store every second. The first rank reads every line; the other ranks read only the
-first rank's. A rank that dies is usually noticed earlier, because an exchange fails. A rank that hangs blocks the
+first rank's line. A rank that dies is usually noticed earlier, because an exchange fails. A rank that hangs blocks the
 exchange and the main threads of all other ranks; so do two ranks that wait for each other in different exchanges.
 """
 
@@ -115,7 +115,7 @@ class RankWatch:
     # Messages
 
     def blame(self, error: BaseException) -> str:
-        """Wait 5 s to see whose heartbeats stop; return a message that names lost ranks, otherwise those behind."""
+        """Wait 5 s to see whose heartbeats stop. Return a message that names the lost ranks, or else those behind."""
         if lost := self.lost(error):
             return lost
         counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}

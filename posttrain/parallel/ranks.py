@@ -43,7 +43,7 @@ CONNECT_S = 120.0  # seconds in which ranks that have all started must connect
 PATIENCE = timedelta(days=7)  # timeout of exchanges: the first rank may tokenise for hours while others wait
 MOST_LISTED, LONGEST_SHOWN = 20, 120  # maximum differences in a message, and characters of each value
 ROOM = 1 << 25  # maximum bytes of one exchange
-LEAST_SHARED = 1 << 16  # numbers from which shared memory is faster; its two barriers cost more than a small exchange
+LEAST_SHARED = 1 << 16  # minimum numbers to sum in shared memory: its two barriers take longer than a small exchange
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ranks:
     in_step: bool = False  # whether a pass over the model is a collective operation, which all ranks call equally often
     _watch: RankWatch | None = field(default=None, repr=False, compare=False)
     _objects: Any = field(default=None, repr=False, compare=False)  # the process group for objects
-    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # if all ranks are on one machine's CPU
+    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # if all ranks use one machine's CPU
 
     @property
     def is_first(self) -> bool:
@@ -169,8 +169,8 @@ class Ranks:
 
     @contextmanager
     def ahead(self, of_machine: bool = False) -> Iterator[None]:
-        """Let the first rank (`of_machine`: the first of each machine) leave the block before others enter: it fills
-        the caches for them."""
+        """Let the first rank (`of_machine`: the first of each machine) finish the block, which fills caches, before the
+        other ranks enter it."""
         first = self.local == 0 if of_machine else self.is_first
         if not first:
             self.gather(None)

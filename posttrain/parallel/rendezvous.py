@@ -41,8 +41,8 @@ OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTH
 
 @contextmanager
 def meeting(index: int, size: int) -> Iterator[Store]:
-    """Connect to the store that all ranks share, and wait for every rank to check in. The block counts as joining: it
-    is part of the time limit.
+    """Connect to the store that all ranks share, and wait for every rank to check in. The time limit also covers the
+    block.
 
     Raises RankError if a rank does not start in time or expects a different number of ranks. Ends the process if
     the connection itself hangs, for example because another program has the port.
@@ -151,7 +151,7 @@ def reach(host: str, port: int, seconds: float) -> None:
 
 
 def connected(index: int, as_client: bool = False) -> Store:
-    """Connect to the ranks' store, which the launcher hosts, or the first rank if the launcher has none."""
+    """Connect to the ranks' store, which the launcher or else the first rank hosts."""
     from torch.distributed import PrefixStore, TCPStore
 
     variables = os.environ
@@ -238,7 +238,7 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
         "max_restarts": 0,
         "shutdown_timeout": GRACE_S,
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # settings of the installed version of torch
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # settings that the installed torch knows
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
     try:
         elastic_launch(config, sys.executable)("-m", "posttrain", "train", *arguments)

@@ -138,7 +138,7 @@ def _middle(values: Sequence[float]) -> list[float]:
 
 
 def _axes(x: Scale, y: Scale, width: int, height: int, marks: Sequence[float] | Mapping[float, str]) -> list[Markup]:
-    """Grid lines with their values, and the labels of the x axis at `marks`, which a mapping gives by x."""
+    """Grid lines with their values, and x-axis labels at `marks`; a mapping also gives the text of the labels."""
     parts = []
     levels = ticks(y.low, y.high, 4)
     for value, label in zip(levels, labels(levels), strict=True):

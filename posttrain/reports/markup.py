@@ -36,7 +36,7 @@ def join(children: Iterable[Child], between: str = "") -> Markup:
 
 
 def el(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """An element. `class_` is the attribute class, `data_go` is data-go. True: no value; None or False: omitted."""
+    """An element. `class_` is the attribute class, `data_go` is data-go. True: only a name; None or False: omitted."""
     written = "".join(
         f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(harmless(str(value)))}"'
         for key, value in attributes.items()

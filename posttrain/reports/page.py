@@ -26,7 +26,7 @@ NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # a number as w
 
 
 def script_in(element: str, *sources: str) -> str:
-    """One script without global names; its constant `element` has the value of the expression `element`."""
+    """Join the sources into one script without global names; the expression `element` gives its constant `element`."""
     return f"(() => {{\nconst element = {element};\n{''.join(sources)}}})();\n"
 
 

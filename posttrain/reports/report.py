@@ -150,7 +150,7 @@ def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
 
 
 def points_of(lines: int) -> int:
-    """The maximum points of a line, from 60 to 400, that keep all curves of a page near POINTS."""
+    """The maximum points of one of `lines` lines (60 to 400), so that they have about POINTS in all."""
     return max(60, min(400, POINTS // max(1, lines)))
 
 

@@ -80,14 +80,14 @@ class Series:
         return self._line["step"]
 
     def points(self, metric: str, axis: str = "step") -> Points:
-        """The points of a metric over an axis; hours count from the run's first line, and NaN is a non-finite value."""
+        """The points of a metric over an axis. Hours count from the run's first line; non-finite values are NaN."""
         numbers, values = self._columns.get(metric, (array("l"), array("d")))
         line = self._line[axis]
         start = line[0] if axis == "hours" and line else 0.0
         return [line[number] - start for number in numbers], list(values)
 
     def at(self, step: int) -> dict[str, float]:
-        """The training metrics of the first line, at the step or soon after it, that has a loss or a reward."""
+        """The training metrics from the first line with a loss or a reward, at the step or soon after it."""
         steps = self._line["step"]
         first = bisect.bisect_left(steps, step)
         for number in range(first, min(first + 50, len(steps))):

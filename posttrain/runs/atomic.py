@@ -41,7 +41,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; a crash never leaves only a part under its name. Raises RunError if the system refuses."""
+    """Delete a folder; even a crash leaves no incomplete one in its place. Raises RunError if the system refuses."""
     try:
         take_away(folder)
     except OSError as error:

@@ -167,7 +167,7 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def _made_at(folder: Path) -> float:
-    """The step of a checkpoint, from its name, or of a saved model, from its manifest; infinity if that is damaged."""
+    """The step in a checkpoint's name, or in a saved model's manifest; infinity if the manifest is damaged."""
     if (step := _step_of(folder)) is not None:
         return step
     manifest = _read_manifest(folder)
@@ -180,7 +180,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Relative POSIX names of the files that belong to a saved folder, manifest excluded."""
+    """Relative POSIX names of the files that belong to a saved folder, without the manifest."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return [name.as_posix() for name in names if name.as_posix() != MANIFEST and not name.name.startswith(".")]
 

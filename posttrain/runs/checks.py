@@ -89,7 +89,7 @@ def advice(alarm: str) -> str:
 
 
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
-    """Every check of the method, with its result in `recorded`, from `run.json` (None: a version without checks)."""
+    """Every check of the method, with its result. `recorded`: the checks in `run.json`; None if it has none."""
     checks, settings = [], METHODS.get(method, MethodSettings)
     for known in (known for known in KNOWN if known.is_of(settings)):
         facts = (recorded or {}).get(known.name)

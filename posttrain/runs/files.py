@@ -97,7 +97,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether this is a file, and not a link to one."""
+    """Whether this is a file, not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -140,7 +140,7 @@ def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
 
 
 def _check_exact(data: Any, where: str) -> None:
-    """Raise RunError, with the position (it starts as `where`), for values that JSON cannot store exactly."""
+    """Raise RunError for values that JSON cannot store exactly; the message names their position, from `where` on."""
     if isinstance(data, float) and not math.isfinite(data):
         raise RunError(f"{where} is {data}: only finite numbers can be saved")
     if isinstance(data, Mapping):

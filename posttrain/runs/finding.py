@@ -44,7 +44,7 @@ def runs_below(output_dir: Path) -> list[Path]:
 
 
 def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
-    """Run folder -> its bytes and the time of its run.json, in one pass over all files. Links are not followed;
+    """The bytes and the time of run.json for each run folder, in one pass over all files. Links are not followed;
     snapshots and folders that cannot be read or are removed meanwhile are skipped."""
     runs: dict[str, tuple[int, float]] = {}
     _measure(os.fspath(output_dir), 0, runs)
@@ -111,7 +111,7 @@ def locate_model(model: str) -> tuple[str, str, Path]:
 def remove_run(folder: Path) -> None:
     """Delete a run folder and its content; links in it are removed, not followed.
 
-    Raises RunError if it is not a run folder, contains other runs, is a link, or a process runs in it.
+    Raises RunError if it is not a run folder, contains other runs or is a link, or if a process runs in it.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
@@ -178,7 +178,7 @@ def checked_name(name: str) -> str:
 
 
 def is_garbage(path: Path) -> bool:
-    """Whether a crash left this, and it can be deleted. A folder moved aside is kept if its replacement is missing."""
+    """Whether this is a crash's leftover to delete. A folder moved aside is not, if its replacement is missing."""
     leftover = LEFTOVER.fullmatch(path.name)
     return leftover is not None and (leftover["kind"] == "tmp" or os.path.lexists(path.with_name(leftover["name"])))
 
@@ -190,7 +190,7 @@ def short(path: Path) -> str:
 
 
 def named(run: str, output_dir: Path, whole: bool = False) -> Path:
-    """The run folder that a user names, by path or by name below `output_dir`; with `whole`, a whole run is valid, too.
+    """The run folder that a user names, by path or by name below `output_dir`; with `whole`, also a whole run or sweep.
 
     Raises RunError, with a list of the existing runs, if there is none.
     """

@@ -34,9 +34,9 @@ PATIENCE_S = 0.5  # seconds to wait, since `is_locked` in another process holds 
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
 NOTES = "notes.json"  # the tags and the note that a user gives a run; runs never read it
 TAG = re.compile(r"[\w.+:/-]{1,40}")
-LONGEST_NOTE = 20_000  # characters
+LONGEST_NOTE = 20_000  # maximum characters
 log = logging.getLogger("posttrain")
-FORMAT = 1  # of run.json and of notes.json
+FORMAT = 1  # version of run.json and of notes.json
 # The entries of run.json and their types.
 FACTS = {
     "state": str, "reason": str | None, "started": str, "ended": str | None, "resumes": list, "provenance": dict,

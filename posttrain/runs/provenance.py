@@ -39,7 +39,7 @@ KEY_OF_DATA = re.compile(
     r"|target|prompt|completion|question|answer|response|solution|message|content|missing|unexpected|ignore)s?[_-]keys?$",
     re.IGNORECASE,
 )
-AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)  # names that may be those of such keys
+AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)  # names of secrets or of such keys
 CASED = r"(?:[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*|[A-Z]+)"
 ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*")  # a part of a text that is not a credential
 COLUMN = re.compile(rf"{ORDINARY.pattern}|{CASED}_?\d{{1,2}}")

@@ -230,8 +230,8 @@ class Run:
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Restore the folder to its state right after `step`, to resume there (unless `evaluated`: before the step's
-        validation). Later checkpoints, `best` and `final` become `….set-aside`; later metrics are removed."""
+        """Restore the folder to its state right after `step` (unless `evaluated`: before its validation), to resume
+        there. Later checkpoints, `best` and `final` become `….set-aside`; later metrics are removed."""
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:

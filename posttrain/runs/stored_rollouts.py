@@ -1,4 +1,4 @@
-"""Reading a run's stored rollouts and evaluations."""
+"""Reads a run's stored rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class StoredRun:
         return end("DESC"), end("ASC")
 
     def last_evaluations(self) -> list[tuple[int, str]]:
-        """Pairs (step, data set): the last step of each data set that has rewarded completions."""
+        """The last step with rewarded completions of each data set, as pairs (step, data set)."""
         query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
         return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
 
@@ -119,7 +119,8 @@ class StoredRun:
         return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
     def summary(self) -> Iterator[dict[str, Any]]:
-        """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""
+        """A row per step: prompts, completions, mean and extreme rewards, completions without a reward, and the share
+        of truncated completions."""
         yield from self._read_rows(
             "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
             "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "

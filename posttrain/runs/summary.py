@@ -92,7 +92,7 @@ class RunSummary:
 
     @property
     def started_at(self) -> datetime | None:
-        """The start in local time."""
+        """When the run started, in local time."""
         return datetime.fromisoformat(self.started).astimezone() if self.started else None
 
     @property
@@ -208,7 +208,7 @@ class RunSummary:
 
     @cached_property
     def _latest(self) -> tuple[int, str, float | None] | None:
-        """The last step, and the first of the method's main metrics with a value, and the value; None if damaged."""
+        """The last step, the first of the method's main metrics that has a value, and the value; None if damaged."""
         return self._read(LATEST, lambda: first_latest(self.folder, headline_metrics(self.method)), None)
 
     @property
@@ -288,7 +288,7 @@ class RunSummary:
 
     @property
     def eta(self) -> str:
-        """The remaining time of a running run."""
+        """The remaining time of a run in progress; otherwise empty."""
         return self._progress[1] if self.state == "running" else ""
 
     @property

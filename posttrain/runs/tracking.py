@@ -76,7 +76,7 @@ def require_trackers(tracking: TrackingConfig) -> None:
 
 
 class Tracking:
-    """The trackers of one run, open while it runs. Use it as a context manager inside that of the run.
+    """The trackers of one run, open while it runs. Use it as a context manager inside the run's own.
 
     `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are
     equal, they are not sent twice. At the first line that differs (after a change of settings, say), trackers that can
