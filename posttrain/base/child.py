@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from tempfile import TemporaryFile
 from typing import Generic, Protocol, Self, TypeVar
 
-IDLE_SECONDS = 60.0  # how long an idle process is kept
+IDLE_SECONDS = 60.0  # seconds that an idle process is kept
 SLICE_S = 0.1  # longest single wait in `line`: Windows handles Ctrl-C only between waits
 
 

@@ -59,7 +59,7 @@ class EngineLostError(EngineError):
 
 
 class RewardError(PosttrainError):
-    """A reward function, its settings or its grader does not work."""
+    """A reward function, its settings or its grader has an error."""
 
 
 OUT_OF_MEMORY = "out of memory"
@@ -81,7 +81,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     inner = getattr(error, "inner_exception", None) or error.__cause__
     return (
         isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module does not import torch
+        or type(error).__name__ == "OutOfMemoryError"  # compared by name, because this module does not import torch
         or (isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(str(error)) is not None)
         or (isinstance(inner, BaseException) and inner is not error and is_out_of_memory(inner))
     )

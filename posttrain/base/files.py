@@ -142,7 +142,7 @@ def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list
 
 def _is_written(name: str) -> bool:
     """Whether the process named by a leftover is alive."""
-    from psutil import pid_exists  # rarely needed
+    from psutil import pid_exists  # imported here because it is rarely needed
 
     try:
         return pid_exists(int(name.rpartition("-")[2][:-6]))  # the last digits are random

@@ -106,7 +106,7 @@ class Reply:
     formatted: bool  # working, then solution, each between its tags, and nothing else
     worked: bool  # formatted, and the working is not empty
     right: bool  # formatted, and the solution is exactly the answer
-    finished: bool  # the model stopped by itself
+    finished: bool  # the reply ended with the stop token
 
 
 PARTS = [re.escape(tag) for tag in TAGS.model_dump().values()]

@@ -130,12 +130,12 @@ class ModelServer(Child):
         try:
             line = self.line(START_S, b"serving ").decode()
         except TimeoutError:
-            raise EngineError(f"the server of {model} was not ready in {START_S:g} s") from None
+            raise EngineError(f"the server for {model} was not ready within {START_S:g} s") from None
         except EOFError:
             self.status(STOP_S)
             reason = self.last_words()[-ERROR_CHARACTERS:].rpartition("error: ")[2]
             self.end()
-            raise EngineError(reason or f"the server of {model} ended before it was ready") from None
+            raise EngineError(reason or f"the server for {model} ended before it was ready") from None
         self.client = Client(line.rpartition(" at ")[2].partition("/v1")[0], key)
 
 

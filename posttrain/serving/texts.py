@@ -1,4 +1,4 @@
-"""The text of tokens as they are generated: pieces that concatenate to the whole text, cut at stop strings."""
+"""The text of tokens as they are generated: pieces that add up to the whole text, cut at stop strings."""
 
 import re
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ class Report:
         if decoder is None or b"ByteLevel" not in decoder.__getstate__():
             return {}
         shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        hidden = [byte for byte in range(256) if byte not in shown]  # written as characters from 256 on
+        hidden = [byte for byte in range(256) if byte not in shown]  # a byte-level vocabulary writes these as characters from 256 on
         return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
@@ -116,7 +116,7 @@ class Streamed:
         self._ended: list[int] = []
         self._held = ""
         self._stopped = False
-        self.sent = 0  # characters
+        self.sent = 0  # characters sent so far
 
     def add(self, token: int) -> str:
         before, self._ended = self._ended, [token] if token in self._ends else []

@@ -198,7 +198,7 @@ def _checks(viewer: Viewer, settings: Settings) -> Markup:
     output = viewer.commands.find("explore", settings.text, CHECK)
     title = el("h2", "Checks of the rows")
     if output is not None and output.code is None:
-        return join([title, message("The rows are being compared …")])
+        return join([title, message("The rows are being checked …")])
     button = act("check", "Check" if output is None else "Check again", FORM)
     if output is None:
         about = " duplicates, validation rows in training, questions of evaluation suites, length bias"

@@ -1,4 +1,4 @@
-"""The receipt of a gradient: the groups of a step, the completions of a group, the tokens of a completion."""
+"""Where a step's gradient comes from (its receipt): the step's groups, their completions, and the tokens of each."""
 
 from collections.abc import Sequence
 
