@@ -94,7 +94,7 @@ class Report:
         if decoder is None or b"ByteLevel" not in decoder.__getstate__():
             return {}
         shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        hidden = [byte for byte in range(256) if byte not in shown]  # a byte-level vocabulary writes these as characters from 256 on
+        hidden = [byte for byte in range(256) if byte not in shown]  # written as characters from 256 on
         return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
