@@ -45,8 +45,8 @@ class Adapter:
         if self._base is None:
             fold = ", or give --fold for an adapter of the original base" if len(adapters_of(source)[0]) > 1 else ""
             raise ModelError(
-                f"--no-merge: the base of {source.model.path} is the local folder {source.base.path}, which nobody "
-                "else has: leave out --no-merge, or put the base's hub id in adapter_config.json "
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
+                "has: leave out --no-merge, or put the base's hub id in adapter_config.json "
                 f"(base_model_name_or_path){fold}"
             )
         for adapter in self._adapters:

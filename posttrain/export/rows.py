@@ -108,7 +108,7 @@ def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Promp
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """The user's choice of rows. `format` and `template`: None for the run's value, or to infer it if there is no run."""
+    """The user's choice of rows. `format` and `template`: None for the run's value; inferred if there is no run."""
 
     files: tuple[Path, ...] = ()
     format: str | None = None
