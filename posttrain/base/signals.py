@@ -82,10 +82,8 @@ def leave(number: int, frame: object) -> None:
 
 @contextmanager
 def deferring(doing: str) -> Iterator[list[int]]:
-    """Finish the block despite a SIGINT or SIGTERM; a SIGINT after the first signal interrupts the block.
-
-    Yields the list of the signal numbers received so far.
-    """
+    """Finish the block despite SIGINT and SIGTERM, and yield the list of received signal numbers. A SIGINT after the
+    first signal interrupts the block."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:
