@@ -381,7 +381,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         (["--against", "gsmk"], "did you mean gsm8k"),
         (["--against", "none.jsonl"], "--against none.jsonl: there is no such file"),
         (["--reward-model", str(model)], "config.json"),
-        (["method=sft", "--reward-model", str(model)], "--reward-model judges preference pairs"),
+        (["method=sft", "--reward-model", str(model)], "--reward-model scores preference pairs"),
     ):
         assert main([*arguments, *wrong]) != 0
         error = capsys.readouterr().err
