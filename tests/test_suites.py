@@ -260,7 +260,7 @@ def test_malformed_rows_of_mmlu(tmp_path):
     (tmp_path / "test/law_test.csv").write_text("".join(lines))
     items = load_items(with_settings(find_suite("mmlu"), {"source": str(tmp_path)})).items
     assert [item.problem for item in items[-3:]] == [
-        None, *(f"{n} cells, not a question, four options and a letter" for n in (6, 3)),
+        None, *(f"{n} cells instead of a question, four options and a letter" for n in (6, 3)),
     ]  # fmt: skip
     row = {"subject": "law", "question": "Q", "choices": ["a", "b"], "answer": 1}
     bad = [{"choices": "[a"}, {"answer": 2}, {"answer": None}]
@@ -689,7 +689,7 @@ def test_databases_in_trouble(stories, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.evaluation.records.BUSY_S", 0.05)
     holder = sqlite3.connect(folder / "evaluation.sqlite")
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(RunError, match="another program writes it"):
+    with pytest.raises(RunError, match="another program is writing to it"):
         run(stories, [suite], folder, overwrite=True)
     holder.close()
     with EvaluationStore(folder), pytest.raises(RunError, match="is in use by process"):

@@ -157,7 +157,7 @@ class Quality:
             yield f"questions of fewer than 8 words, not checked: {short}"
         for suite in self.contamination:
             if suite.unread:
-                yield f"{suite.name}: {counted(suite.unread, 'question')} cannot be read and not checked"
+                yield f"unreadable questions, not checked: {suite.unread:,} of {suite.name}"
         if self.missing:
             yield f"suites not checked, because their data is not in the local cache: {', '.join(self.missing)}"
         if self.bias is not None:
