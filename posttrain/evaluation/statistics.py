@@ -1,5 +1,5 @@
-"""Values of evaluations and their uncertainty: means over answers, pass@k, maj@k; differences between evaluations on the
-same prompts, and between runs with different seeds.
+"""Values of evaluations and their uncertainty: means over answers, pass@k, maj@k; differences between two evaluations
+on the same prompts, and between runs with different seeds.
 
 Answers to one prompt are not independent; the random sample is that of the prompts. So every interval is clustered by
 prompt (Miller, "Adding Error Bars to Evals", arXiv 2411.00640). Two models find the same prompts hard, so their
@@ -53,13 +53,14 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
     sample size: the number of independent answers with the same standard error, n = p(1 - p) / SE² (Korn & Graubard
     1998), adjusted by (z / t)² for the degrees of freedom C - 1. n is at least N² / Σ N_c², its value if all answers to
     a prompt are the same, and at p = 0 and p = 1 (equal to C if prompts have equally many answers). For scores that are
-    0 or 1, n before the adjustment is at most N, its value if answers are independent. Few prompts say little about how
-    alike the answers to a prompt are, and near 0 and 1 most prompts say nothing. So for scores that are 0 or 1, the
-    estimate of N / n is averaged with its value for identical answers: the estimate weighs as much as the number of
-    prompts with a right answer (or with a wrong one, if these are fewer), the other value as much as one prompt. The
-    interval then has its coverage near 0 and 1 and for few prompts, where mean ± z·SE does not (see
-    `tests/test_statistics.py`); it lies within 0 and 1 and never has zero width. For other scores it is mean ± t·SE
-    with C - 1 degrees of freedom.
+    0 or 1, n before the adjustment is at most N, its value if answers are independent.
+
+    Few prompts say little about how alike the answers to a prompt are, and near 0 and 1 most prompts say nothing. So
+    for scores that are 0 or 1, the estimate of N / n is averaged with its value for identical answers. The estimate
+    weighs as much as the number of prompts with a right answer (or with a wrong one, if these are fewer), the other
+    value as much as one prompt. The interval then has its coverage near 0 and 1 and for few prompts, where mean ± z·SE
+    does not (see `tests/test_statistics.py`). It lies within 0 and 1 and never has zero width. For other scores, the
+    interval is mean ± t·SE with C - 1 degrees of freedom.
 
     Raises ValueError if no prompt has a graded answer.
     """
@@ -247,9 +248,7 @@ def paired_difference(
 def _differences(one_C: Sequence[float], other_C: Sequence[float]) -> np.ndarray:
     one, other = np.asarray(one_C, dtype=float), np.asarray(other_C, dtype=float)
     if one.shape != other.shape or one.ndim != 1 or not one.size:
-        raise ValueError(
-            f"paired scores must be non-empty lists of equal length; got shapes {one.shape}, {other.shape}"
-        )
+        raise ValueError(f"paired scores must be non-empty lists of equal length; got {one.shape} and {other.shape}")
     difference = other - one
     difference[np.abs(difference) < ROUNDING * np.maximum(1, np.abs(one))] = 0  # equal means, added in another order
     return difference
@@ -312,7 +311,7 @@ class SeedNoise:
     runs: int
 
     def floor(self, one: int = 1, other: int = 1, confidence: float = 0.95) -> float:
-        """The difference in the means of `one` and `other` runs that seeds alone exceed with probability 1 - confidence."""
+        """The difference in means of `one` and `other` runs that seeds alone exceed with probability 1 - confidence."""
         return t_quantile(confidence, self.freedom) * self.deviation * sqrt(1 / one + 1 / other)
 
 
