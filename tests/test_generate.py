@@ -181,7 +181,7 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
     rows = re.findall(r"^ *(\d+) +8 +8 to 8 +100% +\d+% +0% +(\S+) +(\S+) *$", out, re.MULTILINE)
     assert rows == [("0", "-2", "0"), ("1", "-2", "0")], "8 tokens are 2 beyond the target, and none is in format"
     assert "row 0, reward -2" in out and "2 have completions with equal rewards" in out
-    assert "truncated at 8 tokens" in out and "Only 0% follow the template's format" in out
+    assert "truncated at 8 tokens" in out and "Only 0% of completions follow the template's format" in out
     assert main(["sample", "runs/nothing"]) == 2 and "is not a folder" in capsys.readouterr().err
 
 

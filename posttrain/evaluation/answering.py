@@ -32,7 +32,7 @@ CHOSEN_AT_ONCE = 64  # items scored at a time
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A completion, or the `problem` because of which there is none."""
+    """A completion or, if there is none, the `problem`."""
 
     text: str
     tokens: int = 0
@@ -83,7 +83,7 @@ def written_by(
 ) -> tuple[DataConfig, PreTrainedTokenizerBase]:
     """Return the settings and the tokenizer (with its template) that render the suite's prompts.
 
-    For a suite with its own template or variables, this is a copy: a run saves its tokenizer unchanged."""
+    For a suite with its own template or variables, the tokenizer is a copy: a run saves its own unchanged."""
     data = DataConfig(
         source=suite.source,
         format="prompt",
@@ -222,7 +222,7 @@ class Chosen:
         return Reply(self._suite.choices[max(range(len(own)), key=own.__getitem__)], 1, "stop", seconds)
 
     def _choices(self, prompt: Prompt) -> list[list[int]]:
-        """The tokens of each choice, tokenised after the prompt where that leaves the prompt's tokens unchanged."""
+        """The tokens of each choice, tokenised after the prompt if that leaves the prompt's tokens unchanged."""
 
         def ids(text: str) -> list[int]:
             return self._tokenizer(text, add_special_tokens=False).input_ids

@@ -289,7 +289,7 @@ def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, dead
         rule          the verdict of the suite's rule
         math_verify   the verdict of the package math_verify on the whole completion (Kydlicek 2025)
 
-    A verifier that rejects right answers hides progress, and one that accepts wrong ones rewards them.
+    A verifier that rejects right answers hides progress; one that accepts wrong answers rewards them.
     """
     graded = [answer for answer in answers if answer.verdict in ("correct", "wrong") and answer.gold is not None]
     golds = {item.id: item.gold for item in items.items if item.gold is not None}

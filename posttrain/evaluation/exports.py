@@ -1,4 +1,4 @@
-"""Export of evaluations to the file formats of other programs, without those programs (docs/eval-export.md).
+"""Export of evaluations to other programs' file formats, without needing those programs (docs/eval-export.md).
 
 This module writes the files of lm-eval 0.4 (the LM Evaluation Harness), as lm-eval does with `--log_samples`:
 

@@ -35,7 +35,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class Requests(ExitStack):
-    """Scores continuations and completes prompts with a model, all as token ids. Leaving it closes the engine."""
+    """Scores continuations and completes prompts with a model, all as token ids. On exit, closes the engine."""
 
     def __init__(
         self,

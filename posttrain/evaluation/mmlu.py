@@ -1,4 +1,4 @@
-"""Rows of MMLU: its own CSV files, which have no header, or the hub's table."""
+"""Reads the rows of MMLU from its original CSV files, which have no header, or from the hub's table."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ LETTERS = "ABCD"
 def rows(source: str, split: str) -> Iterator[Record]:
     """The rows of a split with `id`, `subject`, `about`, `question`, `options`, `choices`, `letter`, `answer`.
 
-    `source` is a folder that contains `{split}/{subject}_{split}.csv` or directly these files (columns: question, A, B,
+    `source` is a folder that contains `{split}/{subject}_{split}.csv` or these files directly (columns: question, A, B,
     C, D, letter), or a data set with the columns subject, question, choices and answer.
     """
     folder = path_of(source)

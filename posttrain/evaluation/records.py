@@ -48,7 +48,7 @@ class Answer:
     """One completion of one item, with its prompt and its grade."""
 
     suite: str
-    setting: str = ""  # in a sweep, such as "temperature=0.6 top_p=0.9"; otherwise ""
+    setting: str = ""  # of a sweep, such as "temperature=0.6 top_p=0.9"; otherwise ""
     item: str  # the item's id in its suite
     sample: int  # from 0
     group: str = ""  # subject or level; "" without groups

@@ -1,7 +1,7 @@
 """Values of evaluations and their uncertainty: means over answers, pass@k, maj@k; differences between two evaluations
 on the same prompts, and between runs with different seeds.
 
-Answers to one prompt are not independent; the random sample is that of the prompts. So every interval is clustered by
+Answers to one prompt are not independent; the prompts are the random sample. So every interval is clustered by
 prompt (Miller, "Adding Error Bars to Evals", arXiv 2411.00640). Two models find the same prompts hard, so their
 difference is estimated more precisely prompt by prompt than from the two means (section 4 of that paper).
 """
@@ -38,7 +38,7 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
     """The mean over all graded answers, with an interval that is clustered by prompt.
 
     Args:
-        groups: for each prompt the scores of its graded answers. Prompts without one are ignored.
+        groups: for each prompt the scores of its graded answers. Prompts without graded answers are ignored.
         confidence: the interval's coverage.
 
     The value is the sum of all scores divided by their number, so a prompt with more graded answers weighs more. The
@@ -118,9 +118,9 @@ def wilson(p: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of k completions is right: the unbiased estimate from n, of which c are right (k ≤ n).
+    """Probability that one of k completions is right: the unbiased estimate from n completions, c of them right.
 
-    1 - C(n - c, k) / C(n, k), arXiv 2107.03374, eq. 1."""
+    1 - C(n - c, k) / C(n, k) for k ≤ n, arXiv 2107.03374, eq. 1."""
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
@@ -215,7 +215,7 @@ def paired_difference(
 
     Args:
         one_C, other_C: for each prompt the mean of its graded scores; each prompt counts once.
-        confidence: the interval's coverage, and 1 - alpha of the test that `smallest` is about.
+        confidence: the interval's coverage, and 1 - alpha of the test for which `smallest` is computed.
         power: probability with which a true difference of `smallest` is detected.
 
     The standard error, s / √C with ddof 1, is the paired one clustered by prompt (Miller 2024, eq. 8). The interval is
@@ -265,7 +265,7 @@ def paired_bootstrap(one_C: Sequence[float], other_C: Sequence[float], resamples
     Args:
         one_C, other_C: for each prompt the mean of its graded scores.
         resamples: number of resamples; the smallest p-value is 1 / (resamples + 1).
-        seed: of the resampling; equal seeds give equal results.
+        seed: random seed of the resampling; equal seeds give equal results.
 
     The symmetric bootstrap-t (Hall 1988): each resample's distance from the observed mean is divided by its own
     standard error. Plain percentiles reject too often with few prompts. p is the share of resamples that are at

@@ -49,7 +49,7 @@ FIXED = {
     *("ref_model", "teacher", "teacher_system_prompt", "on_policy_fraction"),
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
-EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # settings that add rows for a loss; not with `--set`
+EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # settings that add rows, unless `--set` is given
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Lab:
     cosines: list[list[float | None]]
     left_out: Mapping[str, str]  # losses that do not fit the batch, with the reason
     updates: int  # per step of the run
-    logged: float | None  # gradient norm in metrics.jsonl, if it is that of this step alone, with one update
+    logged: float | None  # the step's own gradient norm in metrics.jsonl, if it was logged and the step has one update
 
 
 @dataclass(frozen=True, slots=True)

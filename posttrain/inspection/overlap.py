@@ -314,7 +314,7 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
 
 
 def _blocks(rows: Array, lengths: Array) -> Iterator[Array]:
-    """Consecutive rows of about a million words."""
+    """Split the rows into consecutive blocks of about a million words."""
     if len(rows):
         cuts = np.cumsum(lengths[rows]) // BLOCK_WORDS
         yield from np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)

@@ -129,7 +129,7 @@ class LabelNoise:
 
 
 def label_noise(margin_P: Array) -> LabelNoise:
-    """Estimate from the margins of P pairs. Raises ValueError for fewer than 2 pairs, and if all margins are 0."""
+    """Estimate from P margins. Raises ValueError for fewer than 2, if all are 0, or if one is not finite."""
     margin_P = np.asarray(margin_P, np.float64)
     scale = float(np.median(np.abs(margin_P[margin_P != 0]))) if (margin_P != 0).any() else 0.0
     if len(margin_P) < 2 or not scale or not np.isfinite(margin_P).all():

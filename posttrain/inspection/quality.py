@@ -28,9 +28,9 @@ from posttrain.inspection.overlap import (
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
 
-SHOWN = 3  # examples on a line
-LISTED = 10  # rows of a list
-WIDEST = 34  # `validation: prompt in train, exact`
+SHOWN = 3  # examples shown on a line
+LISTED = 10  # rows shown of a list
+WIDEST = 34  # width of `validation: prompt in train, exact`
 
 
 def check_quality(

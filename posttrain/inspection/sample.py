@@ -34,7 +34,7 @@ from posttrain.rewards import compose
 from posttrain.rollout import sampling_of, to_reward
 
 SHOWN = 2_000  # maximum characters printed of a completion; the middle of a longer one is omitted
-FEW = 0.5  # threshold of the reported shares
+FEW = 0.5  # threshold for reporting a share
 COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread")
 
 InFormat = Callable[[str], bool]
@@ -51,7 +51,7 @@ class Setup:
     devices: DevicesConfig
     longest_prompt: int | None  # tokens; training drops longer prompts
     seed: int  # for the rows of a built-in task
-    behavior_version: int = 2  # the run's
+    behavior_version: int = 2  # that of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Measured:
     truncated: float  # share that reached the length limit
     distinct: float
     formatted: float | None  # share that follows the template's format; None if the template has none
-    rewards: tuple[float, ...] | None = None  # of completions with a reward; None if there are no rewards
+    rewards: tuple[float, ...] | None = None  # rewards of the completions that have one; None without rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def sample(
 def first_prompts(
     setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> tuple[list[Prompt], list[Malformed]]:
-    """The first usable prompts, and unusable rows among them, of the validation set or, without one, the training set.
+    """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
 
     Raises DataError if none of the first rows has a usable prompt."""
     data, held, skip = setup.data, setup.data.validation, 0
@@ -269,7 +269,7 @@ def format_of(data: DataConfig) -> InFormat | None:
 
 
 def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
-    """A table with a row per prompt or, with several temperatures, per temperature, with the mean spread of prompts."""
+    """A table by prompt or, for several temperatures, by temperature, with the mean of the prompts' spreads."""
     sweep = len(measured) > 1
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
@@ -333,8 +333,8 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
     formats = [prompt.formatted for prompt in measured if prompt.formatted is not None]
     if formats and fmean(formats) < FEW:
         found.append(
-            f"Only {fmean(formats):.0%} follow the template's format, so a reward that checks only the answer would "
-            "count most as wrong. Train with SFT first, or add a format reward."
+            f"Only {fmean(formats):.0%} of completions follow the template's format, so a reward that checks only the "
+            "answer would count most as wrong. Train with SFT first, or add a format reward."
         )
     rewards = [prompt.rewards for prompt in measured if prompt.rewards is not None]
     sampled, rewarded = sum(len(prompt.lengths) for prompt in measured), sum(map(len, rewards))

@@ -22,7 +22,7 @@ EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
 PRIME = np.uint64(0x9E3779B97F4A7C15)
 KNOWN_WORDS = 1_000_000  # hashes cached at a time
-MOST_WORDS = 20_000_000  # of each source, 80 MB; further rows are not checked, as the report says
+MOST_WORDS = 20_000_000  # words read of each source (80 MB); further rows are not checked, as the report says
 
 
 class _Hashes(dict[str, int]):

@@ -1,6 +1,6 @@
 """Planning before a run: its examples and steps, a memory estimate, the largest step, and a probe."""
 
-# GPUs that a run can be planned for without having one, with the memory that PyTorch reports, in GiB.
+# GPUs that a run can be planned for without owning one, with the memory that PyTorch reports, in GiB.
 CARDS = {
     "rtx-3090": 23.6,
     "rtx-4090": 23.6,

@@ -56,7 +56,7 @@ def empty_model(
 def activations(
     config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
 ) -> tuple[int, int]:
-    """Bytes that the backbone saves for the backward pass of a pack, and the peak of its further temporary memory."""
+    """Bytes that the backbone saves for a pack's backward pass, and the peak of its temporary memory beyond them."""
     settings = load_config(model)
     family = FAMILIES.get(settings.model_type)
     if family is None or not family.packed or model.attention not in ("auto", "packed"):

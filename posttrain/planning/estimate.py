@@ -51,7 +51,7 @@ PROCESS = 50 << 20  # bytes, on a CPU: tokenizer, data, code and workspaces of k
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes by part, and at the peak. `host`: CPU memory used beside a GPU; the part `allocator`: heap fragmentation.
+    """Bytes by part, and at the peak. `host`: CPU memory of a run on a GPU; the part `allocator`: heap fragmentation.
 
     `resting` is in use all the time, `updating` only during an update. `updating` may be less than the sum of its
     parts: gradients are allocated while activations are freed, so with one pack per step the two are never complete at
@@ -79,7 +79,7 @@ def count(model: nn.Module) -> tuple[int, int]:
 
 
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether the reference is a second model in memory, not the policy without its adapter or stored scores."""
+    """Whether the reference is a second model in memory (not the policy without its adapter, nor stored scores)."""
     method = config.method
     return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
@@ -164,7 +164,7 @@ def _between_steps(
     ranks: int,
     continued: bool | None,
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes on the device that do not depend on packs, by part, and the bytes in CPU memory beside a GPU."""
+    """Return the bytes on the device that do not depend on packs, by part, and, with a GPU, the bytes in CPU memory."""
     width = dtype.itemsize
     _, trained = count(empty)
     kind = config.training.optimizer
@@ -283,14 +283,14 @@ class Target:
 
 
 def gathered(model: PreTrainedModel | PeftModel, width: int) -> int:
-    """Bytes of gathered weights that a process of a sharded run holds at once: two layers, and all outside layers."""
+    """Bytes of gathered weights that a sharded process holds at once: all weights outside of layers, and two layers."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     rest = sum(p.numel() for p in model.parameters()) - sum(layers)
     return width * (rest + 2 * max(layers, default=0))
 
 
 def exchanged(total: int, trained: int, width: int, ranks: int, packs: float, sharded: bool) -> float:
-    """Bytes that a process sends in a step; it receives as many. `packs`: its own number; `width`: bytes per weight.
+    """Bytes that a process sends in a step; it receives as many. `packs`: its number of packs; `width`: bytes a weight.
 
     Replicas sum their float32 gradients once (ring reduce-scatter and all-gather). Sharded weights are gathered for
     every forward and every backward pass, and each pack's gradients are reduced in float32.

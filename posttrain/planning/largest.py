@@ -95,7 +95,7 @@ def largest_step(
     ranks: int = 1,
     feeds_last: bool = False,
 ) -> list[Pack]:
-    """Return the packs of the step, in the first epoch, that has the fullest pack; the fullest comes first."""
+    """Of the first epoch's steps, return the packs of the one with the fullest pack; this pack comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
     return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
@@ -145,7 +145,7 @@ def probe(
     not even the smallest size fits.
     """
     device = take_device(config.devices)
-    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as for the largest packs
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # on for the largest packs
         training = config.training.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"training": training})
     release_memory()
@@ -168,7 +168,7 @@ def probe(
 
 
 def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
-    """Return the largest size from `low` to `high` that fits, and the smallest that did not, each None if none.
+    """Return the largest size from `low` to `high` that fits, and the smallest that did not; either may be None.
 
     The size is doubled, then bisected until the gap is a sixteenth of the size."""
     if not fits(low):

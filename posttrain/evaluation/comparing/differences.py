@@ -60,8 +60,8 @@ class Shared(Matched):
 def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
     """Match the items that have the same id and the same prompt; with `by_id`, the id is enough.
 
-    Differing prompts are taken for another template's if all items with such prompts have the same right answer on both
-    sides. A few equal answers, such as the letter B of two different questions, prove nothing.
+    Prompts that differ are attributed to another template if all these items have the same right answer on both sides.
+    A few equal answers, such as the letter B of two different questions, prove nothing.
     """
     both = [item for item in a if item in b]
     answers = {item: [*a[item], *b[item]] for item in both}
@@ -157,7 +157,7 @@ class Difference:
     p_adjusted: float
     floor: float | None  # difference that seeds alone exceed in 5 % of comparisons; None: not known
     flips: Sequence[Flip]
-    shown: bool  # a difference is shown: significant, and above the noise over seeds where that is known
+    shown: bool  # whether a difference is shown: significant, and above the noise over seeds if that is known
 
     @property
     def better(self) -> str | None:

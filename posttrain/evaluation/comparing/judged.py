@@ -58,7 +58,7 @@ class Judged:
 def judge(
     sides: Sequence[Side], settings: JudgeSettings, options: CompareOptions, suites: Sequence[str] = ()
 ) -> list[Judged]:
-    """Compare the completions of each other side with those of the first side, on the suites that both have.
+    """Compare the completions of every further side with those of the first side, on the suites that both have.
 
     The judge compares the first completion of every item that both sides have; `suites` limits the suites. Raises
     RunError if no two sides have completions of the same items, RewardError if no request to the judge can be made.
@@ -149,7 +149,7 @@ def sentences(judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def judged_facts(one: Judged) -> dict[str, Any]:
-    """One side's preferences for JSON, with both completions of every item."""
+    """A judge's preferences for JSON, with both completions of every item."""
     summary = {**asdict(one.summary), "win_rate": one.summary.win_rate if one.low is not None else None}
     facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "p_adjusted", "shown")}
     return {**facts, **summary, "not_judged": dict(one.left_out), "items": list(map(_item_facts, one.items))}

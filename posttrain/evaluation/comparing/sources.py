@@ -1,5 +1,5 @@
 """The sources of a comparison, read as answers: evaluation folders, runs, and files with scored, graded or generated
-rows. And its sides: a side is one source, or several runs that differ only in their seed."""
+rows. Sources are grouped into sides: a side is one source, or several runs that differ only in their seed."""
 
 import json
 import math
