@@ -440,7 +440,7 @@ def test_what_is_refused(tmp_path, capsys):
         ([a, tmp_path / "missing"], "there is no file or folder"),
         ([a, tmp_path / "empty"], "has nothing to compare: no evaluation"),
         ([a, other], "no scored suite that two of these have in common (a: sums; other: gsm8k)"),
-        ([a, short], "is incomplete: answers.jsonl has 3 answers of sums, summary.json counts 5"),
+        ([a, short], "is incomplete: answers.jsonl has 3 answers of sums, but summary.json counts 5"),
         ([a, twice], "has item 0, sample 0 of sums twice"),
         ([a, damaged], "answers.jsonl line 1 is damaged"),
         ([a, tmp_path / "unfinished"], "not finished"),

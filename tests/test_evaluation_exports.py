@@ -198,7 +198,7 @@ def test_contexts_and_prompts_that_are_too_long_lose_their_beginning(stories, by
     [[whole]], [[cut]] = (stories.complete([prompt], sampling) for prompt in (long, long[-500:]))
     assert whole.text == cut.text and 0 < whole.tokens <= 12
     assert "1 prompt truncated on the left to 500 tokens" in caplog.text
-    with pytest.raises(DataError, match="has 600 tokens and the model 512 positions"):
+    with pytest.raises(DataError, match="has 600 tokens, but the model 512 positions"):
         stories.logprobs([([1], [5] * 600)])
     with pytest.raises(DataError, match="has no context"):
         stories.logprobs([([], [5])])
