@@ -51,7 +51,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
             "training: {learning_rate: .inf}\n",
             "training.learning_rate is inf; it must be a number of 0 or more or null",
         ),
-        ("training: {optimizer: adam}\n", "training.optimizer is 'adam'; did you mean adamw? it is one of adamw"),
+        ("training: {optimizer: adam}\n", "training.optimizer is 'adam'; did you mean adamw? it must be one of adamw"),
         ("training: 5\n", "a.yaml:4: training is 5; it must be a mapping with batch_size, tokens_per_pack"),
         ("training: {warmup_steps: 1.5}\n", "training.warmup_steps is 1.5; give a share below 1, or a whole number"),
         ("seed: -1\n", "seed is -1; it must be a whole number of 0 or more"),
@@ -85,7 +85,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, template: chatt}]}\n",
-            "evaluation.datasets.0.template is 'chatt'; it is one of chat, chatml",
+            "evaluation.datasets.0.template is 'chatt'; it must be one of chat, chatml",
         ),
         ("training: {tokens_per_pack: 512}\n", "tokens_per_pack is 512, but an example may have 1024 tokens"),
     ],
@@ -115,7 +115,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it is one of auto, preference"),
+        ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it must be one of auto, preference"),
         ({"max_length": "abc"}, "data.max_length is 'abc'; it must be a whole number of 1 or more"),
         ({"max_prompt_length": "p0"}, "it must be auto or a whole number of 1 or more or text such as p90 or null"),
         ({"max_prompt_length": 1024}, "data.max_prompt_length is 1024, which leaves no room for a completion"),
@@ -129,7 +129,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
             "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
         ),
         ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows is for a single source, not for a list"),
-        ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, chatml"),
+        ({"template": "chatt"}, "data.template is 'chatt'; it must be one of chat, chatml"),
         ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
     ],
 )
@@ -140,7 +140,7 @@ def test_wrong_data_settings(tmp_path, data, message):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("maths", "rewards.0 is 'maths'; did you mean math? it is one of match_format_exactly, "),
+        ("maths", "rewards.0 is 'maths'; did you mean math? it must be one of match_format_exactly, "),
         (3, "rewards.0 is 3; it must be one of match_format_exactly, "),
         (None, "rewards.0 is null; it must be one of match_format_exactly, "),
         ({"type": "maths"}, "rewards.0.type is 'maths'; did you mean math?"),
@@ -155,9 +155,9 @@ def test_wrong_rewards(tmp_path, reward, message):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it is one of {NAMES}"),
+        ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it must be one of {NAMES}"),
         ({}, "method.type is missing"),
-        ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it is one of {NAMES}"),
+        ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it must be one of {NAMES}"),
         (["sft", "dpo"], f"method is a list; it must be one of {NAMES}, or a mapping with type"),
         ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo, orpo"),
         ({"type": "orpo", "simpo_gamma": 1}, "method.simpo_gamma is not a setting of orpo, but of cpo, simpo"),
@@ -166,7 +166,7 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
         ({"type": "simpo", "loss_type": "ipo"}, "method.loss_type is not a setting of simpo, but of dpo, cpo"),
         ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
-        ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it is one of sigmoid, hinge"),
+        ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it must be one of sigmoid, hinge"),
         ({"type": "dpo", "loss_type": ["sigmoid", "hing"]}, "method.loss_type.1 is 'hing'; did you mean hinge?"),
         ({"type": "dpo", "loss_type": []}, "method.loss_type is a list"),
         ({"type": "dpo", "loss_weights": [1, 2]}, "method.loss_weights has 2 weights for 1 losses"),
@@ -297,24 +297,24 @@ def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
         ("training:\n\tmax_steps: 3\n", "a.yaml:2: not valid YAML at column 1: the line is indented with a tab"),
         ("model: gpt2\n  method: sft\n", "a.yaml:2: not valid YAML at column 9"),
         ("model: [gpt2\n", "not valid YAML"),
-        ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that holds"),
+        ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that"),
         ("data:\n  source: x\n training: 1\n", "is the line indented like its neighbours?"),
-        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is given too and is not a mapping"),
+        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is also given and is not a mapping"),
         (
             "model: !!python/object/apply:os.system [ls]\n",
             "a.yaml:1: the YAML tag !!python/object/apply:os.system is refused",
         ),
         ("model: !load x\n", "a.yaml:1: the YAML tag !load is refused"),
         ("seed: !!int abc\n", "a.yaml:1: 'abc' is not a !!int"),
-        ("- a\n- b\n", "a.yaml holds a list; a settings file is a mapping"),
-        ("just text\n", "a.yaml holds a text; a settings file is a mapping"),
+        ("- a\n- b\n", "a.yaml contains a list; it must be a mapping"),
+        ("just text\n", "a.yaml contains a string; it must be a mapping"),
         ("a: &a {<<: *a}\n", "not"),
         ("base: &b {x: 1}\nmodel: {<<: *b}\n", "a.yaml:2: `<<` is not supported; use `extends: other.yaml`"),
         ("a: &a [*a]\n", "a.yaml"),
         (
             "a: &a [x,x,x,x,x,x,x,x,x]\n"
             + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
-            "aliases multiply",
+            "aliases expand too far",
         ),
         ("model: \x00gpt2\n", "a.yaml is not plain text"),
         (b"model: gpt2\xff\n", "a.yaml is not UTF-8 text (byte 11)"),
@@ -331,7 +331,7 @@ def test_bad_yaml(tmp_path, text, message):
     [
         ('{"model": "gpt2",\n "seed": }', "a.json:2: not valid JSON at column 10"),
         ('{"seed": 1,\n\t"seed": 2}', "a.json:2: seed is given twice, first on line 1; keep one"),
-        ("[1]", "a.json holds a list"),
+        ("[1]", "a.json contains a list"),
         (
             '{"model": "m", "method": "sft",\n\n"data": {"source": "x"}, "sed": 1}',
             "a.json:3: sed is not a setting; did you mean seed?",
@@ -346,7 +346,7 @@ def test_bad_json(tmp_path, text, message):
     ("override", "message"),
     [
         ("training.max_steps", "'training.max_steps' is not an override such as training.max_steps=200"),
-        ("b.yaml", "one configuration file is taken"),
+        ("b.yaml", "only one configuration file can be given"),
         ("=3", "'=3' is not an override"),
         ("training..x=3", "'training..x' is not the path of a setting"),
         ("data.validation={ratio: 0.1", "does not close its bracket"),

@@ -49,7 +49,7 @@ def devices_from_flag(device: str) -> DevicesConfig:
     """The device that `--device` names. Raises UsageError for an unknown one."""
     match = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
     if match is None:
-        raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
+        raise UsageError(f"--device is {device!r}: it must be one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
     return DevicesConfig(type=match[1], ids=match[2] and (int(match[2]),))  # pyright: ignore[reportArgumentType]
 
 

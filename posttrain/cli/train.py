@@ -206,7 +206,7 @@ def plan(
     card = flags.get("devices.type")
     if card not in CARDS:
         if card not in (None, *DEVICE_TYPES):
-            raise UsageError(f"--device {card}: it is one of {', '.join((*DEVICE_TYPES, *CARDS))}")
+            raise UsageError(f"--device {card}: it must be one of {', '.join((*DEVICE_TYPES, *CARDS))}")
         card = None
     flags = {path: value for path, value in flags.items() if card is None or path != "devices.type"}
     if memory_limit is not None and not (probe and memory_limit > 0):

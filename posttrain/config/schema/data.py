@@ -134,7 +134,9 @@ Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
 def check_template(problems: Problems, template: str) -> None:
     """Report a template that is neither a name nor a file."""
     if template not in TEMPLATES and not template.endswith(".jinja"):
-        problems.add("template", f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja")
+        problems.add(
+            "template", f"is {template!r}; it must be one of {', '.join(TEMPLATES)}, or a file that ends in .jinja"
+        )
 
 
 class DataConfig(Settings):
