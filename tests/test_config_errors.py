@@ -72,8 +72,8 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
             "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",
             "evaluation.datasets.0.with_replacement is true, but num_batches is null",
         ),
-        ("evaluation: {num_generations: 4}\n", "evaluation.num_generations is read where completions are sampled"),
-        ("evaluation: {temperature: 0.5}\n", "evaluation.temperature is read where completions are sampled for"),
+        ("evaluation: {num_generations: 4}\n", "evaluation.num_generations has no effect: it needs completions"),
+        ("evaluation: {temperature: 0.5}\n", "evaluation.temperature has no effect: it needs completions"),
         (
             "evaluation: {num_generations: 4, temperature: 0, datasets: [{name: a, source: b}]}\n"
             "rewards: [{type: math}]\n",
@@ -81,7 +81,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, rewards: [{type: math}, {type: math}]}]}\n",
-            "evaluation.datasets.0.rewards.1.name would be 'math', as an earlier reward's",
+            "evaluation.datasets.0.rewards.1.name would be 'math', which is the name of an earlier reward",
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, template: chatt}]}\n",
@@ -99,7 +99,7 @@ def test_one_wrong_setting(tmp_path, text, message):
     [
         ("data: {source: x, format: hh}\n", "data.format is hh, which has no labels; kto needs kto"),
         ("training: {batch_size: 1}\n", "training.batch_size is 1, but loss_type: kto estimates the KL from"),
-        ("training: {tokens_per_pack: 2000}\n", "but an example with another's completion may have 2048 tokens"),
+        ("training: {tokens_per_pack: 2000}\n", "but an example with another completion may have 2048 tokens"),
     ],
 )
 def test_wrong_settings_with_kto(tmp_path, text, message):
@@ -122,13 +122,13 @@ def test_labels_are_read_by_kto_alone(tmp_path):
         ({"validation": {"ratio": 2}}, "data.validation.ratio is 2; it must be a number above 0 and below 1 or null"),
         ({"validation": {"ratio": 0.1, "rows": 2}}, "needs one of ratio, rows and source, not ratio and rows"),
         ({"validation": {}}, "data.validation needs one of ratio, rows and source, not none"),
-        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split is read with source only"),
+        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split has no effect without source"),
         ({"source": []}, "data.source is a list; it must be text or a list of mappings with source, split"),
         (
             {"source": [{"source": "x", "weigt": 2}]},
             "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
         ),
-        ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows is for a single source, not for a list"),
+        ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows must not be set if source is a list"),
         ({"template": "chatt"}, "data.template is 'chatt'; it must be one of chat, chatml"),
         ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
     ],
@@ -181,7 +181,7 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "dpo", "reference_free": True, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
         ({"type": "dpo", "reference_free": True, "precompute_ref_log_probs": True}, "there is no reference to compute"),
         ({"type": "dpo", "reference_free": True, "ref_model": "x"}, "names a reference, but reference_free is true"),
-        ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
+        ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but with use_ref_model: false"),
         (
             {"type": "sft", "completion_only_loss": True, "assistant_only_loss": True},
             "conflicts with completion_only_loss",
@@ -224,7 +224,7 @@ def test_losses_of_a_difference_do_without_a_reference(loss):
 def test_pairs_need_twice_the_tokens_and_a_format_with_pairs(tmp_path):
     message = refused_values(tmp_path, method="dpo", data={"source": "x", "max_length": 5000, "format": "text"})
     assert "training.tokens_per_pack is 8192, but a pair may have 10000 tokens" in message
-    assert "data.format is text, which has no chosen and rejected" in message
+    assert "data.format is text, which has no pairs of completions" in message
     with pytest.raises(ValidationError):  # in Python too, not only from files
         DPOMethod(loss_weights=(1.0, 2.0))
 
@@ -279,7 +279,7 @@ def test_settings_that_are_not_read_but_may_be_elsewhere_are_told(tmp_path):
     assert load(tmp_path / "b.json").notes == [f"stage dpo: {notes[0]}"]
     constant = ["training.lr_scheduler_type=constant"]
     assert load(tmp_path / "a.json", constant).notes == []
-    notes = ["training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has"]
+    notes = ["training.warmup_steps is not read: constant has no warm-up, but constant_with_warmup does"]
     assert load(tmp_path / "a.json", [*constant, "training.warmup_steps=5"]).notes == notes
 
 

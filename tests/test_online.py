@@ -475,12 +475,12 @@ def test_groups_are_no_matter_where_nothing_compares_them(sums_home, tmp_path, m
         ({"rollout": {"max_completion_length": 23}}, DataError, "no row can be used"),
         ({"evaluation": {"max_completion_length": 24}}, ConfigError, "evaluation.max_completion_length is 24"),
         ({"evaluation": {"max_completion_length": 23}}, DataError, "of 23 tokens .evaluation.max_comp"),
-        ({"method": {"num_minibatches": 9}}, ConfigError, "more than the 8 prompts"),
+        ({"method": {"num_minibatches": 9}}, ConfigError, "but a step has only 8 prompts"),
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
-        ({"method": {"type": "sft"}}, ConfigError, "rewards score completions of validation prompts with sft"),
+        ({"method": {"type": "sft"}}, ConfigError, "rewards with sft only score completions of validation prompts"),
         ({"rewards": [{"type": "python", "function": "test_online:broken"}]}, RewardError, "'high' for completion 0"),
         ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "the config has none"),
-        ({"rewards": [EXACT, EXACT]}, ConfigError, "an earlier reward's"),
+        ({"rewards": [EXACT, EXACT]}, ConfigError, "the name of an earlier reward"),
     ],
 )
 def test_what_is_refused(sums_home, tmp_path, settings, error, message):

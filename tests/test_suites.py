@@ -134,7 +134,7 @@ def test_a_suite_of_ones_own(tmp_path, monkeypatch):
         ("gsm8k", {"kind": "choices"}, "choices needs two continuations"),
         ("gsm8k", {"shots": 2}, "the prompt has no {shots}"),
         ("hh", {"group": "x"}, "group is not read with `kind: preference`"),
-        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes one column a field"),
+        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes only one column per field"),
         ("gsm8k", {"temperature": -1}, "temperature"),
     ],
 )

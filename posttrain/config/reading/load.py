@@ -228,7 +228,7 @@ def _refusal(lines: list[str]) -> ConfigError:
 
 
 def dump(config: RunConfig | Sequence[Stage]) -> str:
-    """The whole configuration as YAML, which `load` reads back equal. Settings shared by all stages are written once."""
+    """The configuration as YAML, which `load` reads back equal. Settings shared by all stages are written once."""
     if isinstance(config, RunConfig):
         return write_yaml(escaped(config.model_dump(mode="json")))
     if len(config) == 1 and not config[0].name:
