@@ -477,7 +477,7 @@ def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home,
     flag = json.dumps({**json.loads(term.model_dump_json()), "base_url": "http://127.0.0.1:9"})
     capsys.readouterr()
     assert main(["regrade", str(folder), "--reward", flag]) == 0
-    assert "0 of 64 advantages change their sign" in capsys.readouterr().out and len(server.asked) == asked
+    assert "0 of 64 advantages change sign" in capsys.readouterr().out and len(server.asked) == asked
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
     assert re.search(r"advantage .* value +return +push", capsys.readouterr().out)
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
     said = capsys.readouterr().out
-    assert "0 of 64 advantages change their sign" in said and "approximate" not in said
+    assert "0 of 64 advantages change sign" in said and "approximate" not in said
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("whiten_rewards: false", "whiten_rewards: true"))
     with closing(sqlite3.connect(folder / "rollouts.sqlite")) as connection, connection:
