@@ -57,7 +57,7 @@ TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the one of the process; returns the exit status."""
+    """Run a command line, by default the arguments of the process; returns the exit status."""
     if argv is None:
         atexit.register(gc.freeze)  # otherwise, a process with torch spends a second on garbage collection at exit
     args = list(sys.argv[1:] if argv is None else argv)

@@ -41,7 +41,7 @@ def compare(
     sides: Annotated[list[str], SIDES],
     output: Annotated[Path | None, Flag("Folder to write to; default: comparisons/A-B.", "-o")] = None,
     suite: Annotated[
-        str | None, Flag("Evaluate the models on these suites first, and compare these.", "-s", metavar="NAME,...")
+        str | None, Flag("Evaluate the models on these suites, and compare the results.", "-s", metavar="NAME,...")
     ] = None,
     data: Annotated[Sequence[str], DATA] = (),
     max_rows: Annotated[int | None, MAX_ROWS] = None,

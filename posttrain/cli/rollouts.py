@@ -27,7 +27,7 @@ UNSIGNED = ("ratio", "entropy")  # columns of numbers without a sign
 
 
 def rollouts(run: Run, step: OneStep = None) -> None:
-    """List the completions that a run was trained on, from its rollouts.sqlite: a summary by step, or one step's."""
+    """List the completions that a run was trained on, from its rollouts.sqlite: a summary by step, or one step."""
     from posttrain.runs.receipt import step_receipt
     from posttrain.runs.stored_rollouts import StoredRun
 

@@ -42,8 +42,8 @@ def sample(
     """Sample completions from a model as in training, and report findings.
 
     Options override the settings (prompts, template, rewards, model, sampling) of the model's run or of --config;
-    without either, settings have their defaults. The report shows for every prompt lengths, the shares of truncated,
-    distinct and well-formatted completions, and the mean and spread of their rewards, and then suggestions, and
+    without either, settings have their defaults. For every prompt, the report shows lengths, the shares of truncated,
+    distinct and well-formatted completions, and the mean and spread of their rewards. It then lists suggestions, and
     problems with stop tokens, begin tokens and tags.
     """
     folder = _folder(model, options.stage)
@@ -238,7 +238,7 @@ def generate(
 ) -> None:
     """Sample completions for the prompts of a file.
 
-    Rows keep their order and fields; `completions` is added: each has `text`, `token_ids`, `logprobs` (under the
+    Rows keep their order and fields; `completions` is added, each with `text`, `token_ids`, `logprobs` (under the
     sampling distribution) and `finish_reason` (stop or length).
     """
     model_settings = from_flags(ModelConfig, options, path=model)

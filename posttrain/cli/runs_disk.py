@@ -22,7 +22,7 @@ OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder of runs, a
 Name = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name below --output-dir.")]
 Names = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or their names below --output-dir.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
-Force = Annotated[bool, typer.Option("--force", help="Do so even if other runs need it.")]
+Force = Annotated[bool, typer.Option("--force", help="Proceed even if other runs need it.")]
 KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Number of newest intact checkpoints to keep.")]
 KeepBest = Annotated[bool, typer.Option("--keep-best", help="Also keep the checkpoint of the step of best/.")]
 OlderThan = Annotated[

@@ -122,7 +122,7 @@ class EvalOptions:
     output: Annotated[
         Path | str | None,
         Flag(
-            "Folder for the records; default: in the run, otherwise evaluations/.", "-o", metavar="<path>", parse=Path
+            "Folder for the records; default: in the run folder, or evaluations/.", "-o", metavar="<path>", parse=Path
         ),
     ] = None
     overwrite: Annotated[bool, Flag("Evaluate again even if there are records.")] = False
@@ -195,12 +195,12 @@ class QuantizeOptions:
     """The precision of a quantised model, and its gate: rows of `gate`, and suites evaluated before and after."""
 
     to: Annotated[str, Flag("int8 (LLM.int8), or int4, also called nf4 (NF4 with double quantisation).")]
-    output: Annotated[Path | None, Flag("New folder; default: in the run, otherwise quantized_models/.", "-o")] = None
+    output: Annotated[Path | None, Flag("New folder; default: in the run folder, or quantized_models/.", "-o")] = None
     overwrite: Annotated[bool, Flag("Replace an earlier quantised model.")] = False
     gate: Annotated[
         Sequence[Path],
         Flag(
-            "File of prompts (reward model: of pairs); repeatable. Default: the run's data, or built-in prompts.",
+            "File of prompts or, for a reward model, pairs; repeatable. Default: the run's data, or built-in prompts.",
             metavar="FILE",
         ),
     ] = ()

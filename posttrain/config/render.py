@@ -12,7 +12,7 @@ from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, An
 from posttrain.config.schema.run import RunConfig
 
 WIDTH = 110
-# JSON Schema's names of bounds, by pydantic's names, which pydantic writes for a bound that follows a validator.
+# pydantic's names of bounds -> JSON Schema's. pydantic writes its own names for bounds that follow a validator.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 HEADINGS = {
     "run": "The run",
@@ -69,7 +69,9 @@ def starter(method: str, everything: bool = False) -> str:
         "# See what it would do:  posttrain plan FILE      All settings explained:  docs/config.md",
     ]
     if everything:
-        lines.append("# A group whose names follow a # is off. To turn the group on, remove the # from its lines.")
+        lines.append(
+            "# A # right before a name turns its group off. To turn the group on, remove the # from its lines."
+        )
     section = "run"
     off: Setting | None = None  # the group that contains the setting, if the group is off
     for setting in wanted:

@@ -137,7 +137,7 @@ class Lane(threading.Thread):
     def _run_some(self, checks: Sequence[Check], child: Child) -> Sequence[Check]:
         """Run checks until the process ends or a check misses its deadline; returns the checks that have not started.
 
-        The end shows in the replies, not in the process, which may have ended before its first reply is read.
+        The end of the process is detected from its replies: it may have ended before the first reply is read.
         """
         child.send([json.dumps([[check.target, check.arguments] for check in checks]).encode() + b"\n"])
         for number, check in enumerate(checks):

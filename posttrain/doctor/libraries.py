@@ -1,4 +1,4 @@
-"""Checks of the required and the optional libraries: a version in range, and one call that posttrain relies on."""
+"""Checks of required and optional libraries: the version, and one call that posttrain relies on."""
 
 import importlib
 import io

@@ -173,7 +173,7 @@ def _locks(folder: Path) -> bool:
 
 
 def _sqlite(path: Path) -> None:
-    """Use a database like `rollouts.sqlite`. Raises Broken unless others can read but not write while one writes."""
+    """Use a database like `rollouts.sqlite`. Raises Broken unless others can read, but not write, while one writes."""
     remedy = "choose a local disk: SQLite needs working locks and shared memory"
     try:
         with closing(sqlite3.connect(path, isolation_level=None)) as writer:
@@ -313,7 +313,7 @@ def triton() -> Found:
     on_gpu = torch.cuda.is_available()
     if why := attention.lacking_for_triton():
         install = "pip install 'posttrain[gpu-dev]'" if "Triton" in why else "apt-get install gcc"
-        return Found(f"{why}; PyTorch's operations replace kernels", "limited" if on_gpu else "absent", install)
+        return Found(f"{why}; PyTorch's operations are used", "limited" if on_gpu else "absent", install)
     import triton
 
     return Found(f"{triton.__version__}: {_norm_on_gpu() if on_gpu else _norm_compiled()}")

@@ -33,7 +33,7 @@ ENDLESS = Rule(lambda gold: None, _forever)
 
 
 def graders() -> Found:
-    """Check that the 20 known pairs of the maths rule are graded right, and that an endless answer is killed."""
+    """Check that the 20 known pairs of the maths rule are graded correctly, and that an endless answer is killed."""
     versions = [f"{name} {version_of(name)}" for name in ("sympy", "math-verify")]
     from posttrain.config import TagsConfig
     from posttrain.rewards.rules import canary

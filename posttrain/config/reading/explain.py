@@ -30,7 +30,7 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             messages.setdefault(path, message)
     # A union reports an error for each branch. An error about an entry inside says more than one about the whole value.
     paths = [p for p in messages if not any(other != p and other[: len(p)] == p for other in messages)]
-    # An unknown name for which a missing setting is suggested probably means that setting.
+    # If a missing setting is suggested for an unknown name, the name probably means that setting.
     meant = {p for p in paths if any(f"did you mean {dotted(p, values)}?" in message for message in messages.values())}
     paths = [p for p in paths if not (messages[p].startswith("is missing") and p in meant)]
     places = {path: origin_of(path, origins) for path in paths}

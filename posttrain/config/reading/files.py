@@ -90,9 +90,8 @@ def write_yaml(values: Any, flow: bool | None = False) -> str:
 
 
 def read_settings(path: Path, name: str | None = None) -> Tree:
-    """Read a YAML or JSON file of settings; messages call it `name`, by default its path. Raises ConfigError if the
-    file is unreadable, too large, not UTF-8 or not a mapping, has bad syntax (line and column), a tag or a key twice.
-    """
+    """Read a YAML or JSON file of settings; messages call it `name`, by default its path. Raises ConfigError if it is
+    unreadable, too large, not UTF-8 or not a mapping, or has bad syntax (line and column), a tag or a repeated key."""
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
@@ -117,7 +116,7 @@ def parse_value(text: str, origin: str) -> Tree:
     """Read the value of an override or flag as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
 
     A string without quotes is kept whole, even where YAML would drop a comment, fold lines or read an anchor.
-    The tree has the value under the key "value", and `origin` as the place of everything inside the value.
+    In the returned tree, the value is under the key "value", and the place of everything inside it is `origin`.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)

@@ -11,7 +11,7 @@ from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.layers import merge
 from posttrain.config.schema.run import RunConfig
 
-# Limit on the total length of all ${...}: references that double at every step would exhaust the memory.
+# Limit on the total length of all ${...}: references that double at every step would exhaust memory.
 MOST_CHARACTERS = 1_000_000
 _REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")

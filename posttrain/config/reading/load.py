@@ -116,7 +116,7 @@ def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Convert a Python value to what a file can contain. Raises ConfigError for values nested below MOST_DEPTH."""
+    """Convert a Python value to what a file can contain. Raises ConfigError if it is nested deeper than MOST_DEPTH."""
     if depth > MOST_DEPTH:
         raise ConfigError("the settings contain themselves, or are nested too deeply")
     if isinstance(value, Mapping):

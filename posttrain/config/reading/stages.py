@@ -158,7 +158,7 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
 
 
 def refuse_other_models(stages: Sequence[Stage]) -> None:
-    """Raise ConfigError unless every stage has as many models as the first stage; several must be the same models."""
+    """Raise ConfigError unless each stage has as many models as the first, and the same ones if there are several."""
     first = [model.folder_name for model in stages[0].config.models]
     for stage in stages[1:]:
         own = [model.folder_name for model in stage.config.models]

@@ -94,7 +94,7 @@ class MethodSettings(Settings):
     # Metrics and checks.
     measured: ClassVar[tuple[str, ...]] = ()  # metrics of an evaluation of the loss, besides the loss
     starts_as_reference: ClassVar[bool] = False  # whether the reference is, by default, the policy before training
-    has_ratio: ClassVar[bool] = False  # whether the loss reads the ratio of the policy to the policy that sampled
+    has_ratio: ClassVar[bool] = False  # whether the loss reads the ratio of the policy to the sampling policy
 
     # The losses.
     loss_setting: ClassVar[str | None] = None  # the setting that chooses among several losses
@@ -193,7 +193,7 @@ class MethodSettings(Settings):
 
     @property
     def joins_completions(self) -> bool:
-        """Whether an example has two completions: those of a pair, or its own and that of another example."""
+        """Whether an example has two completions: a pair's, or its own and a mismatched one from another example."""
         return self.kind == "pair"
 
 

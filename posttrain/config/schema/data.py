@@ -61,7 +61,7 @@ class ValidationConfig(Settings):
 
 
 class HeldOutRows(Settings):
-    """Rows of another stage's training data that this other stage holds out for validation."""
+    """Rows of another stage's training data that the other stage holds out for validation."""
 
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
         description="Source of the other stage, or the list of its sources."
@@ -104,7 +104,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def variables(value: Any) -> dict[str, Any]:
-    """Check the variables of a chat template. Raises ValueError for a wrong name or a value that is not JSON."""
+    """Check the variables of a chat template. Raises ValueError for a reserved or invalid name, or a non-JSON value."""
     if not isinstance(value, dict):
         raise ValueError("must be a mapping of names to values, such as {enable_thinking: false}")
     for name in value:
@@ -120,7 +120,7 @@ def variables(value: Any) -> dict[str, Any]:
 
 
 def _date(value: Any) -> Any:
-    """Convert a date, or text such as 2026-01-31, to text."""
+    """Convert a date, or a string such as 2026-01-31, to a string."""
     try:
         return datetime.date.fromisoformat(str(value)).isoformat()
     except ValueError:

@@ -27,7 +27,7 @@ class KnownSet:
 
 KNOWN: dict[str, KnownSet] = {
     "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "pairs of helpful and harmless dialogues", "hh"),
-    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions, pairs by GPT-4's score", "preference"),
+    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions; pairs ranked by GPT-4", "preference"),
     "orca-dpo-pairs": KnownSet(
         "HuggingFaceH4/orca_dpo_pairs",
         "OpenOrca instructions with pairs of replies",
@@ -36,7 +36,7 @@ KNOWN: dict[str, KnownSet] = {
     ),
     "stack-exchange-paired": KnownSet(
         "lvwerra/stack-exchange-paired",
-        "Stack Exchange questions, pairs by votes",
+        "Stack Exchange questions; pairs ranked by votes",
         "preference",
         {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
         files={"train": "data/rl/*.parquet", "test": "data/evaluation/*.parquet"},

@@ -94,7 +94,7 @@ class EvaluationConfig(Settings):
     """Evaluation during training."""
 
     eval_steps: Int = Field(default=100, description="Number of steps between evaluations; -1: never.")
-    at_start: bool = Field(default=True, description="Whether to evaluate also before the first step.")
+    at_start: bool = Field(default=True, description="Whether to also evaluate before the first step.")
     num_batches: Positive | None = Field(default=None, description="Number of batches per evaluation; null: all rows.")
     with_replacement: bool = Field(
         default=False, description="Whether every evaluation samples new rows for num_batches; false: the first rows."

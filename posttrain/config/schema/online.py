@@ -134,7 +134,7 @@ class GRPOMethod(PolicyGradientMethod):
 
     @classmethod
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
-        """Every loss (grpo_clip only for a run of this loss), then the run's loss with the other scale_rewards."""
+        """Every loss (grpo_clip only if the run uses it), then the run's loss with other values of scale_rewards."""
         made = [(loss, chosen) for loss, chosen in super().losses(run) if loss != "grpo_clip" or loss == run.loss_name]
         own = run.loss_type if isinstance(run, GRPOMethod) and run.loss_type != "no_baseline" else "grpo"
         scales = [scale for scale in ("group", "batch", "none") if scale != getattr(run, "scale_rewards", "group")]
@@ -252,7 +252,7 @@ class PPOMethod(RewardedMethod):
 
     def check(self, problems: Problems) -> None:
         if self.target_kl is not None and self.kl_coef <= 0:
-            problems.add("target_kl", "needs a kl_coef above 0, which adapts by factors: it could not change from 0")
+            problems.add("target_kl", "needs a kl_coef above 0: kl_coef adapts by factors, so 0 would never change")
         if not self.is_default("kl_horizon") and self.target_kl is None:
             problems.add("kl_horizon", "has no effect without target_kl; leave it out")
         if self.ref_model is not None and self.kl_coef <= 0:

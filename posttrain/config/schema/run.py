@@ -92,7 +92,7 @@ class RunConfig(Settings):
             problems.add(f"models.{index}.{name}", f"cannot be combined with {setting}")
 
     def unread(self) -> list[str]:
-        """Warnings about settings that are not read. These are not errors: they may be meant for other stages."""
+        """Warnings about settings that are not read. These may be meant for other stages or be overridden: no error."""
         method, training, lines = self.method, self.training, []
         if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
             lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
@@ -132,8 +132,8 @@ class RunConfig(Settings):
         return "eval_accuracy" if judged else None
 
     def lower_is_better(self, metric: str) -> bool | None:
-        """Whether a metric of an evaluation gets better as it falls; None if unknown. In runs of version 1, whether its
-        name ends in `loss`."""
+        """Whether a metric of an evaluation gets better as it falls; None if unknown. Runs of version 1 decide by
+        whether the name ends in `loss`."""
         known, direction = lower_is_better(metric), self.checkpoint.best_direction
         if direction != "auto" and (known is None or metric == self.best_metric):
             return direction == "lower"
@@ -248,7 +248,7 @@ class RunConfig(Settings):
         check_rewards(problems, self.rewards)
         if online and rollout.temperature <= 0:
             problems.add(
-                "rollout.temperature", f"is 0: a prompt would always have the same completion; {method.type} samples"
+                "rollout.temperature", f"is 0: all completions of a prompt would be the same; {method.type} must sample"
             )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}

@@ -53,7 +53,7 @@ class TrainingConfig(Settings):
         description="Optimizer; adamw_8bit: 8-bit moments; adamw_cpu_offload: all but the weights in CPU memory.",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        default="auto", description="Whether to recompute activations in backward: slower, less memory."
+        default="auto", description="Whether to recompute activations in the backward pass: slower, less memory."
     )
 
     def check(self, problems: Problems) -> None:
