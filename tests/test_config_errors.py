@@ -67,7 +67,10 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs checkpoint.best_metric"),
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
-        ("evaluation: {with_replacement: true}\n", "evaluation.with_replacement is true, but num_batches is null: how"),
+        (
+            "evaluation: {with_replacement: true}\n",
+            "evaluation.with_replacement is true, but num_batches is null; give",
+        ),
         (
             "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",
             "evaluation.datasets.0.with_replacement is true, but num_batches is null",
@@ -189,8 +192,8 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "grpo", "loss_type": "no_baseline", "epsilon": 0.1}, "epsilon is not read by no_baseline"),
         ({"type": "grpo", "loss_type": "reinforce_with_baseline", "epsilon_high": 1}, "epsilon_high is not read by"),
         ({"type": "grpo", "loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "epsilon is not read by cispo"),
-        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator is for the KL to a reference"),
-        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator is for the KL to a reference"),
+        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator applies to the KL to a reference"),
+        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator applies to the KL to a reference"),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
         ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
         ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),

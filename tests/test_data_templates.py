@@ -766,7 +766,7 @@ def test_defaults_of_variables_are_the_template_with_them_given(start):
         ({"eos_token": "x"}, "eos_token is set for"),
         ({"strftime_now": 1}, "strftime_now is set for"),
         ({"if": 1}, "if is set for"),
-        ({"a b": 1}, "'a b' is not a name"),
+        ({"a b": 1}, "'a b' cannot be the name"),
         ({"x": float("nan")}, "has a value that is not JSON"),
         ({"x": {1, 2}}, "has a value that is not JSON"),
         ({"x": "\ud800"}, "has a value that is not JSON"),

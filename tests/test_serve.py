@@ -912,7 +912,7 @@ def test_requests_carry_variables_of_the_template(stories, tmp_path):
         assert scored[1] > scored[0]
         for wrong, problem in (
             ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be changed"),
-            ({"a b": 1}, "'a b' is not a name"),
+            ({"a b": 1}, "'a b' cannot be the name"),
             ([], "must be a mapping"),
         ):
             answer = httpx.post(f"{address}/v1/chat/completions", json=said | {"chat_template_kwargs": wrong})

@@ -144,7 +144,7 @@ def test_dumped_stages_load_back_equal(write):
         ("stages: {a/b: {method: sft}}\n", [], r"a stage cannot be called 'a/b'"),
         ("stages: {..: {method: sft}}\n", [], r"a stage cannot be called '..'"),
         ('stages: {"a\\e[2J": {method: sft}}\n', [], r"a stage cannot be called 'a.x1b\[2J'"),
-        (f"stages: {{{'a' * 201}: {{method: sft}}}}\n", [], r"of at most 200 letters, digits"),
+        (f"stages: {{{'a' * 201}: {{method: sft}}}}\n", [], r"at most 200 letters, digits"),
         ("stages: {a: 3}\n", [], r"the stage a must be a mapping"),
         ("method: sft\n", ["stages.dpo.seed=1"], r"the settings have no stages"),
         ("method: sft\ninit_from: sft\n", [], r"init_from is not a setting; it goes inside a stage"),
