@@ -69,7 +69,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
         (
             "evaluation: {with_replacement: true}\n",
-            "evaluation.with_replacement is true, but num_batches is null; give",
+            "evaluation.with_replacement is true, but num_batches is null",
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",

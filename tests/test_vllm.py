@@ -60,7 +60,7 @@ def change(policy):
         ({"mode": "server", "base_url": "http://gpu"}, "give only http://HOST:PORT"),
         ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give only http://HOST:PORT"),
         ({"mode": "server", "base_url": "http://gpu:port"}, "give only http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "has its own"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "not to those at base_url"),
         ({"gpu_memory_utilization": 1.5}, "less than or equal to 1"),
         ({"mode": "remote"}, "'colocate' or 'server'"),
     ],
