@@ -674,8 +674,8 @@ REFUSED = {
         {"devices": {"strategy": "fsdp"}},
         r"lora.modules_to_save cannot be combined with devices.strategy: fsdp",
     ),
-    "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or has a blank one"),
-    "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or has a blank one"),
+    "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or contains a blank one"),
+    "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or contains a blank one"),
 }
 
 

@@ -324,7 +324,7 @@ def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, ca
         ([*models, "--max-rows", "3"], "--max-rows applies to the evaluation of models"),
         ([*models, "--suite", "gsm9k"], "did you mean gsm8k"),
         ([f"{models[0]}@3", models[1], "--suite", "few.yaml"], "to evaluate a checkpoint, give its folder"),
-        ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in one folder"),
+        ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in the same folder"),
         (models, "has nothing to compare: no evaluation (posttrain eval, or --suite, makes one)"),
         (["no/model", models[1]], "a model of the hub needs suites to compare on (--suite)"),
     ):

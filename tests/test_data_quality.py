@@ -376,8 +376,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
 
     for wrong, message in (
         (["--report", "found.json"], "found.json exists"),
-        (["--ngram", "5"], "--ngram 5: it is 13 or 8"),
-        (["--no-quality", "--against", asked], "--no-quality excludes"),
+        (["--ngram", "5"], "--ngram 5: it must be 13 or 8"),
+        (["--no-quality", "--against", asked], "--no-quality cannot be combined"),
         (["--against", "gsmk"], "did you mean gsm8k"),
         (["--against", "none.jsonl"], "--against none.jsonl: there is no such file"),
         (["--reward-model", str(model)], "config.json"),

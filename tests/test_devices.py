@@ -95,4 +95,4 @@ def test_every_command_that_computes_takes_its_gpu(tmp_path, shared, gpus, monke
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:0"])
 def test_a_device_that_is_none(capsys, device):
     assert main(["score", "model", "rows.jsonl", "--device", device]) == 2
-    assert f"--device is '{device}': it is one of auto, cpu" in capsys.readouterr().err
+    assert f"--device is '{device}': it must be one of auto, cpu" in capsys.readouterr().err

@@ -911,8 +911,8 @@ def test_requests_carry_variables_of_the_template(stories, tmp_path):
         scored = [httpx.post(f"{address}/v1/score", json=talk | more).json()["scored"] for more in ({}, off)]
         assert scored[1] > scored[0]
         for wrong, problem in (
-            ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be given"),
-            ({"a b": 1}, "'a b' is not a name"),
+            ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be changed"),
+            ({"a b": 1}, "'a b' cannot be the name"),
             ([], "must be a mapping"),
         ):
             answer = httpx.post(f"{address}/v1/chat/completions", json=said | {"chat_template_kwargs": wrong})

@@ -134,7 +134,7 @@ def test_a_suite_of_ones_own(tmp_path, monkeypatch):
         ("gsm8k", {"kind": "choices"}, "choices needs two continuations"),
         ("gsm8k", {"shots": 2}, "the prompt has no {shots}"),
         ("hh", {"group": "x"}, "group is not read with `kind: preference`"),
-        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes one column a field"),
+        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes only one column per field"),
         ("gsm8k", {"temperature": -1}, "temperature"),
     ],
 )
@@ -727,7 +727,7 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         (["m", "--suite", "gsm8k", "--engine", "fast"], "--engine"),
         (["m", "--suite", "gsm8k,math", "--data", "x.jsonl"], "not one of the suites|with several suites"),
         (["./m", "--suite", "gsm8k", "--data", "DATA"], "no such folder"),
-        (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "would be evaluated in one folder, evaluations/m"),
+        (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "be evaluated in the same folder, evaluations/m"),
         (["./a/m", "./a/m", "--suite", "gsm8k", "--data", "DATA"], "a/m is given twice"),
         (["m", "--suite", "gsm8k", "--reference", "m"], "--reference applies only to suites of pairs"),
         (["m", "--suite", "hh", "--calibrate"], "compares verifiers for the rules gsm8k and math"),

@@ -48,19 +48,19 @@ def change(policy):
 @pytest.mark.parametrize(
     ("vllm", "message"),
     [
-        ({"base_url": "http://gpu:8001"}, "base_url.*mode: server only, not with colocate"),
-        ({"timeout": 5.0}, "timeout.*mode: server only"),
-        ({"servers": 2}, "servers.*mode: server only"),
-        ({"push": "nccl"}, "push.*mode: server only"),
-        ({"mode": "server", "base_url": ["http://gpu:8001", "http://gpu:8001"]}, "each of them once"),
-        ({"mode": "server", "base_url": []}, "needs addresses"),
-        ({"mode": "server", "base_url": "http://gpu:8001", "servers": 2}, "servers.*are started here"),
+        ({"base_url": "http://gpu:8001"}, "base_url.*needs mode: server, but mode is colocate"),
+        ({"timeout": 5.0}, "timeout.*needs mode: server"),
+        ({"servers": 2}, "servers.*needs mode: server"),
+        ({"push": "nccl"}, "push.*needs mode: server"),
+        ({"mode": "server", "base_url": ["http://gpu:8001", "http://gpu:8001"]}, "each only once"),
+        ({"mode": "server", "base_url": []}, "needs at least one address"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "servers": 2}, "servers that the run starts"),
         ({"mode": "server", "servers": 2, "gpus": [1]}, "1 GPUs for 2 servers"),
-        ({"mode": "server", "base_url": "gpu:8001"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:port"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "has its own"),
+        ({"mode": "server", "base_url": "gpu:8001"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:port"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "not to those at base_url"),
         ({"gpu_memory_utilization": 1.5}, "less than or equal to 1"),
         ({"mode": "remote"}, "'colocate' or 'server'"),
     ],
@@ -71,7 +71,7 @@ def test_settings_that_do_not_go_together(vllm, message):
 
 
 def test_settings_of_vllm_are_for_its_engine():
-    with pytest.raises(ValidationError, match="read by engine: vllm only, not embedded"):
+    with pytest.raises(ValidationError, match="needs engine: vllm, but engine is embedded"):
         RolloutConfig(vllm={"gpu_memory_utilization": 0.5})
     assert RolloutConfig(engine="vllm", vllm={"mode": "server", "base_url": "http://[::1]:8001/"}).vllm.timeout == 600
 
