@@ -98,7 +98,7 @@ class Pack:
         return sum_segments(value_N, self.length_S)
 
     def pairs(self, value_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a value per sequence into values of chosen and rejected completions (P each). Pairs are adjacent."""
+        """Split a value per sequence into those of chosen and of rejected completions (P each), which alternate."""
         return value_S[0::2], value_S[1::2]
 
     @property
@@ -156,7 +156,7 @@ def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def physical_length(tree: Node, keep_last: bool = False) -> int:
-    """Count the tree's physical tokens in a pack: every node once, each leaf without its last token unless kept."""
+    """Count a tree's physical tokens in a pack: nodes once, leaves without their last token unless `keep_last`."""
     if tree.children:
         return len(tree.tokens) + sum(physical_length(child, keep_last) for child in tree.children)
     return len(tree.tokens) if keep_last else max(len(tree.tokens) - 1, 0)

@@ -32,8 +32,8 @@ from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import PARTS
 
-# Maximum elements of a chunk of logits. CPU: 16 MB in float32, which fit in its cache. GPU: more, because small
-# products leave it idle.
+# Maximum elements of a chunk of logits. CPU: 16 MB in float32, which fits in its cache. GPU: more, because small
+# products would leave it idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 GRADIENT_ELEMENTS = 1 << 27  # minimum elements of a chunk of logit gradients (kernels/scores.py): 256 MB in 16 bits
 READ_STEP = 4 * ROWS  # the last layer computes its output for a multiple of this number of tokens
@@ -60,7 +60,7 @@ class Scorer(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """A causal language model with a value head: the expected return before each scored token.
+    """A causal language model with a value head, which predicts the expected return before each scored token.
 
     The head reads the hidden states that predict the tokens. Its weights start at 0 and are saved next to the model.
     """
@@ -86,7 +86,7 @@ class ValueScorer(nn.Module):
         return cls(model, head)
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:
-        """Scores, and values (N, float32)."""
+        """Return the scores, and the values (N, float32)."""
         hidden_N = scored_states(self.model, pack)
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
         return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
@@ -179,7 +179,7 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
-    """The scores of targets from the hidden states (N, D) that predict them."""
+    """Return the scores of targets, from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
     weight = head.weight  # read once: with new tokens, PEFT merges it at every access
     fused = uses_triton(base_of(model), weight)
@@ -187,7 +187,7 @@ def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, 
 
 
 def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert a pack to right-padded rows, one per sequence: token ids and mask (S, L). Column = position."""
+    """Return a pack as right-padded rows, one per sequence: token ids and mask (S, L). Columns are positions."""
     seen_ST, longest = pack.seen_ST(), pack.longest
     column_ST = pack.position_T.where(seen_ST, longest)  # tokens of other sequences go to an extra column
     tokens_SL = pack.tokens_T.new_zeros(len(seen_ST), longest + 1)
@@ -337,7 +337,7 @@ def row_step(weight: torch.Tensor) -> int:
 
 def gradient_elements(weight: torch.Tensor, trained: bool) -> int:
     """The number of elements in a chunk of logit gradients with kernels/scores.py. The float32 gradient of a trained
-    weight is read and written for every chunk. If a chunk has as many bytes, this costs little next to the products."""
+    weight is read and written for every chunk, which costs little next to the products if a chunk has as many bytes."""
     return max(GRADIENT_ELEMENTS, 2 * weight.numel()) if trained else GRADIENT_ELEMENTS
 
 

@@ -32,7 +32,7 @@ from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
 PLAIN_SUMS = (2.0**-60, 2.0**90)  # range of sums for which m = 0 is valid, with values up to 2^37
-LEAST = -110.0  # minimum of logits, including masked ones; a key at the minimum adds at most 2^-50 of the sum
+LEAST = -110.0  # lower logits, including masked ones, are raised to this; each then adds at most 2^-50 of the sum
 HIDDEN = -1e30  # added to a masked logit; finite, so that a fully masked part gives no NaN
 
 
@@ -64,7 +64,7 @@ class Attended:
 class Decoding:
     """A step of one new token per live completion: each stores its key and value, and attends to prompt and completion.
 
-    An idle row may see leftovers of earlier completions. Nothing reads the result, but its sums also decide whether a
+    An idle row may see leftovers of earlier completions. Nothing reads its result, but its sums also decide whether a
     layer needs m.
     """
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 CACHE_BYTES = 4 << 30  # maximum size of keys and values in main memory
-GPU_SHARE = 4  # on a GPU, their maximum is a quarter of its memory
+GPU_SHARE = 4  # on a GPU, keys and values take at most a quarter of its memory
 FEWEST_COLUMNS = 32  # minimum columns of completions; with fewer, PyTorch may multiply small matrices by a slow path
 COLUMNS = 256  # with static shapes, columns of prompts and of completions are multiples of this number
 

@@ -1,10 +1,9 @@
 """The live completions as tensors, and the step that gives each of them its next token.
 
 On a GPU, a step of a small model launches hundreds of kernels, each of which runs for less time than its launch takes.
-So steps on a GPU have few shapes, and the step of each shape is captured as a CUDA graph, which one call replays. A
-graph has fixed addresses and sizes. Therefore the state and the cache keep their memory between calls of `generate`,
-and shapes are rounded up: rows to a power of two, columns to a multiple of 256. Rows beyond the live ones are computed
-and discarded.
+So steps on a GPU have few shapes, and for each shape the step is captured as a CUDA graph, which one call replays. A
+graph has fixed addresses and sizes. So the state and the cache keep their memory between calls of `generate`, and
+shapes are rounded up: rows to a power of two, columns to a multiple of 256. Extra rows are computed and discarded.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from posttrain.scoring import next_token_logits, row_chunks
 log = logging.getLogger("posttrain")
 
 FEWEST_ROWS = 8
-STEPS_BETWEEN_CHECKS = 8  # steps between two transfers of the finished rows from the GPU; these rows idle until then
+STEPS_BETWEEN_CHECKS = 8  # steps between two checks for finished rows, which idle until then; a check waits for the GPU
 WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate memory
 
 

@@ -44,9 +44,9 @@ class Memory:
 class Kept:
     """The memory of static shapes that is kept for one policy.
 
-    Evaluation often samples a different number of completions from training, and at a different temperature. So each
-    set of sampling settings has its own state and CUDA graphs, while all of them use the same buffers for keys and
-    values in turn. A call uses only the part of the memory within its own room, so earlier calls have no influence.
+    Evaluation often differs from training in the number of completions and in the temperature. So each set of sampling
+    settings has its own state and CUDA graphs, but all of them use the same buffers for keys and values in turn. A call
+    uses only the part of the memory within its own room, so earlier calls have no influence.
     """
 
     def __init__(self, policy: nn.Module, device: torch.device):
@@ -142,7 +142,7 @@ class Generation:
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
         self.version, self.finished = version, finished
-        self.spent, self.since = 0.0, time.perf_counter()  # seconds charged to a completion that is always live
+        self.spent, self.since = 0.0, time.perf_counter()  # seconds charged to a completion that is live throughout
         # Taking long prompts first would waste least, but callers often sort by difficulty, so their order is kept.
         sampling = self.stepper.sampling
         groups = (group for request in requests for group in groups_of(request, sampling, texts, room.members))
@@ -180,7 +180,7 @@ class Generation:
         return self.stepper.rounded(shape, self.room)
 
     def admit(self) -> bool:
-        """Admit waiting prompts while a complete group fits; returns whether any was admitted."""
+        """Admit waiting prompts while a complete group fits. Return whether any was admitted."""
         begin, before = len(self.rows), len(self.groups)
         while self.waiting and self.fits(self.waiting[0]):
             group = self.waiting.popleft()

@@ -235,8 +235,8 @@ class Live:
 
     At most `max_rows` completions are generated together, fewer if their keys and values exceed `cache_bytes`. Prompt
     and completion have together at most `context` tokens (None: what the model allows, up to CONTEXT). At most
-    `max_waiting` prompts wait. A request's tokens depend on its seed, not on other requests; in float32 they are those
-    of EmbeddedEngine. A request names an adapter of the PEFT model.
+    `max_waiting` prompts wait. A request's tokens depend on its seed, not on other requests; in float32 they equal the
+    tokens of EmbeddedEngine. A request may name an adapter of a PEFT model.
 
     Raises ModelError for a model whose rotary embedding depends on the lengths in a batch (`check_positions`).
     """

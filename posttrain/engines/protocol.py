@@ -182,7 +182,7 @@ def checked_requests(
             )
         own = [longest] * n if limits is None else list(limits[index])
         if len(own) != n or min(own) < 1:
-            raise ValueError(f"limits of prompt {index}: {own}; give {n} of 1 or more")
+            raise ValueError(f"limits of prompt {index}: {own}; give {n} limits of 1 or more")
         seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
         requests.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
     return requests

@@ -90,8 +90,7 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _running_sum(share: torch.Tensor) -> torch.Tensor:
-    """Return the cumulative sum along the last axis. A GPU adds floats in varying order, so there it adds integers, in
-    units of 2^-40."""
+    """Cumulative sum along the last axis. A GPU sums in varying order, so there it adds integers (units of 2^-40)."""
     if not share.is_cuda:
         return share.cumsum(-1)
     return (share.double() * 2.0**40).long().cumsum(-1).double().mul_(2.0**-40).float()
@@ -100,8 +99,7 @@ def _running_sum(share: torch.Tensor) -> torch.Tensor:
 def sample_tokens(
     logits: torch.Tensor, sampling: Sampling, words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token for each row. Return the tokens (B, int64), and their log-probabilities (B, float32, nats) under
-    the processed distribution.
+    """Sample a token per row (B, int64); return it with its log-probability (B, float32, nats) after processing.
 
     `logits` (B, V) float32 are overwritten. If a row is not finite, its log-probability is not finite.
     """

@@ -241,9 +241,8 @@ def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
 
 
-# FlexAttention (arXiv 2412.05496). One compilation with dynamic shapes serves every width and has the kernels of a
-# fixed width, because tokens are padded to complete blocks here. A padding token sees only itself, and padding is cut
-# off afterwards.
+# FlexAttention (arXiv 2412.05496). One compilation with dynamic shapes serves every width, with the kernels of a fixed
+# width, because tokens are padded to complete blocks here. Padding tokens see only themselves and are cut off later.
 
 
 def suits_flex(query: Tensor, dropout: float) -> bool:

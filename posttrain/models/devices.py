@@ -65,7 +65,7 @@ def device_type(devices: DevicesConfig) -> str:
 
 
 def device_of(devices: DevicesConfig) -> torch.device:
-    """Return the device to compute on: the first one named, or the best available. A GPU's device has its index."""
+    """Return the device to compute on: the first one named, or the best available. A CUDA device has its index."""
     kind = device_type(devices)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError(

@@ -1,6 +1,6 @@
 """The routers of a mixture-of-experts model in training: their load-balancing loss, and their load as metrics.
 
-Experts have no capacity limit, so no token is ever dropped. But it can happen that few experts receive most tokens.
+Experts have no capacity limit, so no token is ever dropped. But a few experts may receive most of the tokens.
 """
 
 import inspect
@@ -141,8 +141,7 @@ def router_coefficient(config: PreTrainedConfig, setting: float | None) -> float
 
 
 class RouterLoad:
-    """Counts the choices of a model's routers in forward passes with gradients, so not in those of engines and
-    references.
+    """Counts the choices of a model's routers in forward passes with gradients, so not of engines and references.
 
     Each computed token counts once; padding does not count. A last layer that is computed only for the tokens whose
     states are read (models/lean.py) counts only these tokens.

@@ -62,16 +62,16 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt_neo": Family(False, ("q_proj", "v_proj")),
     "gptj": Family(False, ("q_proj", "v_proj")),
 }
-LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # a table of positions; other families compute any number
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # these have a table of positions; other families compute any position
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether the model is a PEFT model. PEFT is not imported, which would take a second and most runs do not need."""
+    """Whether the model is a PEFT model, without importing PEFT: that takes a second, and most runs do not need it."""
     return hasattr(model, "get_base_model")
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT wrapper (it includes PEFT's layers), or the model itself."""
+    """Return the transformers model inside a PEFT wrapper (with PEFT's layers in it), or the model itself."""
     base = model.get_base_model() if is_adapted(model) else model
     assert isinstance(base, PreTrainedModel)
     return base
@@ -173,7 +173,7 @@ def use_triton(model: nn.Module) -> None:
 
 
 def uses_triton(model: nn.Module, factor: Tensor) -> bool:
-    """Whether the model uses them for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
+    """Whether the kernels are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
     return getattr(model, TRITON, False) and not (factor.is_cuda and factor.dtype == torch.float32)
 
 

@@ -341,8 +341,8 @@ def _backtracking(pattern: str, searched: bool = False) -> float:
 
 
 def _bits(items: Any, times: int = 1, last: bool = False) -> float:
-    """`times`: the minimum number of repetitions of the enclosing expression. `last`: nothing that can fail to match
-    follows, so a repetition at the end is never retried: if one round fails, the earlier rounds are the match."""
+    """`times`: the minimum number of repetitions of the enclosing expression. `last`: nothing follows that could fail
+    to match, so a repetition at the end is never retried: if one round fails, the earlier rounds are the match."""
     total = 0.0
     for number, (kind, value) in enumerate(items, 1):
         name, ends = str(kind), last and number == len(items)

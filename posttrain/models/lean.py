@@ -172,7 +172,7 @@ def rms_norm_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate x by the angles, or back if `sign` is -1 (the gradient). Rounds bit for bit as transformers does."""
+    """Rotate x by the angles, or back if `sign` is -1 (the gradient). Equals transformers bit for bit."""
     (first, second), (sin, _) = x.chunk(2, -1), sin.chunk(2, -1)
     y = x * cos
     y_first, y_second = y.chunk(2, -1)

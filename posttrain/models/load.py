@@ -221,7 +221,7 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """Load a model's config.json, or an adapter's base's. Raises ModelError for models that are not text-only."""
+    """Load the config.json of a model, or of an adapter's base. Raises ModelError for models that are not text-only."""
     model = base_settings(model)
     with clear_errors(model, "config.json"):
         check_file(model.path, model.revision, "config.json")
@@ -300,7 +300,7 @@ def takes_triton(model: ModelConfig, device: torch.device) -> bool:
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:
-    """Check that flash_attention_2 has its package and a GPU, with a clearer message than from transformers. Warn if
+    """Check that flash_attention_2 has its package and a GPU, with a clearer message than transformers gives. Warn if
     attention over packs on a GPU runs without FlexAttention."""
     if device.type == "cuda" and model.attention != "flash_attention_2":
         attention.announce_without_flex()

@@ -68,7 +68,7 @@ def add_lora(
 
 
 def _ends(model: PreTrainedModel) -> set[str]:
-    """Return the last name parts of the embeddings and, unless it is tied to them, of the LM head."""
+    """Return the last component of the names of the embeddings and, unless tied to them, of the LM head."""
     head = None if model.config.tie_word_embeddings else model.get_output_embeddings()
     ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
     return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is end for end in ends)}
@@ -210,6 +210,6 @@ def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last name parts of the backbone's linear layers."""
+    """Return the last component of the names of the backbone's linear layers."""
     modules = backbone_of(model).named_modules()
     return sorted({name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)})

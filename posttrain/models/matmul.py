@@ -3,7 +3,7 @@
 On an AMD EPYC, products of the models' shapes are 10 to 25 % faster this way: x W^T and its gradient with respect to x.
 The gradient with respect to W is as fast through MKL, so MKL computes it. On Intel processors MKL is at least as fast
 (a training step takes 4 % less time), except with few rows and prepacked weights, as in generation. So `packed_weights`
-is used on every x86 processor. On others, and if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
+is used on every x86 processor. On other processors, and without oneDNN, this is `torch.nn.functional.linear`.
 
 oneDNN caches 0.3 MB of machine code for every shape until the process ends. If packs always had new sizes, the process
 would grow without limit. So oneDNN multiplies only recurring numbers of rows: multiples of ROWS, to which packs are
@@ -33,7 +33,7 @@ ONEDNN = PACKS and "Intel" not in CAPABILITIES.get("cpu_name", "")
 # 16 shapes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
-ROWS = 16  # oneDNN multiplies multiples of this number of rows
+ROWS = 16  # oneDNN is used for multiples of this number of rows
 SAMPLED_ROWS = 4  # the same with packed weights, because sampled rows finish one by one
 SMALL = 1 << 16  # elements of a weight below which oneDNN's overhead exceeds its gain
 PACKED_BYTES = 1 << 30  # maximum size of weights that may be in memory twice

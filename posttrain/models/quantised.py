@@ -45,7 +45,7 @@ def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
 
 def check_int8(device: torch.device) -> None:
     """Raise ModelError if PyTorch multiplies 8-bit integers wrongly on this machine; nothing else would show this."""
-    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # only this code can be wrong
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # only its AVX512 code can be wrong
         return
     row = torch.full((1, COLUMNS), 127, dtype=torch.int8)
     if int(torch._int_mm(row, row.T)) != COLUMNS * 127**2:

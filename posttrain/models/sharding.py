@@ -1,4 +1,4 @@
-"""Weights sharded over the ranks with torch's FSDP2: each rank has its part of every tensor, some of the rows.
+"""Weights sharded over the ranks with torch's FSDP2: each rank has a part of every tensor, some of its rows.
 
 The parts are float32 and are the optimizer's masters. A layer is gathered for its forward and its backward pass, in the
 dtype of the computation. Its gradients are summed over the ranks in float32, and each rank receives the gradients of

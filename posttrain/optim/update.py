@@ -48,7 +48,7 @@ class AdamW:
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
-    # The variants of this optimizer override these methods: where the masters are, and how gradients get there.
+    # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
 
     def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
         """Return the parameter's master, and round the parameter itself to `compute_dtype`."""
@@ -82,7 +82,7 @@ class AdamW:
             self.parameters[name].copy_(self.masters[name])
 
     def _is_kept(self, name: str) -> bool:
-        """Whether the state includes the master, because the model's rounded weight does not determine it."""
+        """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
         return self.masters[name] is not self.parameters[name]
 
     @torch.no_grad()

@@ -117,7 +117,7 @@ class AdamWCPUOffload(AdamW):
         return master
 
     def _fetch(self, name: str, parameter: Tensor) -> None:
-        """Wait until the previous pack's gradient is added (usually it is), then start the transfer of the new one."""
+        """Wait until the last pack's gradient is added (usually it already is), then start to transfer the new one."""
         self._take(name)
         grad = parameter.grad
         assert grad is not None

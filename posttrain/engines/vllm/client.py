@@ -1,7 +1,7 @@
 """The trainer's side of one vLLM server: started and stopped here, or at a configured address.
 
 It uses http.client for two reasons. `interrupt` aborts a request that another thread waits for by shutting down its
-socket, which httpx does not expose before the response begins. And tensors are sent without a copy.
+socket, which httpx does not expose before the response begins. And tensors are sent without another copy.
 """
 
 import contextlib
@@ -279,7 +279,7 @@ class Server:
 
 
 def side_by_side(servers: Sequence[Server], work: Callable[[Server], None]) -> None:
-    """Run `work` for every server, each in its own thread; run it for a single server in this thread. Raises the first
+    """Run `work` for every server: each in its own thread, or, for a single server, in this thread. Raises the first
     error after all threads have ended. If this thread is interrupted, requests in flight are aborted."""
     if len(servers) <= 1:
         for server in servers:

@@ -253,7 +253,7 @@ class Servers:
         }
         self._owned = {key: server for key, server in self._mine.items() if key[1] % size == index}
         self._mark = ""
-        self._weights: Weights = tuple  # the weights of the last `load`, and below the check of a push
+        self._weights: Weights = tuple  # the weights of the last `load`; `_prove` checks each push
         self._prove: Prove = lambda generate: None
         try:
             self._exchange(lambda: side_by_side([*self._owned.values()], lambda server: server.start(model)))

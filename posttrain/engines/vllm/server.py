@@ -37,7 +37,7 @@ LARGEST = 1 << 34  # maximum bytes of one request
 
 
 class Desk:
-    """The server's state between requests: the model, and the receiver of NCCL. Several threads use it."""
+    """The server's state between requests: the model, and the NCCL receiver. Several threads use it."""
 
     def __init__(self, vllm_version: str, gpu_memory_utilization: float):
         self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization

@@ -7,8 +7,8 @@
     POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark}
     POST /generate   {mark, requests, sampling} -> a line {} for each second of work, finally a line {groups}
 
-A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer is one JSON object, except
-from /generate. Requests are handled concurrently, and need `Authorization: Bearer KEY` if a key is set.
+A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer, except to /generate, is one
+JSON object. Requests are handled concurrently, and need `Authorization: Bearer KEY` if a key is set.
 
 With NCCL, weights go directly from the trainer's GPU to the server's GPU, and only their names go over HTTP. The two
 sides form a communicator of two with vLLM's PyNcclCommunicator. The trainer creates NCCL's unique id and sends it with
@@ -141,7 +141,7 @@ class Sender:
                 whole = tensor.detach().contiguous()
                 self._stream.wait_stream(torch.cuda.current_stream())
                 self._group.broadcast(whole, TRAINER, self._stream)
-                whole.record_stream(self._stream)  # its memory is not reused before it was sent
+                whole.record_stream(self._stream)  # its memory is not reused before it is sent
             sent = torch.cuda.Event()
             sent.record(self._stream)
             answer.until(sent.query)

@@ -40,7 +40,7 @@ def _part(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, to the base 2.
+    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score, sum of p (p: powers of 2).
 
     Query i of the holder belongs to head i % r of the row row_HM[i // r]. Its position is the row's entry in at_R,
     counted in the holder's columns. With a window, it sees only keys less than `window` columns before it.
