@@ -199,7 +199,7 @@ def test_what_is_not_installed_names_its_extra(scratch_model, monkeypatch, packa
 
 
 def test_kernels_for_gpus_are_refused_on_a_cpu(scratch_model):
-    with pytest.raises(ModelError, match="use_liger_kernel: its kernels are for GPUs, and this run computes on cpu"):
+    with pytest.raises(ModelError, match="use_liger_kernel: its kernels are for GPUs, but this run computes on cpu"):
         load_model(ModelConfig(path=str(scratch_model), use_liger_kernel=True), "lm", torch.float32, CPU)
 
 

@@ -56,9 +56,9 @@ def test_ranks_have_a_gpu_each_and_a_process_alone_the_first(gpus):
     assert [own_device(two, rank, 2).ids for rank in range(2)] == [(3,), (1,)]
     assert [own_device(visible, rank, 8).ids for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert own_device(visible, 0, 1) is visible
-    with pytest.raises(ModelError, match="process 2 of this machine has no GPU, it has 2"):
+    with pytest.raises(ModelError, match="there is no GPU for process 2 of this machine: start at most 2"):
         own_device(two, 2, 3)
-    with pytest.raises(ModelError, match=r"names 2 GPUs, and this process trains on one.*launch --nproc 2"):
+    with pytest.raises(ModelError, match=r"names 2 GPUs, but this process trains on one.*launch --nproc 2"):
         own_device(two, 0, 1)
 
 

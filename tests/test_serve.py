@@ -166,11 +166,11 @@ def test_requests_that_leave_or_are_too_many(stories):
         assert isinstance(events.get(timeout=10), Token)
         live.submit(second)
         live.submit(third)
-        with pytest.raises(Busy, match="2 prompts wait already"):
+        with pytest.raises(Busy, match="2 prompts are already waiting"):
             live.submit(Job([5], long))
         with pytest.raises(DataError, match="vocabulary has 512"):
             live.submit(Job([512], long))
-        with pytest.raises(DataError, match="there is no adapter x; there are none"):
+        with pytest.raises(DataError, match="there is no adapter x; available: none"):
             live.submit(Job([5], long, adapter="x"))
         live.cancel(second)  # while it waits
         live.cancel(first)  # while it is generated

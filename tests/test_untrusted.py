@@ -229,7 +229,7 @@ HOSTILE_MODELS = {
 }
 HOSTILE_FILES = {
     "a deep config": ("config.json", DEEP, "nested too deeply"),
-    "a list for a config": ("config.json", "[]", "config.json is not a model's settings, but a list"),
+    "a list for a config": ("config.json", "[]", "config.json contains a list, not a model's settings"),
     "a deep index": ("model.safetensors.index.json", DEEP, "nested too deeply"),
     "an index of nothing": ("model.safetensors.index.json", "[]", "has no weight_map"),
     "an index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
