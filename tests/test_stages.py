@@ -550,7 +550,7 @@ def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_mo
         runner.train(chain(tmp_path, shared, scratch_model, stages={**both, "last": stages["sft"]}), resume=True) == 0
     )
     run = tmp_path / "chain"
-    assert set(states(run).values()) == {"finished"} and caplog.text.count("keeps to those (data.excluded)") == 2
+    assert set(states(run).values()) == {"finished"} and caplog.text.count("still excludes those (data.excluded)") == 2
     assert load(run / "sft/config.yaml").config.data.excluded == ()
     assert [one.rows for one in load(run / "more/config.yaml").config.data.excluded] == [3]
     assert "3 of 3 held-out rows can be used by sft" in (run / "sft/training.log").read_text()

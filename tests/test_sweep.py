@@ -204,7 +204,7 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
         ([f"{RATE}=1e-3,1e-9"], "has a sweep already"),
         ([f"{RATE}=1e-3,1e-5", "--resume"], "do not give: 02-learning_rate-1e-9, 03-learning_rate-1e-2"),
         ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "--stopping", "none"], "with --stopping median, not none"),
-        ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "training.batch_size=4"], "was made with other settings"),
+        ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "training.batch_size=4"], "was made with different settings"),
     ):
         assert swept(home, "rates", *arguments)[0] == 1
         assert message in " ".join(capsys.readouterr().err.split())
