@@ -278,7 +278,7 @@ def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model
         start(tmp_path / "never", sections, resume=True)
     (tmp_path / "cut/run/config.yaml").unlink()  # as if killed between the first two files
     start(tmp_path / "cut", sections, resume=True)
-    assert "has no checkpoint yet: it starts again" in caplog.text and "of the previous run: best" in caplog.text
+    assert "has no checkpoint yet: the run starts over" in caplog.text and "of the previous run: best" in caplog.text
     assert (tmp_path / "cut/run/best.set-aside").is_dir()
     assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
 

@@ -517,7 +517,7 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
             runner.train(stages)
     assert states(run) == {"sft": "finished", "reward": "interrupted"}
     before = (run / "sft/final/manifest.json").stat().st_mtime_ns
-    with pytest.raises(RunError, match=r"there are runs already in .*sft.*--resume.*--overwrite"):
+    with pytest.raises(RunError, match=r"there are already runs in .*sft.*--resume.*--overwrite"):
         runner.train(stages)
 
     # The folder of the whole run says it all: its config.yaml has the stages.

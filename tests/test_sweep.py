@@ -201,7 +201,7 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
     assert (root / found.best.name / "results.json").stat().st_mtime_ns == stamp
     capsys.readouterr()
     for arguments, message in (
-        ([f"{RATE}=1e-3,1e-9"], "has a sweep already"),
+        ([f"{RATE}=1e-3,1e-9"], "already has a sweep"),
         ([f"{RATE}=1e-3,1e-5", "--resume"], "do not give: 02-learning_rate-1e-9, 03-learning_rate-1e-2"),
         ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "--stopping", "none"], "with --stopping median, not none"),
         ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "training.batch_size=4"], "was made with different settings"),

@@ -241,7 +241,7 @@ class Teacher:
         differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ModelError(
             f"method.teacher {path} has a different tokenizer from {job.model.path}: {len(differ):,} tokens differ, "
-            f"e.g. {differ[0]!r} ({ours.get(differ[0], 'none')} for the student, {theirs.get(differ[0], 'none')} for the "
-            "teacher). Distillation compares probabilities token by token: use a teacher of the student's family, or "
+            f"e.g. {differ[0]!r} (student: {ours.get(differ[0], 'none')}, teacher: {theirs.get(differ[0], 'none')}"
+            "). Distillation compares probabilities token by token: use a teacher of the student's family, or "
             "train on the teacher's completions with method.type: sft (posttrain generate writes them)"
         )
