@@ -578,7 +578,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
 
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", fail)
-        message = "1 of 6 runs failed: dpo of stories260K; not run for that reason: more of stories260K"
+        message = "1 of 6 runs failed: dpo of stories260K; therefore not run: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
             runner.train(chained)
     run = tmp_path / "chain"
