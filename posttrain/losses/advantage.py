@@ -24,7 +24,7 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
 
         group:  A_i = (r_i − mean r) / (std r + ε)     arXiv 2402.03300, section 4.1.2
         batch:  the same, with the standard deviation of all rewards of the step     arXiv 2508.08221, section 4.2
-        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: std favours extreme prompts
+        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: std favours easy and hard prompts
 
     mean is over the group of i, and std divides by n − 1. `group_S` identifies each completion's group by any integer;
     groups may differ in size. The only completion of a group, and those of a group of equal rewards, have A = 0.
