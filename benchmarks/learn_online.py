@@ -51,7 +51,7 @@ STEPS = 80
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A method on a task. `above`: the held-out reward must exceed this; `gain`: the reward must rise by more than this;
+    """A method on a task. `above`: the held-out reward must exceed this; `gain`: it must rise by more than this;
     `kl`: the KL to the start, in nats per token, must be below this; `beside`: the name of a case whose accuracy this
     case must reach, seed by seed, with a quarter of the sampled tokens."""
 
