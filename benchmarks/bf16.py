@@ -24,12 +24,7 @@ from posttrain.models.matmul import multiplies_bfloat16
 
 RESULTS = Path(__file__).parent / "results"
 TRAINING = ("dpo", "sft")
-GOALS = {
-    "dpo": (1.6, 5.0),
-    "sft": (1.6, 5.0),
-    "generate": (1.8, None),
-    "grpo": (None, 6.0),
-}  # speed-up over float32, over TRL
+GOALS = {"dpo": (1.6, 5.0), "sft": (1.6, 5.0), "generate": (1.8, None), "grpo": (None, 6.0)}  # over float32; over TRL
 LARGEST_LOSS_DIFFERENCE = 1e-2
 
 

@@ -39,7 +39,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def elements(text: str) -> list[str]:
-    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Thousands separators are not counted."""
+    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Thousands separators are ignored."""
     if read_number(text):
         return [text]
     if ", " in text:

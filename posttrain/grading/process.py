@@ -42,7 +42,7 @@ SET_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "LC_ALL": "C.UTF-8",
 }
-UNKNOWN_STATUS = -9  # for a worker whose template was killed, which kills the worker too
+UNKNOWN_STATUS = -9  # of a worker whose template was killed, which also kills the worker
 
 
 class Forked:

@@ -216,7 +216,7 @@ def _be_a_template(modules: list[str]) -> None:
         if ended in ready:
             _collect(ended, links, watched)
         for link in set(ready) & links.keys():
-            os.kill(links[link], signal.SIGKILL)  # our child, not waited for yet: its process id is not reused
+            os.kill(links[link], signal.SIGKILL)  # not yet waited for, so its process id is not reused
             watched.discard(link)
         if control in ready:
             request, descriptors, *_ = socket.recv_fds(control, 1, 3)

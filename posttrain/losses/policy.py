@@ -78,8 +78,8 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "gspo": PolicyLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
     "cispo": PolicyLoss("cispo", "rollout_tokens"),  # arXiv 2506.13585
     "no_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on the raw reward
-    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # the same on advantages
-    "grpo_clip": PolicyLoss("clipped", "sequences"),  # the course's name for grpo
+    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on advantages
+    "grpo_clip": PolicyLoss("clipped", "sequences"),  # CS336's name for grpo
     "rloo": PolicyLoss("clipped", "sequences", "product"),  # arXiv 2402.14740
     "reinforce_plus_plus": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2501.03262
 }
@@ -123,7 +123,7 @@ def policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of an update's averages; known before its first backward."""
+    """The denominators of an update's averages, which are known before its first backward pass."""
 
     sequences: int  # number of completions of the update, including those without a scored token
     tokens: int  # number of scored tokens of the update

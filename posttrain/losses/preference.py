@@ -172,12 +172,12 @@ def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor
 
 
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
-    """APO-zero: 1 − σ(βc) + σ(βr): chosen up, rejected down. arXiv 2408.06266, eq. 7."""
+    """APO-zero: 1 − σ(βc) + σ(βr), which raises chosen and lowers rejected. arXiv 2408.06266, eq. 7."""
     return torch.sigmoid(-beta * pairs.chosen_logratio_P) + torch.sigmoid(beta * pairs.rejected_logratio_P)
 
 
 def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
-    """APO-down: σ(βc) + 1 − σ(β (c − r)): both down, rejected further. arXiv 2408.06266, eq. 8."""
+    """APO-down: σ(βc) + 1 − σ(β (c − r)), which lowers both, rejected further. arXiv 2408.06266, eq. 8."""
     chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
     return torch.sigmoid(beta * chosen_P) + torch.sigmoid(-beta * (chosen_P - rejected_P))
 

@@ -1,4 +1,4 @@
-"""The methods, one recipe each: a file that reads top to bottom and owns its training loop.
+"""The recipes of the methods. A recipe is a file that reads from top to bottom and owns its training loop.
 
 The other half of a method, its settings and properties, is in posttrain/config/schema/. Every recipe has `train`.
 Recipes that learn from given completions have `objectives`. Recipes that sample have `step_of`, `updates` and

@@ -1,6 +1,6 @@
 """On-policy distillation: the student samples completions, and a teacher scores every token (GKD, arXiv 2306.13649).
 
-    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y the student's
+    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y from the student
 
 D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/distillation.py); N counts the
 tokens of the step. For a share of the prompts, y is the data's completion instead. No gradient flows through the

@@ -66,7 +66,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
-    """A function from completions, with the example before each or their baseline, to packs and loss."""
+    """A function from a batch of completions, with the previous examples or a baseline, to its packs and loss."""
     job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(
@@ -112,7 +112,8 @@ def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
 def levels(models: KTO, examples: list[Example], previous: Sequence[Example] | None, training: bool) -> Levels:
     """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which is updated if `training`.
 
-    `previous`: the example before each one, with whose completion the KL is estimated; None: as in behaviour version 1.
+    `previous`: for each example, the one before it, whose completion is used to estimate the KL; None: as in behaviour
+    version 1.
     """
     job, method, scorer, memory = models.job, models.method, models.scorer, models.state.memory
 

@@ -68,7 +68,7 @@ class Offline:
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)
 
     def steps(self, with_previous: bool = False) -> Iterator[list[Example]]:
-        """Yield each step's examples from `Loop.evaluated_steps`; in the first step, check their packs first."""
+        """Yield each step's examples from `Loop.evaluated_steps`; the packs of the first step are checked before."""
         job, scorer, scores_rewards = self.models.job, self.models.scorer, self.models.method.head == "reward"
         for step, examples in self.loop.evaluated_steps(self._evaluation_of, with_previous):
             if step == 1 and scores_rewards:

@@ -62,10 +62,10 @@ class Step:
         self.old_R: Tensor | None = None  # None: only one update, so the old policy is the sampling policy
         # Log-probabilities of the sampling policy, computed by the trainer.
         self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)
-        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # under the policy at the step's last update
+        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # log-probabilities at the last update
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # at the last update
-        self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
-        self.reference_R: Tensor | None = None  # under the reference or teacher, if any
+        self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # at the last update
+        self.reference_R: Tensor | None = None  # log-probabilities under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.penalty_R: Tensor | None = None  # the weighted KL to the reference that is subtracted from the reward
         self.penalised_S = self.in_loss_S  # the completions that the penalty is computed for

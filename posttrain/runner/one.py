@@ -105,7 +105,7 @@ def _train_from(
     watch: Watch | None,
     ranks: Ranks,
 ) -> None:
-    """Train to the end, from the start or a checkpoint. Raises DamagedError, changing nothing, if that is damaged."""
+    """Train to the end, from the start or `checkpoint`. A damaged checkpoint raises DamagedError, changing nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
@@ -181,7 +181,7 @@ def _follow(ranks: Ranks) -> None:
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, None if there is none yet, and messages for the log.
+    """The checkpoint to resume from (None if there is none yet), and messages for the log.
 
     `rejected` maps checkpoints that were already tried to their problems.
     """

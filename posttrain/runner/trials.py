@@ -94,7 +94,7 @@ class Space:
 
 
 def read_space(overrides: Sequence[str]) -> Space:
-    """The space of `a.b=1,2,3` and `a.b=1e-6..1e-4`; an override with a single value is fixed.
+    """Parse overrides such as `a.b=1,2,3` and `a.b=1e-6..1e-4`; an override with a single value is fixed.
 
     Raises ConfigError for an empty range, a value that is empty or given twice, and a setting that is given twice.
     """

@@ -141,7 +141,7 @@ def _check_packing(
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
     last = pack.num_sequences - 1
-    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # last: does attention separate examples?
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
     paths = {s: _path(pack, few, s) for s in ends}
     try:
         with whole(scorer):

@@ -96,7 +96,7 @@ class Loop:
     # Steps
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Yield each step's number, from 1, and its examples. After the caller's loop body: log, save, maybe stop."""
+        """Yield each step's number, from 1, and its examples. After the loop body: log, save, stop if requested."""
         first, ranks = self.state.step + 1, self.job.ranks
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
@@ -136,7 +136,7 @@ class Loop:
         return [self.data.train[int(row)] for row in self._rows]
 
     def previous(self) -> Example:
-        """The example before the current step's first in the epoch's order; before the epoch's first, the last one."""
+        """The example before the current step's first one, in the epoch's order; its last comes before its first."""
         order, batch = self._batch_of(self.state.step + 1)
         return self.data.train[int(order[batch.start - 1])]
 
@@ -279,7 +279,7 @@ class Loop:
     def evaluate(self, objective_of: ObjectiveOf, with_previous: bool = False) -> dict[str, float]:
         """Evaluate every validation set without gradients, log the metrics, and save the model if it is the best yet.
 
-        With `with_previous`, the objective also receives the example before each one; the first follows the last.
+        With `with_previous`, the objective also receives the example before each one; the last comes before the first.
         """
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:

@@ -260,7 +260,7 @@ class Saver:
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def _write_optimizer(self, folder: Path | None) -> int:
-        """Write the optimizer's state; if the model is sharded, each rank writes its part. Returns how many tensors.
+        """Write the optimizer's state; with a sharded model, each rank writes its part. Returns the number of tensors.
 
         Only the first rank needs `folder`; the other ranks receive it from the first.
         """

@@ -132,7 +132,7 @@ def run_folder_of(path: Path) -> Path:
 
 
 def as_started(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings, with the behavior_version that the runs in `folder` started with if the settings set none."""
+    """The settings with the behavior_version of the runs in `folder`, unless the settings set it themselves."""
     if "behavior_version" in config.model_fields_set or not (folder / "config.yaml").is_file():
         return config
     version = load(folder / "config.yaml").stages[0].config.behavior_version
