@@ -519,7 +519,7 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
             runner.train(stages)
     assert states(run) == {"sft": "finished", "reward": "interrupted"}
     before = (run / "sft/final/manifest.json").stat().st_mtime_ns
-    with pytest.raises(RunError, match=r"there are runs already in .*sft.*--resume.*--overwrite"):
+    with pytest.raises(RunError, match=r"there are already runs in .*sft.*--resume.*--overwrite"):
         runner.train(stages)
 
     # The folder of the whole run says it all: its config.yaml has the stages.
@@ -552,7 +552,7 @@ def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_mo
         runner.train(chain(tmp_path, shared, scratch_model, stages={**both, "last": stages["sft"]}), resume=True) == 0
     )
     run = tmp_path / "chain"
-    assert set(states(run).values()) == {"finished"} and caplog.text.count("keeps to those (data.excluded)") == 2
+    assert set(states(run).values()) == {"finished"} and caplog.text.count("still excludes those (data.excluded)") == 2
     assert load(run / "sft/config.yaml").config.data.excluded == ()
     assert [one.rows for one in load(run / "more/config.yaml").config.data.excluded] == [3]
     assert "3 of 3 held-out rows can be used by sft" in (run / "sft/training.log").read_text()
@@ -580,7 +580,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
 
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", fail)
-        message = "1 of 6 runs failed: dpo of stories260K; not run for that reason: more of stories260K"
+        message = "1 of 6 runs failed: dpo of stories260K; therefore not run: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
             runner.train(chained)
     run = tmp_path / "chain"
