@@ -16,7 +16,7 @@ log = logging.getLogger("posttrain")
 RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
 
-ENDS = (KeyboardInterrupt, SystemExit)  # exceptions of handlers that end the program
+ENDS = (KeyboardInterrupt, Stopped)  # what handlers raise to end the program; code may catch subclasses of them
 _outer: list[dict[int, BaseException]] = []  # of the blocks that the main thread is in: what their handlers raised
 
 
@@ -42,7 +42,7 @@ def handling(
         return
     for outer in _outer:
         for number in set(numbers) & outer.keys():
-            if isinstance(error := outer.pop(number), ENDS) and not _is_handled(error):
+            if type(error := outer.pop(number)) in ENDS and not _is_handled(error):
                 raise error
     raised: dict[int, BaseException] = {}  # signal number -> what its handler raised last
     dropped: list[BaseException] = []
