@@ -163,7 +163,7 @@ def test_ties_are_for_reward_models(refused, method):
 def test_what_pairs_are_needed_for(refused):
     write(Path("rows.jsonl"), LABELLED)
     error = refused()
-    assert "which has no pairs of completions" in error and "need preference pairs" in error
+    assert "which has no chosen and rejected" in error and "need preference pairs" in error
 
 
 def test_a_missing_file_names_its_neighbour(refused):
@@ -223,7 +223,7 @@ def test_missing_models(refused, copied, tmp_path, verb):
     error = refused("model.path=./empty", *arguments, verb=verb)
     assert "model ./empty: the folder has no config.json (it has nothing)" in error
     error = refused("model.path=Qwen/Qwen3-0.6B", *arguments, verb=verb)
-    assert "model Qwen/Qwen3-0.6B: is not a folder" in error and "not in the local cache" in error
+    assert "model Qwen/Qwen3-0.6B: is neither a folder nor in the local hub cache" in error
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

@@ -46,7 +46,7 @@ def test_names_and_docstrings(name):
     """Argument names are the course's, and each docstring teaches."""
     function = getattr(pf, name)
     assert " ".join(inspect.signature(function).parameters) == SIGNATURES[name] and name in pf.__all__
-    assert len(inspect.getdoc(function).splitlines()) > 3 or "as in `r1_zero_reward_fn`" in function.__doc__
+    assert len(inspect.getdoc(function).splitlines()) > 3 or "Like `r1_zero_reward_fn`" in function.__doc__
 
 
 def test_defaults():

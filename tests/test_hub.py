@@ -65,7 +65,7 @@ def test_a_model_and_data_of_the_hub_are_refused_at_once(online, capsys, shared)
     asked = online(*[False] * 20)
     rows = shared / "data/hh-harmless/train.jsonl.gz"
     assert main(["explore", "dpo-hh", f"data.source={rows}", "model.path=nobody/nothing"]) == 1
-    assert "model nobody/nothing: is not a folder" in capsys.readouterr().err and asked
+    assert "model nobody/nothing: is neither a folder" in capsys.readouterr().err and asked
     constants.HF_HUB_OFFLINE = False
     model = shared / "models/stories260K"
     assert main(["explore", "dpo-hh", "data.source=nobody/nothing", f"model.path={model}"]) == 1

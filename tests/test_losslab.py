@@ -222,7 +222,7 @@ def test_wrong_runs_and_steps_are_refused(sampled, pairs, tmp_path, monkeypatch)
     (folder / "rollouts.sqlite").unlink()
     refused(folder, 2, "has no rollouts.sqlite")
     monkeypatch.setattr("posttrain.inspection.losslab.available_memory", lambda device: 10)
-    refused(pairs, 1, "choose fewer with --loss")
+    refused(pairs, 1, "choose fewer losses with --loss")
 
 
 def test_changed_data_and_models_are_refused(shared, pairs, tmp_path):

@@ -443,7 +443,7 @@ def test_the_best_has_the_lower_loss_among_equal_ones(tmp_path, caplog):
 def test_few_rows_that_decide_are_a_warning_with_an_interval(tmp_path, caplog):
     caplog.set_level("INFO", "posttrain")
     best_of(tmp_path, [{"eval_accuracy": 1.0}], rows=1)
-    assert "eval_accuracy decides best/ with 1 row, fewer than 20" in caplog.text
+    assert "eval_accuracy decides best/ on 1 row, fewer than 20" in caplog.text
     assert "the best eval_accuracy so far: 1 (95 % interval 0.207 to 1 of 1 row)" in caplog.text  # 1 / (1 + 1.96²)
     best_of(tmp_path, [], rows=19, early_stopping_patience=2)
     assert "eval_accuracy decides best/ and early stopping with 19 rows" in caplog.text
@@ -465,7 +465,7 @@ def test_a_run_says_how_few_rows_decide(tmp_path, shared, caplog, validation, ev
     sections["training"] |= {"max_steps": 1, "batch_size": 4}
     sections |= {"evaluation": evaluation, "checkpoint": {"best_metric": "eval_rewards/accuracies"}}
     run(tmp_path, **sections)
-    found = re.search(r"eval_rewards/accuracies decides best/ with (\d+) rows", caplog.text)
+    found = re.search(r"eval_rewards/accuracies decides best/ on (\d+) rows", caplog.text)
     usable = int(re.search(rf"validation: (\d+) of {validation} held-out rows", caplog.text)[1])
     evaluated = min(usable, 8) if evaluation else usable
     assert (int(found[1]) if found else None) == (evaluated if evaluated < 20 else None)

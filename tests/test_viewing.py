@@ -318,7 +318,7 @@ def test_what_is_not_there_is_said(viewer):
     for address, words in (
         ("?run=saved&step=99", "no rollouts of step 99"),
         ("?run=saved&step=1&prompt=99", "has no prompt 99"),
-        ("?run=saved&step=1&prompt=0&rollout=99", "no 99"),
+        ("?run=saved&step=1&prompt=0&rollout=99", "but not 99"),
         ("?run=nobody", "There is no run nobody"),
     ):
         assert words in rendered(rollouts_page, viewer, address)

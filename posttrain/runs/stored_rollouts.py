@@ -180,5 +180,5 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """Return the value. Raises ValueError if it has another type."""
     if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= 1 << 63):
-        raise ValueError(f"{name} of a row is {str(value)[:40]!r}")
+        raise ValueError(f"a row has {str(value)[:40]!r} as {name}")
     return value
