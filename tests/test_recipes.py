@@ -446,7 +446,7 @@ def test_few_rows_that_decide_are_a_warning_with_an_interval(tmp_path, caplog):
     assert "eval_accuracy decides best/ on 1 row, fewer than 20" in caplog.text
     assert "the best eval_accuracy so far: 1 (95 % interval 0.207 to 1 of 1 row)" in caplog.text  # 1 / (1 + 1.96²)
     best_of(tmp_path, [], rows=19, early_stopping_patience=2)
-    assert "eval_accuracy decides best/ and early stopping with 19 rows" in caplog.text
+    assert "eval_accuracy decides best/ and early stopping on 19 rows" in caplog.text
     caplog.clear()
     best_of(tmp_path, [{"eval_accuracy": 0.5}], rows=20)
     assert "fewer than" not in caplog.text and "0.299 to 0.701 of 20 rows" in caplog.text
