@@ -134,9 +134,9 @@ def asked(address: str, path: str) -> float:
 
 
 def indexed(address: str) -> float:
-    """Seconds until all rollouts are in the search."""
+    """Seconds until all rollouts can be searched."""
     begin = time.perf_counter()
-    while "being prepared" in shown(address, "/rollouts?run=run-000"):
+    while "being built" in shown(address, "/rollouts?run=run-000"):
         time.sleep(1)
     return time.perf_counter() - begin
 

@@ -1,6 +1,6 @@
 """posttrain: post-training of language models on one packed batch.
 
-For programs: `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, docs/api.md).
+The Python API: `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, docs/api.md).
 """
 
 import logging
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Evaluated", "TrainedRun", "evaluate", "load_run", "train", "train_all"]
 
-# Turn off telemetry of libraries, which they decide on when they are imported; the user's environment goes first.
+# Turn off the telemetry of libraries, which read these variables when imported. Variables set by the user are kept.
 TELEMETRY = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -24,12 +24,12 @@ TELEMETRY = {
 for _name, _value in TELEMETRY.items():
     os.environ.setdefault(_name, _value)
 
-# PEFT imports bitsandbytes if it is installed, which then prints advice about generation kernels on standard error.
+# If bitsandbytes is installed, PEFT imports it, and it prints advice about generation kernels on standard error.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
-    """The interface for programs, imported at its first use, since it imports torch."""
+    """Return a name of the Python API, which is imported on first use because it imports torch."""
     if name in __all__:
         return getattr(import_module("posttrain.api"), name)
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

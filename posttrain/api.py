@@ -1,4 +1,4 @@
-"""For programs: train, evaluate, and what a run has.
+"""The Python API: train, evaluate, and read the results of a run.
 
     import posttrain
 
@@ -6,7 +6,7 @@
     run.metric("loss")                      # steps and values
     posttrain.evaluate(run, ["gsm8k"]).summary["gsm8k"]["value"]
 
-Settings are those of a file (docs/config.md). posttrain/base/errors.py has the classes of errors.
+The settings are the same as in a settings file (docs/config.md). The error classes are in posttrain/base/errors.py.
 """
 
 import logging
@@ -55,18 +55,18 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """A run folder. Its properties are read at each access, so a run in progress is followed."""
+    """A run folder. Each access to a property reads the folder again, so a run in progress can be followed."""
 
     folder: Path
 
     @property
     def summary(self) -> RunSummary:
-        """State, headline, tags, note, alarms, checks … as lists and pages show them; each is read once."""
+        """State, headline, tags, note, alarms, checks …, as in the UI. The returned object reads each value once."""
         return RunSummary(self.folder)
 
     @property
     def state(self) -> str:
-        """running, finished, interrupted, failed, or killed."""
+        """`running`, `finished`, `interrupted`, `failed` or `killed`."""
         return read_run(self.folder).state
 
     @property
@@ -75,12 +75,12 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: `step` and the logged metrics; those of validation start with `eval_`."""
+        """The lines of `metrics.jsonl`: `step` and the logged metrics. Validation metrics start with `eval_`."""
         return read_metrics(self.folder)
 
     @property
     def results(self) -> dict[str, Any]:
-        """The final numbers of a finished run. Raises RunError before."""
+        """The final numbers of a finished run. Raises RunError if the run has not finished."""
         file = self.folder / "results.json"
         if not file.is_file():
             raise RunError(f"{self.folder} has no results yet: it is {self.state}")
@@ -88,7 +88,7 @@ class TrainedRun:
 
     @property
     def model_path(self) -> Path:
-        """The final model, or else the newest checkpoint. Raises RunError without either."""
+        """The folder of the final model, or otherwise of the newest checkpoint. Raises RunError if there is neither."""
         return newest_model(self.folder)
 
     @property
@@ -96,17 +96,18 @@ class TrainedRun:
         return list_checkpoints(self.folder)
 
     def metric(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which a metric was logged, and its values; empty if it never was."""
+        """The steps at which a metric was logged, and its values; both lists are empty if it was never logged."""
         lines = [line for line in self.metrics if line.get(name) is not None]
         return [line["step"] for line in lines], [line[name] for line in lines]
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The trained model as transformers uses it, adapters merged, in evaluation mode; and its tokenizer."""
+        """The trained model as a plain transformers model in evaluation mode, adapters merged, and its tokenizer."""
         config = self.config
         model, device = ModelConfig(path=str(self.model_path)), take_device(config.devices)
         head = "reward" if config.method.head == "reward" else "lm"
         loaded = load_model(model, head, compute_dtype(model, device), device).eval()
-        loaded.set_attn_implementation("sdpa" if loaded._supports_sdpa else "eager")  # not of packs
+        # not posttrain's attention, which needs packed batches
+        loaded.set_attn_implementation("sdpa" if loaded._supports_sdpa else "eager")
         return loaded, load_tokenizer(model)
 
 
@@ -118,11 +119,11 @@ class Evaluated:
     """The records of an evaluation."""
 
     folder: Path
-    summary: Mapping[str, Any]  # by suite, of the requested ones: value, low, high, items … (docs/eval.md)
+    summary: Mapping[str, Any]  # for each requested suite: value, low, high, items … (docs/eval.md)
 
     @property
     def answers(self) -> list[Answer]:
-        """Every answer to these suites with its verdict."""
+        """All answers to the suites in `summary`, with their verdicts."""
         suites = {entry["suite"] for entry in self.summary.values()}
         return [answer for answer in read_answers(self.folder) if answer.suite in suites]
 
@@ -136,9 +137,9 @@ def train(
 ) -> TrainedRun:
     """Train one model in one stage.
 
-    `settings`: a file, a preset, a mapping, or checked settings; `overrides` such as "training.max_steps=10". `resume`
-    continues the run of that name, or the one in a folder or of a checkpoint. Raises ConfigError for several models or
-    stages (`train_all` takes them), and what a failed run raised.
+    `settings`: a file, a preset, a mapping, or a RunConfig; `overrides` are strings such as "training.max_steps=10".
+    `resume`: True continues the run with the name in the settings, a path the run in that folder or from that
+    checkpoint. Raises ConfigError for several models or stages (use `train_all`), and the error of a failed run.
     """
     stages = _stages(settings, overrides)
     models = stages[0].config.models
@@ -157,11 +158,11 @@ def train_all(
     skip: Collection[str] = (),
     compared: bool = False,
 ) -> list[TrainedRun]:
-    """Train every model at every stage, as `posttrain train` does. Returns their runs in the order of training.
+    """Train every model at every stage, as `posttrain train` does. Returns the runs in the order of training.
 
-    `model_index` trains one model of the list, `skip` uses the existing final models of stages; `compared`: the stages
-    are methods, whose completions are compared at the end. In a process of several ranks, one that cannot follow the
-    first exits.
+    `model_index`: train only this model of the list. `skip`: stages that are not trained, because their final models
+    exist. `compared`: the stages are methods, whose completions are compared at the end. With several ranks, a rank
+    other than the first exits the process if its run fails.
     """
     stages = _stages(settings, overrides)
     resume = Path(resume) if isinstance(resume, str) else resume
@@ -183,7 +184,7 @@ def load_run(folder: Path | str) -> TrainedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions(EvalOptions):
-    """Options of `evaluate`: those of the command, and more that only a program can pass."""
+    """Options of `evaluate`: those of `posttrain eval`, and four that only the Python API accepts."""
 
     settings: Mapping[str, Any] | None = None
     data: Mapping[str, Path | str] | None = None
@@ -194,7 +195,7 @@ class EvaluateOptions(EvalOptions):
 def _taking(
     group: Callable[P, Options],
 ) -> Callable[[Callable[[Model, Suites, Options], Evaluated]], Callable[Concatenate[Model, Suites, P], Evaluated]]:
-    """The function with the fields of a group as keyword arguments."""
+    """Decorator: the function takes the fields of `group` as keyword arguments, in place of a `group` object."""
 
     def decorate(function: Callable[[Model, Suites, Options], Evaluated]) -> Callable[..., Evaluated]:
         @wraps(function)
@@ -210,13 +211,14 @@ def _taking(
 
 @_taking(EvaluateOptions)
 def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluated:
-    """Answer suites with a model and grade the answers; an evaluation that was stopped is resumed.
+    """Answer suites with a model and grade the answers. An interrupted evaluation is resumed.
 
     `model`: a run, a folder, a hub id, or a file with recorded completions in `completion_column`. `suites`: names,
-    files, `lm-eval:TASK`, settings, or loaded items. `template`, `prompt`, `rule` and others in `settings` apply to
-    every suite, `data` has local rows by suite; what is not given is as each suite says. Several temperatures or
-    `top_p` are a sweep, `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to
-    evaluation/ in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
+    files, `lm-eval:TASK`, settings, or loaded items. `template`, `prompt`, `rule` and the values in `settings` apply to
+    every suite and replace the suite's own. `data`: local rows by suite. Several values of `temperature` or `top_p` are
+    a sweep. `reference` and `num_batches` are for suites of pairs. Records are written to `output`; by default to
+    evaluation/NAME in the run folder, or to evaluations/NAME for models and files outside a run. Raises RunError if the
+    folder has records of a different model or other settings.
     """
     path, name, default = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
     folder, devices, file = Path(options.output or default), options.device or DevicesConfig(), Path(path)
@@ -246,7 +248,7 @@ def _is_task(suite: object) -> bool:
 
 
 def _tasks(suites: Suites, settings: Mapping[str, Any], rollout: RolloutConfig, options: EvalOptions) -> Tasks:
-    """lm-eval's tasks among the suites; of the settings they read the template and the system prompt."""
+    """The lm-eval tasks among the suites. The only settings that they read are the template and the system prompt."""
     names = tuple(str(suite).removeprefix(LM_EVAL) for suite in suites if _is_task(suite))
     chat, system_prompt = settings.get("template") == "chat", settings.get("system_prompt")
     return Tasks(names, rollout, options.max_rows, chat, system_prompt, options.seed)
@@ -255,7 +257,7 @@ def _tasks(suites: Suites, settings: Mapping[str, Any], rollout: RolloutConfig, 
 def _chosen(
     suites: Suites, settings: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
 ) -> list[Items]:
-    """The items of each suite that is not lm-eval's. Raises ConfigError for one named twice, and for unread data."""
+    """The items of each suite except lm-eval tasks. Raises ConfigError for a repeated suite, and for unused data."""
     sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
     chosen: dict[str, Items] = {}
     for entry in suites:
@@ -270,12 +272,14 @@ def _chosen(
         own = {"source": sources.pop(suite.name)} if suite.name in sources else {}
         chosen[suite.name] = load_items(with_settings(suite, {**settings, **own}), max_rows)
     if sources:
-        raise ConfigError(f"data of {', '.join(sources)}, which none of the suites {', '.join(chosen)} reads")
+        raise ConfigError(
+            f"`data` has rows for {', '.join(sources)}, but none of these suites uses them: {', '.join(chosen)}"
+        )
     return list(chosen.values())
 
 
 def _rollout(options: EvalOptions) -> RolloutConfig:
-    """The checked settings of sampling. Raises ConfigError for a wrong one."""
+    """The validated sampling settings. Raises ConfigError if a value is invalid."""
     common = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
     for setting in options.swept:
         _checked(RolloutConfig, common | setting, "sampling")
@@ -296,5 +300,5 @@ def _stages(settings: Settings, overrides: Sequence[str]) -> tuple[Stage, ...]:
             log.warning("%s", note)
         return loaded.stages
     if overrides:
-        raise ConfigError("overrides go with a file or a mapping: change the RunConfig with model_copy")
+        raise ConfigError("overrides apply only to a file or a mapping: change the RunConfig with model_copy")
     return (Stage("", None, settings),) if isinstance(settings, RunConfig) else tuple(settings)

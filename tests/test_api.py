@@ -141,7 +141,10 @@ def test_wrong_options_of_an_evaluation(shared, questions):
     for wrong, message in (
         ({"suites": [], "data": {}}, "no suite is named"),
         ({"suites": ["gsm8k", "gsm8k"], "data": {"gsm8k": questions}}, "gsm8k is named twice"),
-        ({"data": {"gsm8k": questions, "mth": questions}}, "data of mth, which none of the suites gsm8k reads"),
+        (
+            {"data": {"gsm8k": questions, "mth": questions}},
+            "has rows for mth, but none of these suites uses them: gsm8k",
+        ),
         ({"temperature": (0.5, -1.0)}, "temperature is -1"),
         ({"top_p": 2.0}, "top_p is 2"),
         ({"min_p": -0.1}, "min_p is -0.1"),
@@ -155,7 +158,7 @@ def test_wrong_options_of_an_evaluation(shared, questions):
 def test_errors_are_those_of_the_command_line(settings, tmp_path):
     with pytest.raises(ConfigError, match=r"method.beta is not a setting of sft"):
         posttrain.train(settings | {"method": {"type": "sft", "beta": 1}})
-    with pytest.raises(ConfigError, match="overrides go with a file or a mapping"):
+    with pytest.raises(ConfigError, match="overrides apply only to a file or a mapping"):
         posttrain.train(load(settings).config, overrides=["name=x"])
     with pytest.raises(RunError, match="not a run folder"):
         posttrain.load_run(tmp_path)

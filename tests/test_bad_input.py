@@ -157,7 +157,7 @@ def test_what_kto_cannot_learn_from(refused, name):
 def test_ties_are_for_reward_models(refused, method):
     write(Path("rows.jsonl"), [*PAIRS, {**PAIR, "tie": True}])
     error = refused(f"method={method}")
-    assert f"train has 1 ties among 21 pairs: only reward models learn from ties, {method} needs" in error
+    assert f"train has 1 ties among 21 pairs: only reward models learn from ties; {method} needs" in error
 
 
 def test_what_pairs_are_needed_for(refused):
@@ -308,7 +308,7 @@ def test_gated_and_unknown_names_on_the_hub(shared, tmp_path):
         "some/gated is gated: accept its terms at https://huggingface.co/datasets/some/gated and set HF_TOKEN": [
             local, "data.source=some/gated",
         ],
-        "some/unknown is not a data set on the hub, or a private one (set HF_TOKEN)": [
+        "some/unknown is not a data set on the hub, or it is private (set HF_TOKEN)": [
             local, "data.source=some/unknown",
         ],
     }  # fmt: skip

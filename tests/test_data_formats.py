@@ -456,7 +456,7 @@ def test_kto_rows():
         ({"prompt": "q", "completion": "a", "label": 2}, "not 2"),
         ({"prompt": "q", "completion": "a", "label": None}, "label is null"),
         ({"prompt": "q", **label}, "completion is missing"),
-        ({"messages": turns[:1], **label}, "must end with the labelled reply of the assistant"),
+        ({"messages": turns[:1], **label}, "must end with the assistant's labelled reply"),
     ):
         with pytest.raises(RowError, match=said):
             read("kto", fields)
@@ -491,5 +491,5 @@ def test_numbers_that_are_none_are_malformed_rows(name, fields, reason):
 
 
 def test_columns_given_the_wrong_way_round_are_told():
-    with pytest.raises(DataError, match=r"data\.columns: write \{prompt: question\}, first the field, then"):
+    with pytest.raises(DataError, match=r"data\.columns: write \{prompt: question\}: first the field, then"):
         find_layout("auto", {"question": "prompt"}, [{"question": "Q", "completion": "c"}], "sft", "rows")

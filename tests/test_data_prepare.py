@@ -189,7 +189,7 @@ def test_prompts_end_before_the_models_positions(tmp_path, prompts, overlong, us
     assert automatic.report.used == 13 and "16 positions" in automatic.report.lines()[-1]
     with pytest.raises(DataError, match=r"7 rows are over .*at most 13 tokens, so that.*\n  row 13 has"):
         run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong="error")
-    with pytest.raises(DataError, match=r"has 16 positions, and rollout\.max_completion_length is 17, which leaves no"):
+    with pytest.raises(DataError, match=r"has 16 positions, but rollout\.max_completion_length is 17, which leaves no"):
         run(tmp_path, "prompt", source=prompts, options={"completion_length": 17, "positions": 16})
     whole = run(tmp_path, "prompt", source=prompts, options={"positions": 2048}, max_prompt_length=None)
     assert whole.report.used == 20 and "positions" not in " ".join(whole.report.lines())
@@ -506,7 +506,7 @@ def test_a_validation_set_that_is_trained_on_is_reported(tmp_path, completions):
     further = [EvaluationDataset(name="own", source=completions, max_rows=8)]
     prepared = run(tmp_path, source=completions, validation={"rows": 5}, options={"datasets": further})
     expected = len(set(range(8)) - set(rows_of(prepared.validation["validation"])))
-    assert f"{expected} of 8 rows are trained on, too" in prepared.reports["own"].lines()
+    assert f"{expected} of 8 rows are also trained on" in prepared.reports["own"].lines()
     other = [EvaluationDataset(name="other", source=write(tmp_path / "o.jsonl", [{"prompt": "q", "completion": "d"}]))]
     clean = run(tmp_path, source=completions, options={"datasets": other})
     assert "trained on" not in " ".join(clean.reports["other"].lines())
@@ -540,7 +540,7 @@ def test_validation_from_other_sources(tmp_path, completions):
     assert {name: len(data) for name, data in prepared.validation.items()} == {"validation": 2, "again": 4}
     assert list(prepared.reports) == ["train", "validation", "again"] and len(prepared.train) == 20
     clash = (EvaluationDataset(name="validation", source=other),)
-    with pytest.raises(DataError, match="give it another"):
+    with pytest.raises(DataError, match="choose another name"):
         run(tmp_path, source=completions, validation={"rows": 1}, options={"datasets": clash})
 
 
@@ -799,7 +799,7 @@ def test_pairs_that_are_the_same_are_not_trained_on(tmp_path):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "a "}, *[{"prompt": "p", "chosen": "x", "rejected": "y"}] * 100]
     source = write(tmp_path / "trimmed.jsonl", rows)
     prepared = run(tmp_path, "pair", byte_tokenizer(trimmed), source=source, template="chat")
-    assert [row.reason for row in prepared.report.malformed] == ["chosen and rejected come to the same tokens"]
+    assert [row.reason for row in prepared.report.malformed] == ["chosen and rejected have the same tokens"]
 
 
 def test_one_row_without_its_prompt_is_a_malformed_row(tmp_path):

@@ -90,7 +90,7 @@ BAD_FILES = {
     "two.json": (b'{"a": [1], "b": [2]}', "one list"),
     "more.json": (b'[{"a": 1}]\n\n[{"a": 2}]', "line 3 column 1 is not JSON: Extra data after the list"),
     "key.json": (b'[{"a": 1},\n{"a": 1, "a": 2}]', "line 2 is not JSON: the key 'a' appears twice"),
-    "head.csv": (b'a,"b\n1,2\n', "line 1, of the column names"),
+    "head.csv": (b'a,"b\n1,2\n', "line 1, the column names"),
     "twice.csv": (b"a,a\n1,2\n", "column twice"),
     "bytes.parquet": (b"PAR1 no", "Parquet"),
     "rows.xlsx": (b"PK", r"\.jsonl, \.json, \.csv"),
@@ -191,7 +191,7 @@ def test_a_folder_named_like_a_kind_of_file_is_that_folder(tmp_path, monkeypatch
     for name, count in (("train-1.jsonl", 2), ("train-2.csv", 1)):
         written(tmp_path / "json" / name, ROWS[:count])
     assert len(list(open_source("json", "train", None, 0, str.join).read())) == 2
-    assert "json: not read, by its name or kind: train-2.csv" in caplog.text
+    assert "json: files not read because of their names or types: train-2.csv" in caplog.text
     caplog.clear()
     (tmp_path / "json" / "train-2.csv").unlink()
     (tmp_path / "link").symlink_to("json")
@@ -276,7 +276,7 @@ def test_folders_of_save_to_disk(tmp_path, caplog):
     with pytest.raises(DataError, match="names a file outside its folder"):
         read("one", "train")
     state.write_text("[]")
-    with pytest.raises(DataError, match=r"state\.json of save_to_disk cannot be read"):
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
         read("one", "train")
     (tmp_path / "bad.arrow").write_bytes(b"ARROW1 and more")
     with pytest.raises(DataError, match="not a readable Arrow file"):
@@ -386,7 +386,7 @@ for source, split in (("someone/plain", "train"), ("someone/subsets/main", "trai
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     *counts, subset, absent = done.stdout.splitlines()
     assert counts == ["3", "2", "1", "3"]
-    assert subset == "someone/subsets must name one of its subsets, as owner/name/main: main, other"
+    assert subset == "someone/subsets needs the name of a subset, as in owner/name/main; it has main, other"
     assert "not in the local cache" in absent and "hf download --repo-type dataset someone/absent" in absent
 
 

@@ -222,7 +222,7 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path):
 def test_nothing_to_train_is_an_error_with_the_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text(CONVERSATION + '{"messages": [{"role": "user", "content": "b"}]}\n')
     data = DataConfig(source=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(DataError, match=r"rows\.jsonl line 2: the conversation has no turn of the assistant"):
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: the conversation has no assistant turn"):
         prepare(data, byte_tokenizer(CHATML), "sft", assistant_only_loss=True, cache_dir=tmp_path)
 
 
@@ -341,7 +341,7 @@ def test_a_published_template_needs_its_tokens(tmp_path):
         lacking = f"{name} needs {', '.join(tokens)}, which the tokenizer lacks: .*zephyr".replace("|", r"\|")
         with pytest.raises(DataError, match=lacking):
             choose_template(DataConfig(source="x", template=name), byte_tokenizer())
-    with pytest.raises(DataError, match="zephyr ends replies with the tokenizer's stop token, and it has none"):
+    with pytest.raises(DataError, match="zephyr ends replies with the stop token, but this tokenizer has none"):
         choose_template(DataConfig(source="x", template="zephyr"), byte_tokenizer(stop=False))
     tokenizer = byte_tokenizer()
     choose_template(DataConfig(source="x", template="zephyr"), tokenizer)

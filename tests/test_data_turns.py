@@ -314,7 +314,7 @@ def test_marks_without_the_end_of_turn_are_a_warning(end, lost, tmp_path):
     for row in ({"messages": turns}, {"prompt": turns[:-1], "completion": turns[-1:]}):
         report = read(tmp_path, tokenizer, row, "sft", 2, assistant_only_loss=True).report
         assert report.unwritten == ({"end of turn": lost} if lost else {})
-        assert len(report.warnings) == bool(lost) and all("behind it, or remove" in line for line in report.warnings)
+        assert len(report.warnings) == bool(lost) and all("after it, or remove" in line for line in report.warnings)
         prepared = read(tmp_path, tokenizer, row, "sft", assistant_only_loss=True)
         assert trained_text(prepared, tokenizer)[-1].startswith("Hello")
         assert (tokenizer.eos_token in trained_text(prepared, tokenizer)[-1]) == (not lost)
@@ -382,7 +382,7 @@ def test_tools_thinking_and_variables_that_the_template_loses_are_a_warning(mist
 
 def test_a_reply_that_is_not_found_is_a_malformed_row(mistral, tmp_path):
     mistral.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
-    with pytest.raises(DataError, match=r"rows.jsonl line 1: the chat template writes the prompt differently once"):
+    with pytest.raises(DataError, match=r"rows.jsonl line 1: the chat template writes the prompt differently when"):
         read(tmp_path, mistral, {"prompt": "Hi", "completion": "Ho"}, "sft")
 
 
@@ -461,7 +461,7 @@ def test_rows_without_anything_to_train_are_counted(tmp_path):
     rows = [flagged({"weight": 0}), flagged({}), flagged({"train": False}, {"train": False})]
     prepared = weighed(tmp_path, tokenizer, rows, assistant_only_loss=True)
     assert len(prepared.train) == 1 and prepared.report.untrained == 2
-    assert "2 rows (67%) with the loss weight 0 for all that would be trained, dropped" in prepared.report.lines()
+    assert "2 rows (67%) with the loss weight 0 for everything to train on, dropped" in prepared.report.lines()
     with pytest.raises(DataError, match="no row can be used"):
         weighed(tmp_path, tokenizer, rows[:1], assistant_only_loss=True)
 
@@ -476,7 +476,7 @@ def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
         "unpaired": {"prompt": asked, "completion": [odd], "label": True},
         "prompt": {"messages": [*asked, {**said, "train": 0.5}, *asked]},
     }.items():
-        with pytest.raises(DataError, match=r"rows\.jsonl line 1: .* has train .* cannot honour"):
+        with pytest.raises(DataError, match=r"rows\.jsonl line 1: .* has train .* does not support"):
             weighed(tmp_path, tokenizer, [row], kind)
     context = [*asked, odd, *asked]
     assert len(weighed(tmp_path, tokenizer, [{"prompt": context, "chosen": [said], "rejected": [no]}], "pair").train)
@@ -488,5 +488,5 @@ def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             weighed(tmp_path, tokenizer, [flagged(value)])
-    with pytest.raises(DataError, match="line 1: train_detail of a message weighs parts"):
+    with pytest.raises(DataError, match="line 1: train_detail weights parts of a message"):
         weighed(tmp_path, tokenizer, [flagged({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]})])

@@ -320,7 +320,7 @@ def test_another_tokenizer_is_refused(tmp_path, student, shared):
 def test_rows_without_a_completion_are_refused_where_they_are_needed(tmp_path, student, scratch_model):
     rows = [{"prompt": row["prompt"]} for row in ROWS]
     train(tmp_path / "sampled", student, {"teacher": str(scratch_model)}, rows=rows)
-    with pytest.raises(DataError, match=r"has no completion, which method.on_policy_fraction below 1 needs"):
+    with pytest.raises(DataError, match=r"has no completion, which is needed if method.on_policy_fraction is below 1"):
         train(tmp_path / "given", student, {"teacher": str(scratch_model), "on_policy_fraction": 0.5}, rows=rows)
 
 

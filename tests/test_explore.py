@@ -87,9 +87,9 @@ GOOD = {
 @pytest.mark.parametrize(
     ("kind", "row", "reason"),
     [
-        ("sft", {"messages": [USER]}, "the conversation has no turn of the assistant, so there is no reply"),
-        ("pair", {"prompt": [USER], "chosen": [USER], "rejected": [REPLY]}, "chosen has no turn of the assistant"),
-        ("pair", {"prompt": [USER], "chosen": [REPLY], "rejected": [USER]}, "rejected has no turn of the assistant"),
+        ("sft", {"messages": [USER]}, "the conversation has no assistant turn, so there is no reply"),
+        ("pair", {"prompt": [USER], "chosen": [USER], "rejected": [REPLY]}, "chosen has no assistant turn"),
+        ("pair", {"prompt": [USER], "chosen": [REPLY], "rejected": [USER]}, "rejected has no assistant turn"),
         ("pair", {"prompt": None, "chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
         ("pair", {"chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
         ("pair", {"prompt": None, "chosen": [REPLY], "rejected": [dict(REPLY, content="B")]}, "has no prompt"),
@@ -182,4 +182,4 @@ def test_what_is_not_read_is_said_once_with_its_count(verb, scratch_model, tmp_p
         assert main([verb, "method=grpo", rewards, "data.format=prompt_completion", *settings, *more]) == 1
         assert main([verb, "method=grpo", rewards, "data.max_length=600", *settings, *more]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert "not read: `topic` in 1 of 2 rows (rewards in Python get it)" in said and "`answer`" not in said
+        assert "not read: `topic` in 1 of 2 rows (rewards in Python receive it)" in said and "`answer`" not in said

@@ -318,8 +318,8 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
         assert part in text
     assert f"| loss | {results['start']['loss']:.4g} | {results['final']['loss']:.4g} |" in text
     assert "| gsm8k | accuracy | 0.5 | 0.4 to 0.6 (95%) | 20 |" in text and "3 answers are not graded" in text
-    assert "Of `hh/final`:" in text, "it is of other weights than these, as the summary has another hash"
-    assert "licence of the base model is not known" in text
+    assert "Evaluated model: `hh/final`" in text, "the summary's hash is not that of these weights"
+    assert "licence of the base model is unknown" in text
     written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".md", ".json", ".sh"))
     for private in (str(run.parent), facts["host"], os.path.expanduser("~/"), "abcdef0123456789"):
         assert private not in written, private
@@ -345,7 +345,7 @@ def test_evaluations_of_these_weights_are_on_the_card(run, tmp_path, caplog):
     assert [list(found["suites"]) for found in exporting.own_evaluations(source)] == [["svamp"]]
     write_summary(here / "evaluation/final", "svamp", "sha256 of others")
     assert list(exporting.own_evaluations(source)) == []
-    assert "evaluation/final is of other weights: it is left out of the model card" in caplog.text
+    assert "evaluation/final was measured on other weights: it is omitted from the model card" in caplog.text
 
 
 def test_paths_are_only_names():
@@ -495,7 +495,7 @@ def test_what_engines_need(run, tmp_path):
     for name in ("llama.cpp.sh", "vllm.sh"):
         subprocess.run(["sh", "-n", folder / name], check=True)
         assert os.access(folder / name, os.X_OK) and "--chat-template" in (folder / name).read_text()
-        assert '# Trained with a system message, which requests need: "Be brief."' in (folder / name).read_text()
+        assert '# Trained with a system message, which requests must send: "Be brief."' in (folder / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -597,7 +597,7 @@ def test_what_is_on_the_hub_is_replaced_only_if_asked_and_then_whole(there):
     push(folder)
     for name in ("model-00001-of-00002.safetensors", "chat_template.jinja"):
         server.repos["me/x"].files[name] = b"of an earlier model"
-    with pytest.raises(ModelError, match=r"me/x has files already .*Replace them with --overwrite"):
+    with pytest.raises(ModelError, match=r"me/x already has files .*Replace them with --overwrite"):
         push(folder)
     push(folder, overwrite=True)
     assert set(server.repos["me/x"].files) == {".gitattributes", "README.md", "model.safetensors"}
@@ -731,11 +731,11 @@ def test_what_cannot_be_folded_is_refused(scratch_model, tmp_path):
     second = adapter_on(merged, tmp_path / "second", **plain)
     other = adapter_on(scratch_model, tmp_path / "other", **plain)
     out = {"output": tmp_path / "out", "fold": True}
-    with pytest.raises(VitalSignError, match=r"folded = trained fails: .* name the last one by --base ADAPTER"):
+    with pytest.raises(VitalSignError, match=r"folded = trained fails: .* give the last of them with --base ADAPTER"):
         asked(second, base=str(other), **out)
-    with pytest.raises(ModelError, match=r"no adapter is known that was merged into .*merged.*--base ADAPTER"):
+    with pytest.raises(ModelError, match=r"no adapter is known to be merged into .*merged.*--base ADAPTER"):
         asked(second, **out)
-    with pytest.raises(ModelError, match=r"--fold: .* is no adapter: leave out --fold"):
+    with pytest.raises(ModelError, match=r"--fold: .* is not an adapter: leave out --fold"):
         asked(merged, **out)
     with pytest.raises(ModelError, match=r"--dtype: .*leave out --dtype"):
         asked(second, base=str(first), dtype="float16", **out)
@@ -746,8 +746,8 @@ def test_what_cannot_be_folded_is_refused(scratch_model, tmp_path):
         "embed_tokens": {"target_modules": ["embed_tokens"]},
     }.items():
         third = adapter_on(merged, tmp_path / name, **plain | more)
-        with pytest.raises(ModelError, match=f"is more than LoRA's two matrices .*{name}.*; leave out --fold"):
+        with pytest.raises(ModelError, match=f"has more than LoRA's two matrices .*{name}.*; leave out --fold"):
             asked(third, base=str(first), **out)
-        with pytest.raises(ModelError, match=f"is more than LoRA's two matrices .*{name}"):
+        with pytest.raises(ModelError, match=f"has more than LoRA's two matrices .*{name}"):
             asked(second, base=str(third), **out)
     assert not (tmp_path / "out").exists()

@@ -120,7 +120,7 @@ def test_two_columns_of_one_name_in_parquet(tmp_path):
 def test_a_folder_of_splits_of_different_kinds(tmp_path):
     (tmp_path / "train.txt").write_text("a\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": "a"}))
-    with pytest.raises(DataError, match="do not follow from its files"):
+    with pytest.raises(DataError, match="cannot infer the splits"):
         open_source(str(tmp_path), "train", None, 0, lambda working, answer: answer)
 
 

@@ -105,7 +105,7 @@ def test_a_few_unreadable_rows_keep_their_place_and_many_are_refused(tmp_path, c
         (["--reward", "maths"], "there is no reward maths; did you mean math?"),
         (["--reward", "xyz"], "choose one of match_format_exactly, "),
         (["--reward", "math", "--completion-column", "text"], "has no column text with the completions: it has compl"),
-        (["--reward", "math", "--answer-column", "gold"], "has no column gold for the right answers"),
+        (["--reward", "math", "--answer-column", "gold"], "has no column gold with the right answers"),
         (["--reward", "math", "--deadline", "0"], "must be above 0 seconds"),
         (["--reward", "no_such:thing"], "there is no module no_such"),
         (["--reward", "math", "--workers", "0"], "workers"),

@@ -137,7 +137,7 @@ def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(RankError, match=rf"was not reached at {address} within 1 sec.*--node-rank 0` there"):
         start(["sft.yaml"], 2, 2, 1, address)
-    with pytest.raises(RunError, match=r"not all of 2 machines joined within 1 seconds: .* --node-rank 0 to 1"):
+    with pytest.raises(RunError, match=r"not all 2 machines joined within 1 seconds: .* --node-rank 0 to 1"):
         start(["sft.yaml"], 2, 2, 0, address)
     ended = []
     monkeypatch.setattr(rendezvous.os, "_exit", ended.append)  # what would end this process

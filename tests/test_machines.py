@@ -61,7 +61,7 @@ def test_machines_that_do_not_reach_one_another_end_in_time_and_say_why(run, mac
     wrong = [f"GLOO_SOCKET_IFNAME=lo {on(node, file, 'apart')}" for node in range(2)]
     done = machines(OWN, *wrong)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "cannot connect to the others" in done.stderr and "GLOO_SOCKET_IFNAME" in done.stderr
+    assert "cannot connect to the other ranks" in done.stderr and "GLOO_SOCKET_IFNAME" in done.stderr
     assert " on node-a" in done.stderr or " on node-b" in done.stderr
     assert not (folder / "apart").exists()
 

@@ -193,7 +193,7 @@ def test_order_and_filters(here):
     assert names("name", False, "tag!=keep", "step>=0") == ["a", "b-10"]
     assert names("name", False, "step>2") == ["b-10"] and names("name", False, "size>1MB") == []
     assert names("name", False, "age<1h") == ["a", "b-9", "b-10"] and names("name", False, "age>1d") == []
-    for term, message in (("colour=red", "cannot filter by colour"), ("state>x", "is a text"), ("size>big", "no size")):
+    for term, message in (("colour=red", "cannot filter by colour"), ("state>x", "is a text"), ("size>big", "a size")):
         with pytest.raises(RunError, match=message):
             names("name", False, term)
     with pytest.raises(RunError, match="cannot sort by colour"):
@@ -231,7 +231,7 @@ def test_tags_and_notes_never_reach_the_run(runs):
     assert runs("tag", "toy", "keep", "paper") == "runs/toy: #keep #paper\n"
     assert runs("tag", "toy", "-keep", "lr/2") == "runs/toy: #paper #lr/2\n"
     assert "no tag ghost; it has paper, lr/2" in runs("tag", "toy", "-ghost", status=1)
-    assert "is no tag" in runs("tag", "toy", "two words", status=1) and "is no tag" in runs(
+    assert "is not a tag" in runs("tag", "toy", "two words", status=1) and "is not a tag" in runs(
         "tag", "toy", "\x1b", status=1
     )
     assert runs("note", "toy", "better\nthan \x1b[1m") == "runs/toy/notes.json: note written\n"
@@ -469,7 +469,7 @@ def test_names_that_are_refused(name):
 def test_renaming_refuses_taken_names_and_stages(family, runs):
     make(Path("runs/free"))
     assert "exists: choose another name" in runs("rename", "free", "policy", status=1)
-    assert "named by the model or stage of whole" in runs("rename", "whole/sft", "x", status=1)
+    assert "named after a model or stage of whole" in runs("rename", "whole/sft", "x", status=1)
     assert "cannot name a run" in runs("rename", "free", "../free", status=1)
     make(Path("runs/swept/1-a"))
     Path("runs/swept/sweep.json").write_text("{}")

@@ -122,7 +122,7 @@ def test_a_model_that_changed_under_a_run_is_refused(tmp_path, whole, setting, c
     save_file(weights, file, {"format": "pt"})
     os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     before = {path: path.read_bytes() for path in (run / "grpo").rglob("*") if path.is_file()}
-    message = rf"grpo was trained with another model than .* is now \({setting}\).* Restore the former model"
+    message = rf"is no longer the model that .*grpo was trained with \({setting}\).* Restore the former model"
     with pytest.raises(RunError, match=message):
         runner.train(load(run / "grpo/config.yaml").config, resume=run / "grpo")
     assert {path: path.read_bytes() for path in before} == before

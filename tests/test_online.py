@@ -378,7 +378,7 @@ def test_a_reward_that_takes_too_long_is_counted_and_no_zero(sums_home, tmp_path
     assert first["rewards/late/timeout"] == first["rewards/left_out"] == 32 and first["resampled_groups"] == 8
     assert "reward" not in first and "loss" not in first and "rewards/late/mean" not in first
     assert second["rewards/late/timeout"] == second["rewards/left_out"] == 0 and second["rewards/late/mean"] > 0
-    assert "test_online:late_at_first gave no answer within 0.3 s: no reward for 32 completions" in caplog.text
+    assert "test_online:late_at_first did not return within 0.3 s: no reward for 32 completions" in caplog.text
     with StoredRun(folder) as stored:
         one = stored.rollouts(1)[0]
     assert one["reward"] is None and one["parts"]["late"]["verdict"] == "timeout"

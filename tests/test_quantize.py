@@ -348,7 +348,7 @@ def test_a_model_of_a_run_and_the_exit_status(run, capsys):
     assert main(run) == 3
     shown = capsys.readouterr()
     print(shown.out)
-    assert "best.tmp-1234567 was being written when a process was killed" in shown.err
+    assert "best.tmp-1234567 was left unfinished by a killed process" in shown.err
     assert "cannot be read" in shown.err and "too few rows" in shown.out  # its settings; the gate
     made = Path("run/quantized_int4/best")
     facts = json.loads((made / "quantization.json").read_text())
@@ -402,7 +402,7 @@ def test_a_suite_before_and_after(run, shared, capsys):
         (["MODEL", "--to", "int7"], "did you mean int8", 2),
         (["nowhere/at/all", "--to", "int8"], "no such folder", 1),
         ([".", "--to", "int8"], "no model", 1),
-        (["MADE", "--to", "int4"], "is quantised already (bitsandbytes)", 1),
+        (["MADE", "--to", "int4"], "is already quantised (bitsandbytes)", 1),
         (["MODEL", "--to", "int8", "--gate", "absent.jsonl"], "absent.jsonl", 1),
         (["MODEL", "--to", "int8", "--gate", "broken.jsonl"], "broken.jsonl", 1),
         (["MODEL", "--to", "int8", "--data", "x.jsonl"], "--suite", 2),

@@ -183,7 +183,7 @@ def test_a_page_that_would_be_large_is_cut_with_a_count(tmp_path):
     rows = [[n, "x" * 3_000] for n in range(1_000)]
     write_page(tmp_path / "x.html", "x", [Table("Large", ["n", "text"], rows), Text("End", "here")])
     page = Page(tmp_path / "x.html")
-    assert page.size < MOST_BYTES and "strings are cut to 5,000 characters, tables to 500 rows" in page.text
+    assert page.size < MOST_BYTES and "strings are cut to 5,000 characters and tables to 500 rows" in page.text
     assert "500 more rows are not shown" in page.text and "here" in page.text
 
 

@@ -349,7 +349,7 @@ def test_settings_that_cannot_be(term, message):
 
 
 def test_lists_that_cannot_be(grading_pool):
-    with pytest.raises(RewardError, match="two rewards are called math: give one of them another `name`"):
+    with pytest.raises(RewardError, match="two rewards are called math: give one of them a different `name`"):
         Rewards(settings({"type": "math"}, {"type": "math"}), grading_pool)
     with pytest.raises(RewardError, match=r"reward model of a stage \(reward\) is not known here: give its `path`"):
         Rewards(settings({"type": "model", "from": "reward"}))
@@ -410,7 +410,7 @@ def test_a_reward_model_reads_conversations(reward_model):
         found = rewards([RewardInput(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
         with pytest.raises(RewardError, match="all be strings or all be lists"):
             rewards([RewardInput("a", prompt="x"), RewardInput("b", prompt=chats[0])])
-        with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads 200: lower rollout"):
+        with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads at most 200: lower rollout"):
             rewards([RewardInput("word " * 300, prompt="x")])
     whole = [
         tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": reply}], tokenize=False)
@@ -521,7 +521,7 @@ def test_a_reward_model_with_the_tokenizer_of_another(reward_model, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with Rewards(term) as rewards:
         assert len(rewards([RewardInput(" Yes", prompt="Say it.")]).totals) == 1
-        with pytest.raises(RewardError, match=r"has, with its prompt, the token 6,\d+ .* which has 6,\d+ embeddings"):
+        with pytest.raises(RewardError, match=r"or its prompt has the token 6,\d+ .* which has 6,\d+ embeddings"):
             rewards([RewardInput(" Yes", prompt="Say [EXTRA] it.")])
 
 

@@ -370,7 +370,7 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert total == 16 and f"and {sign + to_zero + zero - still - 1} more: --limit" in short
     assert len(re.findall(r"^ +2 +\d+ +\d+ +(?:sign|to 0|from 0) ", short, re.MULTILINE)) == 1
     assert main(["regrade", run, "--reward", "math", "--step", "9"]) == 1
-    assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err
+    assert main(["why", run, "--step", "9"]) == 1 and "the file has steps 1 to 3" in capsys.readouterr().err
 
 
 def test_tokens_of_one_character_are_shown_as_that_character(shared):

@@ -82,7 +82,7 @@ def test_order_filter_and_show(folder):
         assert seen(app) == ["policy"] and "1 run of 3" in str(app.query_one("#status", Static).render())
         app.query_one("#filter", Input).value += " step>"  # half typed
         await pilot.pause()
-        assert "no number" in str(app.query_one("#status", Static).render()) and seen(app) == ["policy"]
+        assert "not a number" in str(app.query_one("#status", Static).render()) and seen(app) == ["policy"]
         await pilot.press("enter")
         assert isinstance(app.focused, DataTable)
         await pilot.press("enter")
@@ -119,7 +119,7 @@ def test_tags_note_and_name(folder):
         await pilot.press("t")
         await pilot.pause()
         await typed(pilot, "no/good\x1b")
-        assert "is no tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
+        assert "is not a tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
         for name, message in (("../x", "cannot name a run"), ("critic", "updated 2 files")):
             await pilot.press("r")
             await pilot.pause()

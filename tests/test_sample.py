@@ -145,4 +145,4 @@ def test_tags_and_borders_that_are_split_differently(shared, name):
     assert odd.startswith("2 of 3 completions write '</answer>' as '<' '/' 'a' 'n'"), odd
     half, me = prompt(tokenizer, "2 + 3 is the ti"), tokenizer.convert_tokens_to_ids(["m", "e"])
     [border] = completion_faults([(half, me)], [], tokenizer)
-    assert border.startswith("1 of 1 prompts end in other tokens once their completion follows"), border
+    assert border.startswith("1 of 1 prompts end in different tokens when their completion follows"), border

@@ -524,8 +524,8 @@ BAD = [
     ({"prompt": "a", "temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty is not supported"),
     ({"prompt": "a", "n": 1000}, "n: Input should be less than or equal to 64"),
-    ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000; the server has room for 513 with the prompt"),
-    ({"prompt": "a " * 600}, "shorten it, or start the server with a larger --context"),
+    ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000, but prompt and completion together have room for"),
+    ({"prompt": "a " * 600}, "start the server with a larger --context"),
     ({"prompt": [999_999]}, "token id 999999"),
     ({"prompt": []}, "prompt 0 is empty"),
     ({"prompt": ""}, "prompt 0 is empty"),
@@ -534,8 +534,8 @@ BAD = [
     ({"prompt": [5, 999_999], "echo": True, "max_tokens": 0, "logprobs": 1}, "token id 999999"),
     ({"prompt": [[5], [1 << 70]], "echo": True, "max_tokens": 0}, "prompt 1 has the token id 11805"),
     ({}, "prompt: Field required"),
-    ({"prompt": "a", "max_tokens": 0}, "gives nothing"),
-    ({"prompt": "a", "echo": True, "stream": True}, "echo is not streamed"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens 0 needs echo"),
+    ({"prompt": "a", "echo": True, "stream": True}, "echo cannot be streamed"),
     ({"prompt": "a", "stop": [str(n) for n in range(20)]}, "stop: List should have at most"),
     ({"prompt": "a", "stop": ["b", ""]}, "stop.1: String should have at least 1 character"),
 ]
@@ -571,7 +571,7 @@ def test_what_is_not_taken(url, client, stories, reward_model):
         key = {"Authorization": "Bearer secret"}
         ok = post(f"{other}/reward", json={"prompt": "a", "completion": "b"}, headers=key | {"Host": "elsewhere"})
         assert ok.status_code == 200 and len(ok.json()["rewards"]) == 1
-        assert "generates nothing" in post(f"{other}/v1/completions", json={"prompt": "a"}, headers=key).text
+        assert "cannot generate completions" in post(f"{other}/v1/completions", json={"prompt": "a"}, headers=key).text
 
 
 def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys):
@@ -647,7 +647,7 @@ def test_a_reply_that_the_template_does_not_write_is_scored_as_it_is(stories, tm
         expected = tokenizer(prompt + "so</t>Once", add_special_tokens=False).input_ids
         assert [one["id"] for one in scored["tokens"]] == expected
         continued = httpx.post(f"{address}/v1/render", json={"messages": talk, "continue_final_message": True})
-        assert continued.status_code == 400 and "the chat template refuses" in continued.text
+        assert continued.status_code == 400 and "the chat template rejects" in continued.text
 
 
 def test_a_reply_without_a_template_is_continued_as_one_text(stories):
@@ -730,7 +730,7 @@ def test_a_text_of_many_short_tokens_is_read_up_to_the_context(shared):
     with pytest.raises(DataError, match="more than 20,000 tokens: shorten it"):
         bound.check(text)
     assert sum(read) < 40_000
-    with pytest.raises(DataError, match="characters; 20,000 tokens have up to"):
+    with pytest.raises(DataError, match="characters; 20,000 tokens have at most"):
         bound.check(text, "a")
     bound.check("a" * 19_000)
 

@@ -484,7 +484,7 @@ def test_what_is_no_file_is_not_appended_to(name, kind, tmp_path):
     else:
         path.symlink_to({"device": Path("/dev/null"), "link": other, "nowhere": tmp_path / "missing"}[kind])
     other.write_text("")
-    refused = "it is a (link|pipe, a folder or a device), no file|Is a directory|No such device"
+    refused = "it is a (link|pipe, folder or device), not a file|Is a directory|No such device"
     with pytest.raises(RunError, match=f"{name}: ({refused})"), Run.open(tmp_path / "x") as run:
         run.log(1, {"loss": 1.0})
     assert other.read_text() == "" and not (tmp_path / "missing").exists()

@@ -229,7 +229,7 @@ def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name
     expected = as_float32(in_metrics(folder))
     assert curves(folder / "tracking") == expected
     assert {step for step, _, _ in expected} == {1, 2, *OTHERS[name]}
-    said = [line for line in caplog.messages if "keeps its values of steps 3 to 5 from before the resume" in line]
+    said = [line for line in caplog.messages if "values that it logged for steps 3 to 5 before the resume" in line]
     assert [line.split()[0] for line in said] == ([] if name == "the same" else ["wandb", "trackio"])
     if name == "the same":
         assert read_tensorboard(folder / "tracking") == expected, "nothing is written twice"

@@ -38,10 +38,10 @@ def ui(runs):
 
 PAGES = {
     "/": "saved",
-    "/run?run=saved": "Copy the command that replays this",
+    "/run?run=saved": "Copy the command that repeats this run",
     "/rollouts?run=saved": "Find rollouts",
-    "/rollouts?run=saved&step=2&prompt=0&rollout=0": "The tokens that pushed most",
-    "/data": "The data of which run?",
+    "/rollouts?run=saved&step=2&prompt=0&rollout=0": "The tokens with the largest push",
+    "/data": "Choose a run to see its data.",
     "/evaluations": "There are no evaluations",
     "/new": "Still needed: model.path, data.source",
 }

@@ -62,7 +62,7 @@ def test_a_run_is_filled_in_planned_and_started(browser, address, runs, shared):
     assert (runs / "configs/first.yaml").read_text().startswith("name: first\n")
     with watched(browser) as page:  # a second tab: the name is taken now
         page.goto(f"{address}/new?model.path=a/b&data.source=gsm8k&name=first")
-        page.get_by_text("There is a run first already").wait_for()
+        page.get_by_text("A run named first already exists").wait_for()
         assert page.get_by_role("button", name="Start").count() == 0
 
 

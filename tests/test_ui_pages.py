@@ -92,7 +92,7 @@ def test_from_a_falling_reward_to_the_tokens_in_at_most_four_clicks(browser, add
         page.locator(".tokens").wait_for()
         page.locator(".tokens a.most").first.click()
         page.wait_for_url("**token=**")
-        page.get_by_text("The tokens that pushed most").wait_for()
+        page.get_by_text("The tokens with the largest push").wait_for()
         page.get_by_role("link", name="ratio", exact=True).click()
         page.get_by_text("ratio: from").wait_for()
         page.go_back()

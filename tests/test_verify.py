@@ -60,7 +60,7 @@ def test_equal_runs_are_equal(tmp_path):
     [
         ([LINES[0], LINES[1], LINES[2] | {"loss": 0.30000000000000004}], None, None,
          "step 4, metrics.jsonl line 3: loss is 0.3 and 0.30000000000000004"),
-        (LINES[:2], None, None, "step 4, metrics.jsonl line 3: exists and is missing"),
+        (LINES[:2], None, None, "step 4, metrics.jsonl line 3: exists in the first run, is missing in the second"),
         (None, [[0.0, 0.0], [0.0, -0.0]], None,
          r"step 4, checkpoint-4/model.safetensors: b[1, 1] is 0.0 and -0.0 (1 of 4 values differ)"),
         (None, [0.0, 0.0, 0.0, 0.0], None,

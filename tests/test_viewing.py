@@ -324,7 +324,7 @@ def test_what_is_not_there_is_said(viewer):
         assert words in rendered(rollouts_page, viewer, address)
     (viewer.root / "saved/rollouts.sqlite").write_bytes(b"no database" * 500)
     assert "cannot be read" in rendered(rollouts_page, viewer, "?run=saved&step=1")
-    assert "Not all rollouts are in the search" in rendered(rollouts_page, viewer, "?run=saved&find=x")
+    assert "Not all rollouts can be searched" in rendered(rollouts_page, viewer, "?run=saved&find=x")
 
 
 def test_tokens_have_the_text_of_the_completion(viewer):

@@ -105,7 +105,7 @@ def test_json_and_the_terminal_select_the_same_rows(viewer, tmp_path, capsys):
     assert main(["explore", file, "--no-quality", "--row", "30"]) == 0
     assert "train has no example of row 30: it was dropped, or is in" in capsys.readouterr().out
     assert main(["explore", file, "--set", "valid"]) == 1
-    assert "there is no set 'valid': it is one of train, validation" in capsys.readouterr().err
+    assert "there is no set 'valid': choose one of train, validation" in capsys.readouterr().err
 
 
 def test_the_page_reads_a_run_by_itself_and_shows_its_rows(viewer):

@@ -72,8 +72,8 @@ def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
     (tmp_path / "sft-b").mkdir()
     assert draft(asked(**WHOLE), tmp_path).name == "sft-b-2"
     taken = address("/new", **WHOLE, name="sft-b")
-    assert "There is a run sft-b already" in rendered(new_page, viewer, taken)
-    assert "there is a run sft-b already" in str(perform(start, viewer, taken))
+    assert "A run named sft-b already exists" in rendered(new_page, viewer, taken)
+    assert "a run named sft-b already exists" in str(perform(start, viewer, taken))
     assert "settings are incomplete" in str(perform(start, viewer, "?name=x"))
     assert not (tmp_path / "configs").exists()
 
@@ -83,7 +83,7 @@ def test_a_run_is_a_process_of_its_own_and_starts_once(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.ui.commands.command", lambda given: [sys.executable, "-c", program, *given])
     launches = Launches(tmp_path)
     launch = launches.start("one", "method: sft\n")
-    with pytest.raises(ConfigError, match="there is a run one already"):
+    with pytest.raises(ConfigError, match="a run named one already exists"):
         launches.start("one", "method: sft\n")
     try:
         assert launch.file.read_text() == "method: sft\n" and not launch.ended

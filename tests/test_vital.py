@@ -240,7 +240,7 @@ def test_a_run_records_what_its_checks_found(shared, sums_home, tmp_path):
     without = recorded(train(sums_home, tmp_path / "no reference", {"beta": 0.0}))
     assert without.keys() == sampled.keys() - {START}
     shown = {one.what: one.outcome for one in checks_of(without, "grpo", 2)}
-    assert shown["The policy is its reference before the first update"] == "does not apply"
+    assert shown["The policy equals its reference before the first update"] == "does not apply"
     assert set(shown.values()) == {"passed", "does not apply"}
     assert {one.outcome for one in checks_of({}, "grpo", 0)} == {"waiting"}
     assert {one.outcome for one in checks_of(None, "grpo", 2)} == {"not recorded"}

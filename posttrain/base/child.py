@@ -1,7 +1,7 @@
-"""Child processes: lines in and out with deadlines, and no child outlives this program.
+"""Child processes that exchange lines with this program, with deadlines, and never outlive it.
 
-A child ends when its standard input closes, which also happens when this program is killed: the child reads its input
-to the end, or calls `end_with_parent`. Grading workers, which run hostile code, are started in grading/process.py.
+A child ends when its standard input closes, which also happens when this program is killed. For this, the child reads
+its input to the end or calls `end_with_parent`. Grading workers run hostile code; grading/process.py starts them.
 """
 
 import atexit
@@ -18,16 +18,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from tempfile import TemporaryFile
 from typing import Generic, Protocol, Self, TypeVar
 
-IDLE_SECONDS = 60.0  # how long an idle process is kept
-SLICE_S = 0.1  # of a wait, so that Ctrl-C is handled in between on Windows, too
+IDLE_SECONDS = 60.0  # seconds that an idle process is kept
+SLICE_S = 0.1  # longest single wait in `line`: Windows handles Ctrl-C only between waits
 
 
 class Child:
-    """A running command whose lines are bytes with their line break. Any thread may end it or query its state.
+    """A running command. Its lines are bytes that include the line break. Any thread may end it or query its state.
 
-    `errors`: its stderr is kept for `last_words`, else it is that of this program. `session`: it gets a session that
-    Ctrl-C in the terminal does not reach, and whose processes are killed with it. `grace`: seconds from the end of its
-    input until it is killed.
+    `errors`: keep the child's stderr for `last_words`; otherwise it goes to this program's stderr. `session`: start the
+    child in a new session, which Ctrl-C in the terminal does not reach; killing the child kills the whole session.
+    `grace`: seconds that the child has to end after its input is closed, before it is killed.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Child:
         return self._process.poll() is None
 
     def status(self, seconds: float) -> int | None:
-        """Its exit status, negative for a signal; None if it has not ended after `seconds`."""
+        """The child's exit status, negative for a signal; None if it is still running after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def send(self, lines: Iterable[bytes]) -> None:
-        """Write lines to its standard input, in another thread: a pipe holds little, and the child may not read."""
+        """Write lines to the child's standard input, in another thread because a full pipe blocks the writer."""
         threading.Thread(target=self._write, args=[lines], daemon=True).start()
 
     def line(self, seconds: float, start: bytes = b"") -> bytes:
-        """The next line that begins with `start`.
+        """Return the next line that begins with `start`.
 
-        Raises TimeoutError after `seconds`, EOFError if the child has ended. Whatever interrupts the wait ends the
-        child: a late line would be taken for the next reply.
+        Raises TimeoutError after `seconds`, and EOFError if the child has ended. Any exception during the wait also
+        ends the child, because a late line would be taken for the next reply.
         """
         until = time.monotonic() + seconds
         try:
@@ -103,7 +103,7 @@ class Child:
         raise EOFError
 
     def output(self, seconds: float) -> bytes:
-        """Close its input and return all lines until it ends. Raises TimeoutError after `seconds`, and ends it."""
+        """Close the child's input and return all its output. Ends it after `seconds`, and raises TimeoutError."""
         until, lines = time.monotonic() + seconds, list[bytes]()
         self._close_input()
         with contextlib.suppress(EOFError):
@@ -112,24 +112,24 @@ class Child:
         return b"".join(lines)
 
     def last_words(self) -> str:
-        """Its stderr so far; empty after `end`."""
+        """The child's stderr so far; empty after `end`."""
         if self._errors is None or self._errors.closed:
             return ""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """Kill it without waiting."""
+        """Kill the child without waiting for its end."""
         if not self.is_alive:
             return
         if self._session and hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError):  # another thread has seen its end
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and another thread reaped it
                 os.killpg(self._process.pid, signal.SIGKILL)
         else:
             self._process.kill()
 
     def end(self) -> None:
-        """Close its input, and kill it if it has not ended in time. May be called again."""
+        """Close the child's input, and kill the child if it does not end in time. May be called again."""
         if self._grace:
             self._close_input()
             self.status(self._grace)
@@ -146,7 +146,7 @@ class Child:
 
     def _write(self, lines: Iterable[bytes]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, which shows in its output; or it was ended
+        with contextlib.suppress(OSError, ValueError):  # the child has ended, which `line` reports
             self._process.stdin.writelines(lines)
             self._process.stdin.flush()
 
@@ -163,11 +163,11 @@ class Helper(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether it is alive and idle."""
+        """Whether the process is alive and idle."""
         ...
 
     def end(self) -> None:
-        """Kill it. May be called again."""
+        """Kill the process. May be called again."""
         ...
 
 
@@ -175,15 +175,15 @@ P = TypeVar("P", bound=Helper)
 
 
 class HelperPool(Generic[P]):
-    """Keeps idle processes by their kind, the arguments they were started with. Thread-safe; one pool per program.
+    """Keeps idle processes for reuse, by kind: the arguments they were started with. Thread-safe; one per program.
 
-    All are terminated at interpreter exit, and none outlives a killed program.
+    All processes are terminated at interpreter exit, and none outlives a killed program.
     """
 
     def __init__(self) -> None:
         self._forget()
         atexit.register(self.end_all)
-        if hasattr(os, "register_at_fork"):  # a fork shares the parent's pipes, so it starts its own processes
+        if hasattr(os, "register_at_fork"):  # a forked process shares the parent's pipes, so it starts its own helpers
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -191,7 +191,7 @@ class HelperPool(Generic[P]):
         self._kept: dict[P, tuple[Hashable, threading.Timer]] = {}
 
     def take(self, kind: Hashable) -> P | None:
-        """The process of this kind that was put last, or None."""
+        """Take the most recently added process of this kind out of the pool; None if there is none."""
         while (process := self._pop(kind)) is not None:
             if process.is_free:
                 return process
@@ -199,7 +199,7 @@ class HelperPool(Generic[P]):
         return None
 
     def put(self, kind: Hashable, process: P, seconds: float | None = None) -> None:
-        """Keep it for `seconds`, by default IDLE_SECONDS; end it now if it is not free."""
+        """Keep the process for `seconds`, by default IDLE_SECONDS. A process that is not free is ended at once."""
         if not process.is_free:
             process.end()
             return
@@ -228,18 +228,18 @@ class HelperPool(Generic[P]):
     def _drop(self, process: P) -> None:
         with self._lock:
             _, timer = self._kept.pop(process, (None, None))
-        if timer is not None:  # else `take` has just returned it
+        if timer is not None:  # otherwise `take` has just returned the process
             timer.cancel()
             process.end()
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """End this process when its standard input is closed or its parent has changed, also if the parent was killed."""
+    """End this process when its standard input closes or its parent changes, which also detects a killed parent."""
     parent = os.getppid() if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == parent:
-            can_read = os.name == "nt" or select.select([sys.stdin], [], [], 1.0)[0]  # on Windows of sockets alone
+            can_read = os.name == "nt" or select.select([sys.stdin], [], [], 1.0)[0]  # Windows selects only sockets
             if can_read and not os.read(sys.stdin.fileno(), 1):
                 break
         os._exit(1)

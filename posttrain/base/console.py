@@ -1,4 +1,4 @@
-"""The console for tables and strings, and progress: a live bar on a terminal, an occasional line elsewhere."""
+"""The console for tables and strings, and progress display: a live bar on a terminal, an occasional line elsewhere."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ from posttrain.base.terminal import visible
 
 
 class PlainConsole(Console):
-    """rich's console for strings of any origin: no markup, no emoji, and control characters shown as escapes.
+    """rich's console for untrusted strings: no markup, no emoji, and control characters shown as escapes.
 
     Styles are passed separately (`style=`, `Text.append`).
     """
@@ -25,17 +25,17 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """As in rich, after escaping, so that a table measures what it shows."""
+        """As in rich, but escapes the text first, so that a table's column widths fit the escaped text."""
         return super().render_str(visible(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As in rich; escapes `Text` objects, which do not pass through `render_str`."""
+        """As in rich, but also escapes `Text` objects, which do not pass through `render_str`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def numbers_table(*columns: str) -> Table:
-    """A narrow table: a first column of names, which folds, and right-aligned columns of numbers, which do not."""
+    """A narrow table: a first column of names, which wraps, and right-aligned columns of numbers, which do not wrap."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(columns[0], overflow="fold")
     for name in columns[1:]:
@@ -44,14 +44,14 @@ def numbers_table(*columns: str) -> Table:
 
 
 def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of a terminal's table."""
+    """The header and the rows of a rich table, as strings."""
     header = [str(column.header) for column in table.columns]
     rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
     return header, [list(row) for row in rows]
 
 
-PATIENCE_S = 2.0  # shorter work shows nothing
-LINE_EVERY_S = 30.0  # without a terminal
+PATIENCE_S = 2.0  # seconds before any progress is shown
+LINE_EVERY_S = 30.0  # seconds between two lines, without a terminal
 Item = TypeVar("Item")
 
 
@@ -60,8 +60,8 @@ def progress(
 ) -> Iterator[Item]:
     """Iterate over `items` and show the progress after the first two seconds.
 
-    `total` is the number of items, by default the length of `items` if it has one. Without a terminal: a line every 30
-    seconds.
+    `total` is the number of items; by default `len(items)`, if `items` has a length. Without a terminal, progress is
+    shown as a line every 30 seconds.
     """
     total = len(items) if total is None and isinstance(items, Sized) else total
     with counter(description, total, console) as count:
@@ -72,7 +72,7 @@ def progress(
 
 @contextlib.contextmanager
 def counter(description: str, total: int | None, console: Console | None = None) -> Iterator[Callable[[], None]]:
-    """Context with a function to call after every item; shows as `progress` does."""
+    """Context manager that yields a function to call after every item, and shows the progress as `progress` does."""
     console, description = console or PlainConsole(stderr=True), visible(description)
     next_line = time.monotonic() + PATIENCE_S
     shown: Progress | None = None
@@ -101,7 +101,7 @@ def counter(description: str, total: int | None, console: Console | None = None)
 
 
 def bar(console: Console, *columns: TextColumn | TimeRemainingColumn, width: int | None = None) -> Progress:
-    """A bar with a name, a count and further columns; as wide as the console unless `width` is given."""
+    """A progress bar with a name, a count and further columns; as wide as the console unless `width` is given."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

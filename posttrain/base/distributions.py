@@ -1,4 +1,4 @@
-"""Quantiles and tails: the normal, Student's t, and the binomial distribution of a fair coin."""
+"""Quantiles and tail probabilities of the normal, Student's t, and the binomial distribution with p = 1/2."""
 
 from functools import lru_cache
 from math import exp, inf, lgamma, log, log1p
@@ -33,12 +33,12 @@ def t_outside(t: float, freedom: float) -> float:
 
 
 def sign_test(wins: int, losses: int) -> tuple[float, float]:
-    """The exact two-sided p-value of wins and losses that are equally likely, and its mid-p value.
+    """The exact two-sided p-value of wins and losses under the hypothesis that they are equally likely, and the mid-p.
 
-    p = 2 · P(X ≤ min(wins, losses)) for X ~ Binomial(wins + losses, 1/2), at most 1: McNemar's test, where a win is a
-    prompt that only the other of two models answers correctly. mid-p counts half of the probability of the observed
-    counts (Fagerland, Lydersen & Laake 2013): its error rate is nearer to the nominal one, but not guaranteed. Computed
-    in whole numbers.
+    p = 2 · P(X ≤ min(wins, losses)) for X ~ Binomial(wins + losses, 1/2), at most 1. This is McNemar's test if a win is
+    a prompt that only one of two models answers correctly, and a loss one that only the other does. mid-p counts the
+    probability of the observed counts by half (Fagerland, Lydersen & Laake 2013); its error rate is closer to the
+    nominal level, but without a guarantee. Computed in exact integer arithmetic.
     """
     count = wins + losses
     term = total = 1
@@ -49,7 +49,7 @@ def sign_test(wins: int, losses: int) -> tuple[float, float]:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (Lentz; DLMF 8.17.22)."""
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly

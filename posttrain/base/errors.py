@@ -1,6 +1,6 @@
 """Errors that a user can fix. Each message says what is wrong, where, and what to do.
 
-The command line prints it without a stack trace.
+The command line prints the message without a stack trace.
 """
 
 import re
@@ -31,7 +31,7 @@ class ModelError(PosttrainError):
 
 
 class WeightsError(ModelError):
-    """The weights of a model are damaged, incomplete, or of other shapes than in its config.json."""
+    """The weights of a model are damaged, incomplete, or have shapes that do not match its config.json."""
 
 
 class RunError(PosttrainError):
@@ -43,7 +43,7 @@ class DamagedError(RunError):
 
 
 class RankError(RunError):
-    """Another process of a run on several ranks has failed, ended, or does not answer."""
+    """In a run on several ranks, another rank has failed, has ended, or does not answer."""
 
 
 class VitalSignError(PosttrainError):
@@ -51,7 +51,7 @@ class VitalSignError(PosttrainError):
 
 
 class EngineError(PosttrainError):
-    """An engine is absent, has died, does not answer in time, or has another version."""
+    """An engine is missing, has died, does not answer in time, or runs another version."""
 
 
 class EngineLostError(EngineError):
@@ -59,14 +59,14 @@ class EngineLostError(EngineError):
 
 
 class RewardError(PosttrainError):
-    """A reward function, its settings or its grader does not work."""
+    """A reward function, its settings or its grader has an error."""
 
 
 OUT_OF_MEMORY = "out of memory"
 
 
-# Messages of a RuntimeError or OSError: the allocators of CUDA, ROCm and MPS, an asynchronous CUDA error
-# (AcceleratorError), the workspaces of cuBLAS and cuDNN, PyTorch's allocator on a CPU, the system.
+# Matches messages of a RuntimeError or OSError from the allocators of CUDA, ROCm and MPS, from an asynchronous CUDA
+# error (AcceleratorError), the workspaces of cuBLAS and cuDNN, PyTorch's CPU allocator, or the operating system.
 _NO_MEMORY = re.compile(
     r"(?:CUDA|HIP|MPS|XPU)\b.{0,40}out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
     r"|(?:can't|cannot) allocate memory",
@@ -75,20 +75,20 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, in any form, also wrapped in an error of torch.compile."""
+    """Whether the error means that memory ran out, in any form, even inside an error of torch.compile."""
     if isinstance(error, PosttrainError):
         return False
     inner = getattr(error, "inner_exception", None) or error.__cause__
     return (
         isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module does not import torch
+        or type(error).__name__ == "OutOfMemoryError"  # compared by name, because this module does not import torch
         or (isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(str(error)) is not None)
         or (isinstance(inner, BaseException) and inner is not error and is_out_of_memory(inner))
     )
 
 
 class Stopped(SystemExit):
-    """A signal has ended the run cleanly; the exit status is the shell's for that signal."""
+    """A signal has ended the run cleanly. The exit status is the one that a shell reports: 128 + the signal number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -96,7 +96,7 @@ class Stopped(SystemExit):
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error in one sentence: a PosttrainError's message, else the error's type, message and line."""
+    """The reason for an error as one sentence: the message of a PosttrainError, otherwise type, message and line."""
     if isinstance(error, PosttrainError):
         return str(error)
     if isinstance(error, Stopped):
@@ -113,13 +113,13 @@ def message_of(error: BaseException) -> str:
     """The message for the user: the reason, what to do, and the error's notes."""
     notes = getattr(error, "__notes__", ())
     text = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
-    if text == OUT_OF_MEMORY and not notes:  # outside a run, which would name the settings to lower
+    if text == OUT_OF_MEMORY and not notes:  # outside a run; a run adds a note with the settings to lower
         text += ": use shorter prompts and completions, or fewer at a time (see the options in --help)"
     return "\n".join([text, *notes])
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line outside installed packages, or else the innermost line."""
+    """The innermost line of the traceback outside installed packages, or the innermost line if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
     own = [frame for frame in frames if not frame.filename.startswith(installed)]

@@ -1,8 +1,8 @@
 """Files: paths as users write them, files and folders that appear complete or not at all, and YAML as plain data.
 
-Everything is written to a temporary sibling, synced to the disk, and renamed into place; a rename is atomic on one file
-system. A crash leaves at most siblings named `*.tmp-*` (unfinished, or being deleted) and `*.old-*` (the previous
-folder, moved aside while it is replaced). Functions raise OSError as the system does.
+Everything is written to a temporary sibling, synced to the disk, and renamed into place; a rename is atomic within one
+file system. A crash leaves at most siblings named `*.tmp-*` (unfinished, or being deleted) and `*.old-*` (the previous
+folder, moved aside while it is replaced). OSErrors of the operating system are raised unchanged.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from posttrain.base.system import sync_file, sync_folder
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
     """The path, with `~` expanded; it need not exist.
 
-    Raises `error` if its name is too long, or if a folder above it may not be read.
+    Raises `error` if the name is too long, or if permission to read a parent folder is missing.
     """
     path = Path(expanduser(text))
     try:
@@ -36,15 +36,15 @@ def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
 
 
 def default_cache() -> Path:
-    """The folder of caches (tokenised data, judges' replies, …): `$POSTTRAIN_CACHE`, or else `~/.cache/posttrain`."""
+    """The cache folder (tokenised data, judges' replies, …): `$POSTTRAIN_CACHE`, or by default `~/.cache/posttrain`."""
     return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
 
 
-_settings_folders: dict[Path, None] = {}  # of the whole program, like `sys.path`
+_settings_folders: dict[Path, None] = {}  # one list for the whole program, like `sys.path`
 
 
 def remember_settings(path: Path) -> None:
-    """Remember a settings file's folder: functions named in settings may come from Python files there.
+    """Remember a settings file's folder, because functions named in settings may be in Python files there.
 
     A run's own folder is not remembered.
     """
@@ -54,17 +54,17 @@ def remember_settings(path: Path) -> None:
 
 
 def settings_folders() -> list[Path]:
-    """The folders of the settings files that were read, the latest first."""
+    """The folders of the settings files that were read, the most recent first."""
     return list(_settings_folders)[::-1]
 
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
-# A name made by `beside` ends with a process id and six digits; a shorter number or a date is a user's.
+# A name made by `beside` ends with a process id and six digits. A shorter number or a date was written by a user.
 MADE_HERE = re.compile(r".+-(?!(19|20)\d{6}$)\d{7,}")
 
 
 def put_file(path: Path, data: str | bytes) -> None:
-    """Write `data` (a string as UTF-8) to `path`, replacing it atomically. On any exception the old file stays."""
+    """Write `data` (a string as UTF-8) to `path`, replacing it atomically. On any exception the old file is kept."""
     temporary = beside(path, "tmp")
     try:
         with open(temporary, "wb") as file:
@@ -79,10 +79,10 @@ def put_file(path: Path, data: str | bytes) -> None:
 
 
 def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True) -> None:
-    """Make the folder `target` from what `write(temporary_folder)` writes to it.
+    """Create the folder `target` from what `write(temporary_folder)` writes.
 
-    An existing `target` is replaced; without `replace` it stays (another process was faster). On an exception it stays,
-    too, and the temporary folder is removed.
+    An existing `target` is replaced; without `replace` it is kept (another process was faster). On an exception the
+    existing `target` is kept and the temporary folder removed.
     """
     temporary = beside(target, "tmp")
     try:
@@ -121,15 +121,15 @@ def take_away(folder: Path) -> None:
 
 
 def beside(path: Path, kind: str) -> Path:
-    """A sibling of a name that no other process or thread uses."""
+    """A path next to `path` with a name that no other process or thread uses."""
     return path.with_name(f"{path.name}.{kind}-{os.getpid()}{secrets.randbelow(10**6):06}")
 
 
 def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list[Path]:
-    """The leftovers of crashes directly in `folder`, of all targets or of that `name`.
+    """The leftovers of crashes directly in `folder`, for all targets or only for the target `name`.
 
-    With `ended`, for a folder that also has users' own: only leftovers that `beside` named and whose process has ended,
-    as far as this machine knows.
+    `ended` is for a folder that also contains users' files: only leftovers that `beside` named and whose process has
+    ended, as far as this machine can tell.
     """
     return [
         path
@@ -142,7 +142,7 @@ def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list
 
 def _is_written(name: str) -> bool:
     """Whether the process named by a leftover is alive."""
-    from psutil import pid_exists  # rarely needed
+    from psutil import pid_exists  # imported here because it is rarely needed
 
     try:
         return pid_exists(int(name.rpartition("-")[2][:-6]))  # the last digits are random
@@ -151,7 +151,7 @@ def _is_written(name: str) -> bool:
 
 
 def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[str]:
-    """Finish or undo what crashes left in `folder` (see `leftovers`); returns the names, removed or put back."""
+    """Remove or restore what crashes left in `folder` (see `leftovers`). Returns the names of these leftovers."""
     handled = []
     for path in leftovers(folder, name, ended):
         leftover = LEFTOVER.fullmatch(path.name)
@@ -167,20 +167,20 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
 
 
 def sync_tree(folder: Path) -> None:
-    """Force `folder` and everything under it to the disk."""
+    """Sync `folder` and everything in it to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync_file(Path(root) / name)
         sync_folder(Path(root))
 
 
-MOST_DEPTH = 100  # of lists and mappings in one another: the C library would overflow the stack
+MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library
 
 
 def read_yaml(text: str) -> Any:
-    """The plain values of a document. Raises ValueError if it is not YAML, is nested too deeply, or has tags or
-    aliases, which can multiply without bound: posttrain writes neither."""
-    import yaml  # rarely needed for a list
+    """The plain values of a document. Raises ValueError if it is not YAML, is nested too deeply, or has tags or aliases
+    (aliases can grow without bound). posttrain writes neither tags nor aliases."""
+    import yaml  # lists of runs rarely need it
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
@@ -199,5 +199,5 @@ def read_yaml(text: str) -> Any:
 
 
 def is_too_deep(error: Exception) -> bool:
-    """Whether YAML could not be read because of its depth, which PyYAML limits since 6.0.4."""
+    """Whether YAML could not be read because it is nested too deeply; PyYAML has a limit since 6.0.4."""
     return isinstance(error, RecursionError) or "maximum nesting depth" in str(error)

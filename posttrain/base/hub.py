@@ -1,4 +1,4 @@
-"""Checks whether the Hugging Face hub can be reached, because its library retries for half a minute."""
+"""Checks whether the Hugging Face hub is reachable, because without a network its library retries for half a minute."""
 
 import logging
 import socket
@@ -10,14 +10,15 @@ from huggingface_hub import constants
 
 log = logging.getLogger("posttrain")
 
-TRIES, PAUSE_S = 2, 0.5  # one query may fail by chance
+TRIES, PAUSE_S = 2, 0.5  # name lookups, and seconds between them: one lookup may fail by chance
 _ours = False  # whether this module, not the user, has switched the library offline
 
 
 def stay_offline_without_network() -> None:
-    """If the hub's name does not resolve, restrict its library to the local cache, as HF_HUB_OFFLINE=1 does.
+    """If the hub's host name does not resolve, restrict its library to the local cache, as HF_HUB_OFFLINE=1 does.
 
-    Called before every use, so that a long session notices when the network is back. A proxy resolves names itself.
+    Called before every use, so that a long session notices when the network is back. Does nothing if the user has set
+    HF_HUB_OFFLINE, or behind a proxy, which resolves names itself.
     """
     global _ours
     endpoint = urlsplit(constants.ENDPOINT)

@@ -1,4 +1,4 @@
-"""Imports: of optional packages, and faster ones of torch and transformers."""
+"""Imports optional packages, and speeds up the imports of torch and transformers."""
 
 import gc
 import importlib
@@ -12,7 +12,8 @@ from posttrain.base.words import first_line
 
 
 def need(module: str, extra: str, setting: str) -> ModuleType:
-    """The optional module that `setting` needs. If it is missing, raises ConfigError with the command to install it."""
+    """Import the optional module that `setting` needs. Raises ConfigError if it is missing (with the command that
+    installs it) or does not load."""
     package = module.partition(".")[0]
     try:
         importlib.import_module(package)
@@ -28,10 +29,10 @@ def need(module: str, extra: str, setting: str) -> ModuleType:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Disable garbage collection during the imports of the block, which saves a fifth of their time.
+    """Disable garbage collection inside the block, which makes its imports a fifth faster.
 
-    They create hundreds of thousands of permanent objects, which a collection would scan in vain, and which are frozen
-    afterwards. Does nothing if torch is imported already, as in a user's own program.
+    Imports create hundreds of thousands of permanent objects, which a collection would scan in vain. They are frozen
+    after the block. Does nothing if torch is already imported, as in a user's own program.
     """
     if "torch" in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Measures available and used memory, and releases it."""
+"""Measures available and used memory, and releases unused memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.base.system import resource
 if TYPE_CHECKING:  # grading workers use this module and must not import torch
     import torch
 
-# Files with a container's limit, in versions 2 and 1 of Linux's control groups.
+# Files with a container's memory limit and use, in versions 2 and 1 of Linux's control groups.
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -35,8 +35,8 @@ def release_memory() -> None:
 
 
 def return_free_pages() -> None:
-    """Release the free pages of main memory that glibc keeps. For use between two kinds of work: the tensors of one
-    seldom fit the holes that those of the other leave."""
+    """Release the free pages of main memory that glibc keeps. Call it between two kinds of work, because tensors of the
+    second seldom fit the holes that tensors of the first leave."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
@@ -45,9 +45,9 @@ def return_free_pages() -> None:
 def return_tensors_at_once() -> None:
     """With glibc, return the memory of freed tensors of 256 KiB or more to the system from now on.
 
-    Otherwise glibc keeps blocks of up to 32 MiB in its heap, where a tensor often does not fit the hole of another, and
-    the process holds a third to a half more memory than its peak need. The price is about a fifth of the time on a CPU,
-    because the system clears new pages.
+    By default glibc keeps blocks of up to 32 MiB in its heap. A new tensor often does not fit the hole that another one
+    left, and the process holds a third to a half more memory than it needs at its peak. On a CPU, work takes about a
+    fifth more time with this setting, because the system clears new pages.
     """
     libc = _glibc()
     if libc is not None:
@@ -64,13 +64,13 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def memory_in_use() -> int:
-    """Bytes of main memory that this process holds now (on other systems than Linux, its peak)."""
+    """Bytes of main memory that this process holds now (on systems other than Linux, its peak)."""
     held = _status("VmRSS")
     return peak_of_process() if held is None else held
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes since `reset_peak_memory`; of the GPU if `device` is one."""
+    """Peak memory of this process in bytes since `reset_peak_memory`: GPU memory if `device` is a GPU."""
     if device.type == "cuda":
         import torch
 
@@ -79,10 +79,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_of_process() -> int:
-    """Peak main memory of this process in bytes, on Linux since `reset_peak_memory`; 0 on Windows.
+    """Peak main memory of this process in bytes; on Linux since `reset_peak_memory`, 0 on Windows.
 
-    Linux does not use getrusage: a process inherits ru_maxrss from its parent, so a worker of a large training process
-    would seem large from the start.
+    On Linux it does not come from getrusage: a process inherits ru_maxrss from its parent, so a worker of a large
+    training process would seem large from the start.
     """
     peak = _status("VmHWM")
     if peak is not None:
@@ -94,7 +94,7 @@ def peak_of_process() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset `peak_memory`, so that one model's peak does not count for the next one."""
+    """Reset the value of `peak_memory`, so that one model's peak does not count for the next model."""
     if device.type == "cuda":
         import torch
 
@@ -105,7 +105,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def _status(field: str) -> int | None:
-    """A size in /proc/self/status, in bytes, or None without that file."""
+    """A size in /proc/self/status, in bytes; None if the file cannot be read or lacks the field."""
     try:
         lines = (PROCESS / "status").read_text().splitlines()
     except OSError:
@@ -135,5 +135,5 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def _facts(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines such as `name 12`."""
+    """The numbers in a file by name, from lines such as `name 12`."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Command-line options, declared once: `Flag` marks a parameter, or a field of a dataclass of options."""
+"""Command-line options, declared once: `Flag` marks a function's parameter or a field of an options dataclass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -9,8 +9,8 @@ from typing import Any
 class Flag:
     """Marks `name: Annotated[type, Flag(help)]` as the option `--name` of a command.
 
-    `names`: a short name to add, such as -o, or a spelling that replaces --name. `parse` converts the string; `str`
-    leaves checks to the command.
+    `names`: a short name to add, such as -o, or a spelling that replaces --name. `parse` converts the string; with
+    `str`, the command checks it.
     """
 
     help: str
@@ -23,5 +23,5 @@ class Flag:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass of options by name, not copied."""
+    """The values of an options dataclass by field name; the values are not copied."""
     return {field.name: getattr(options, field.name) for field in fields(options)}

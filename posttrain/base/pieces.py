@@ -1,15 +1,15 @@
-"""The text of tokens as a continuation of those before them, whole or piece by piece as from a streaming decoder."""
+"""The text of tokens as a continuation of earlier tokens: whole, or piece by piece as from a streaming decoder."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-LOST = "\ufffd"  # how decoders write bytes that are not, or not yet, a character
+LOST = "\ufffd"  # decoders write this for bytes that are not a character, or not a complete one yet
 CHARACTER = 4  # maximum tokens of one character: UTF-8 has up to four bytes
-CONTEXT = 8  # tokens before a text that are decoded with it; more where these have no text
+CONTEXT = 8  # earlier tokens that are decoded together with a text; more if these have no text
 
 
 class Decoder(Protocol):
-    """A tokenizer of transformers, or what decodes like one."""
+    """A transformers tokenizer, or an object with the same `decode`."""
 
     def decode(
         self, token_ids: Any, /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool
@@ -17,11 +17,12 @@ class Decoder(Protocol):
 
 
 class Pieces:
-    """The pieces of a text that continues the text of `before`, token by token; concatenated, they are the text.
+    """The pieces of a text that continues the text of `before`, token by token. Concatenated, they give the text.
 
-    A piece is one token, or the tokens of one character's bytes. Each is decoded together with the tokens before it,
-    because decoders treat the first token differently: many strip its leading space. Special tokens have no text, as
-    with `skip_special_tokens`; `own` has it after `add`. With `special` they are decoded like others.
+    A piece is the text of one token, or of the tokens that share one character's bytes. It is decoded together with the
+    preceding tokens, because decoders treat the first token differently: many strip its leading space. Special tokens
+    add no text, as with `skip_special_tokens`; after `add`, `own` holds the special token's text. With `special=True`,
+    special tokens are decoded like other tokens.
     """
 
     def __init__(self, tokenizer: Decoder, before: Sequence[int] = (), special: bool = False):
@@ -31,9 +32,9 @@ class Pieces:
         while size < len(before) and (not (text := self._decoded(self._ids)) or text.startswith(LOST)):
             size *= 4
             self._ids = [int(token) for token in before[-size:]]
-        self._begin = len(self._ids)  # of the tokens without a piece, after those that are decoded with them
+        self._begin = len(self._ids)  # index of the first token without a piece; earlier tokens are only context
         self._start = self._whole = self._decoded(self._ids)
-        self._owed = ""  # if `before` ends within a character: its part of the first piece's text
+        self._owed = ""  # if `before` ends within a character: the part of the first piece's text that belongs to it
         for cut in range(1, CHARACTER) if self._start.endswith(LOST) else ():
             start = self._decoded(self._ids[:-cut])
             if not start.endswith(LOST):
@@ -43,7 +44,7 @@ class Pieces:
         self.own = ""  # the last token's own text, if it is special
 
     def add(self, token: int) -> str:
-        """The next piece; empty if the token ends within a character."""
+        """Add a token and return the next piece, which is empty if the token ends within a character."""
         text = self._decoded([*self._ids, token])
         self.own = self._special_text(token, text)
         if self.own:
@@ -64,32 +65,32 @@ class Pieces:
         return self._after(self._whole, self._ids[self._begin :]) if self.open else ""
 
     def likely(self, token: int) -> str:
-        """The text of a token if it were the next one."""
+        """The text that `token` would have if it were the next token."""
         text = self._decoded([*self._ids, token])
         after = self._after(text, [*self._ids[self._begin :], token]).removeprefix(self.rest())
         return self._special_text(token, text) or after
 
     def whole(self, ids: Sequence[int]) -> str:
-        """The text of all `ids` at once: all pieces, and the rest of an incomplete character."""
+        """The text of all `ids` at once: all pieces, and whatever remains of an incomplete character."""
         text = self._decoded([*self._ids, *ids])
         if not self._owed and text.startswith(self._start) and LOST not in text[len(self._start) :]:
             return text[len(self._start) :]
         return "".join(map(self.add, ids)) + self.rest()
 
     def _after(self, text: str, new: Sequence[int]) -> str:
-        """The text that `new` tokens add to the text before them."""
+        """The text that the tokens `new` add to the text of the tokens before them; `text` is the text of both."""
         if text.startswith(self._start):
             return text[len(self._start) :].removeprefix(self._owed)
-        return self._decoded(new)  # some decoders write a row of bytes as lost if one of them is
+        return self._decoded(new)  # some decoders replace a whole series of bytes if one of them is invalid
 
     def _special_text(self, token: int, text: str) -> str:
-        """A special token's own text, empty for other tokens; `text` is the whole text with the token."""
+        """The text of a special token; empty for other tokens. `text` is the whole text including the token."""
         if self._special or text != self._whole or self._decoded([token]):
             return ""
         return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _settled(self) -> str:
-        """The text of open tokens that no later token completes; the last ones may begin a character."""
+        """The text of the open tokens that no later token can complete; the last open tokens may begin a character."""
         rest = self.rest()
         for cut in range(self._begin + 1, len(self._ids)):
             piece = self._after(self._decoded(self._ids[:cut]), self._ids[self._begin : cut])
@@ -104,7 +105,7 @@ class Pieces:
         return piece
 
     def _close(self, seen: bool) -> None:
-        """Close the open tokens, which have a piece now. If it is visible (`seen`), later tokens follow it."""
+        """Close the open tokens, which now have a piece. A visible piece (`seen`) is the context of later tokens."""
         if seen:
             del self._ids[: self._begin]
         elif self._start or len(self._ids) > CONTEXT:
@@ -119,9 +120,9 @@ class Pieces:
 
 
 def pieces(ids: Sequence[int], tokenizer: Decoder, before: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
-    """The text of `ids` in pieces, each with its number of tokens; concatenated, they continue the text of `before`.
+    """The text of `ids` in pieces, each with its number of tokens. Concatenated, they continue the text of `before`.
 
-    Special tokens are written, too.
+    Special tokens are included as text.
     """
     reader, count = Pieces(tokenizer, before, special=True), 0
     for token in ids:

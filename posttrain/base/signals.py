@@ -13,7 +13,7 @@ from posttrain.base.errors import Stopped
 log = logging.getLogger("posttrain")
 
 
-RESEND_S = 0.01  # long enough for the code that drops an exception to finish
+RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
 
 def _raise(error: BaseException) -> None:
@@ -26,11 +26,11 @@ def handling(
     *numbers: signal.Signals,
     again: Callable[[BaseException], None] = _raise,
 ) -> Iterator[None]:
-    """Use `handler` for the signals inside the block. Does nothing outside the main thread, where Python allows none.
+    """Use `handler` for the signals inside the block. Only the main thread can; in other threads, does nothing.
 
-    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C. If a handler
-    raised it there, its signal is sent again, and `again` is called with that exception instead of `handler`; by
-    default it raises the exception.
+    Python drops an exception that is raised in a `__del__`, in a weak reference's callback or in a callback from C. If
+    Python drops an exception of `handler` there, the signal is sent again, and `again` is called with that exception
+    instead of `handler`; by default, `again` raises it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -68,7 +68,7 @@ def handling(
 
 
 def _send(number: int) -> None:
-    """Send a signal to the main thread, which handles it, so that a blocking call there is interrupted."""
+    """Send a signal to the main thread, which handles signals, so that it interrupts a blocking call there."""
     if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident):
         signal.pthread_kill(main, number)
     else:
@@ -82,7 +82,8 @@ def leave(number: int, frame: object) -> None:
 
 @contextmanager
 def deferring(doing: str) -> Iterator[list[int]]:
-    """Finish the block despite SIGINT and SIGTERM, whose numbers are in the list; a second SIGINT interrupts it."""
+    """Finish the block despite SIGINT and SIGTERM, and yield the list of received signal numbers. A SIGINT after the
+    first signal interrupts the block."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:

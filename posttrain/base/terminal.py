@@ -1,4 +1,4 @@
-"""Output to a terminal, a log or a page: strings of any origin are escaped, and its reader may disappear."""
+"""Output to a terminal, a log or a page: untrusted strings are escaped, and output survives the loss of its reader."""
 
 import errno
 import logging
@@ -13,38 +13,38 @@ from typing import Any, TextIO, cast
 from posttrain.base.signals import handling
 from posttrain.base.system import HANGUP
 
-# For the brackets of a regular expression (of Python, Rust or JSON Schema): the characters that move the cursor,
-# colour, beep, write to a clipboard (C0, DEL, C1), break lines invisibly, or change the direction of the text.
+# A character class for the brackets of a regular expression (in Python, Rust or JSON Schema): characters that move the
+# cursor, set colours, beep, write to a clipboard (C0, DEL, C1), break lines invisibly, or change the text direction.
 CONTROLS = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 UNSAFE = re.compile(rf"(?![\t\n])[{CONTROLS}\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters, but not tabs and line breaks, and lone surrogates as escapes (`\x1b`)."""
+    r"""Escape control characters, except tabs and line breaks, and lone surrogates (as `\x1b`)."""
     return UNSAFE.sub(lambda match: escaped(match[0]), text)
 
 
 def escaped(text: str) -> str:
-    r"""The text with everything but printable ASCII as escapes: `\x1b`, `\r`, `\u202e`."""
+    r"""Escape everything except printable ASCII: `\x1b`, `\r`, `\u202e`."""
     return text.encode("unicode_escape").decode()
 
 
 def say(text: str, end: str = "\n", error: bool = False) -> None:
-    """Print text, on stderr with `error`: the only `print` of the commands; tables go to a console."""
+    """Print text; with `error`, to stderr. Commands print through this function only; tables use a console."""
     print(visible(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 log = logging.getLogger("posttrain")
 
-# A pipe's reader (Windows calls it an invalid argument), a terminal, a socket's peer.
+# Error numbers of a lost pipe reader (EINVAL on Windows), a lost terminal and a lost socket peer.
 GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET} | ({errno.EINVAL} if os.name == "nt" else set())
-QUIT = 141  # exit status of a shell for a process that SIGPIPE ended
+QUIT = 141  # the exit status that a shell reports for a process ended by SIGPIPE
 
 
 class _Stream:
-    """A text stream that survives the loss of its reader; with `quits` it ends the process instead.
+    """A text stream that survives the loss of its reader; with `quits`, it ends the process instead.
 
-    Once a write fails, the file descriptor is redirected to the null device, so that no other user of it fails.
+    Once a write fails, the file descriptor is redirected to the null device, so that later writes do not fail.
     """
 
     def __init__(self, stream: TextIO, quits: bool):
@@ -93,7 +93,7 @@ def _wrapped(quits: bool) -> Iterator[None]:
 
 @contextmanager
 def enduring() -> Iterator[None]:
-    """Continue without output when the reader of a pipe ends (`… | head`) or the terminal is closed (SIGHUP)."""
+    """Inside the block, continue without output if the reader of a pipe ends (`… | head`) or the terminal closes."""
 
     def note(number: int, frame: object) -> None:
         log.warning("the terminal was closed: continuing without it")
@@ -105,6 +105,6 @@ def enduring() -> Iterator[None]:
 
 @contextmanager
 def quitting() -> Iterator[None]:
-    """End the process silently when the reader of its output ends, as other tools do."""
+    """Inside the block, end the process silently if the reader of its output ends, as other tools do."""
     with _wrapped(quits=True):
         yield

@@ -1,13 +1,13 @@
-"""Lets OpenMP's threads spin while they wait if the cores are theirs alone, and sleep if other processes need them.
+"""Lets waiting OpenMP threads spin while no other process needs their cores, and sleep otherwise.
 
 A step of a small model consists of thousands of short parallel regions, so a thread that spins between two regions is
-ready when the next one starts. If another process is busy, spinning keeps the thread that has work off its core, and a
-run takes up to thirty times as long (benchmarks/README.md).
+ready when the next one starts. If another process is busy, a spinning thread occupies the core that a thread with work
+needs, and a run takes up to thirty times as long (benchmarks/README.md).
 
-libgomp, the OpenMP of PyTorch's Linux builds, spins for 300,000 turns, or for 100 while it manages more threads than
-there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` measures how long this process's threads wait for a core;
-while they do, an additional idle team of threads raises libgomp's count above the cores. The number of computing
-threads does not change, so the results are the same to the bit.
+libgomp, the OpenMP of PyTorch's Linux builds, spins for 300,000 iterations, but only for 100 while it manages more
+threads than there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` measures how long this process's threads wait
+for a core. While they wait, an additional idle team of threads raises libgomp's thread count above the number of cores.
+The number of computing threads does not change, so the results are identical bit for bit.
 """
 
 import ctypes
@@ -21,19 +21,19 @@ from pathlib import Path
 
 from posttrain.base.system import usable_cores
 
-INTERVAL_S = 0.1  # between two measurements
-CONTENDED = 0.15  # share of an interval, summed over threads: threads sleep if the wait for a core is at least this
-CALM, CALM_INTERVALS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
+INTERVAL_S = 0.1  # seconds between two measurements
+CONTENDED = 0.15  # threads sleep if they wait for a core for more than this share of an interval, summed over threads
+CALM, CALM_INTERVALS = 0.03, 10  # threads spin again after 10 intervals in a row with a share below 0.03
 TASKS = Path("/proc/self/task")
 CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Let OpenMP's threads sleep instead of spin inside the block while other processes need the cores.
+    """Inside the block, let OpenMP's threads sleep instead of spin while other processes need the cores.
 
-    Does nothing with one thread, with an OpenMP other than libgomp, without Linux's scheduler statistics, or if the
-    user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
+    Does nothing with one thread, with an OpenMP library other than libgomp, without Linux's scheduler statistics, or if
+    the user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
     """
     import torch
 
@@ -61,7 +61,7 @@ class CoreMonitor(threading.Thread):
 
     @property
     def contended(self) -> bool:
-        """Whether OpenMP's threads sleep now."""
+        """Whether OpenMP's threads currently sleep while they wait."""
         return self._team is not None
 
     def run(self) -> None:
@@ -73,7 +73,7 @@ class CoreMonitor(threading.Thread):
         self._release()
 
     def update(self, share: float) -> None:
-        """Decide by the share of the last interval in which threads waited for a core."""
+        """Start or end the idle team, given the share of the last interval in which threads waited for a core."""
         self._calm_intervals = self._calm_intervals + 1 if share < CALM else 0
         if self._team is None and share > CONTENDED:
             self._team = _Team(self._library, self._team_size)
@@ -93,7 +93,7 @@ class CoreMonitor(threading.Thread):
 
 
 class _Team(threading.Thread):
-    """An OpenMP team that only sleeps. libgomp drops its threads when the thread that made it ends."""
+    """An OpenMP team that only sleeps. libgomp ends the team's threads when the thread that created it ends."""
 
     def __init__(self, library: ctypes.CDLL, size: int):
         super().__init__(name="posttrain-team", daemon=True)
@@ -101,7 +101,7 @@ class _Team(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # called once by each member
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # each thread of the team calls it once
         self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
         self._ended.wait()
 
@@ -111,12 +111,12 @@ class _Team(threading.Thread):
 
 
 def team_beside(threads: int) -> int:
-    """Size of a team that raises libgomp's count above the cores. libgomp does not count the thread that makes it."""
+    """Size of a team that raises libgomp's thread count above the cores. The thread that creates it is not counted."""
     return max(usable_cores() - threads, 0) + 2
 
 
 def waited() -> int | None:
-    """Nanoseconds that this process's threads have waited for a core so far; None if the system does not count them."""
+    """Nanoseconds that this process's threads have waited for a core so far; None if the system does not report it."""
     try:
         return sum(_waited_of(task) for task in TASKS.iterdir())
     except (OSError, ValueError, IndexError):
@@ -126,14 +126,14 @@ def waited() -> int | None:
 def _waited_of(task: Path) -> int:
     try:
         return int((task / "schedstat").read_text().split()[1])
-    except (FileNotFoundError, ProcessLookupError):  # this thread has just ended
-        if task.exists():  # it has not: the system does not count
+    except (FileNotFoundError, ProcessLookupError):  # normally, the thread has just ended
+        if task.exists():  # the thread still runs, so the system has no scheduler statistics
             raise
         return 0
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """torch's OpenMP library if it is libgomp, else None."""
+    """torch's OpenMP library if it is libgomp, otherwise None."""
     if sys.platform != "linux":
         return None
     try:

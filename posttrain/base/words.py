@@ -1,9 +1,9 @@
-"""Counts, names and sizes in readable form, and the boxed answer of a solution. Imports nothing slow."""
+"""Counts, names and sizes in readable form, and the boxed answer in a solution. Imports nothing slow."""
 
 import re
 from os.path import abspath
 
-SAVED = re.compile(r"final|best|checkpoint-\d+")  # folders of a run that hold a model
+SAVED = re.compile(r"final|best|checkpoint-\d+")  # names of folders with a model in a run folder
 
 
 def counted(count: int, noun: str, several: str | None = None) -> str:
@@ -22,7 +22,7 @@ def model_name(path: str) -> str:
 
 
 def in_units(size: int) -> str:
-    """Bytes in readable units: 512 B, 14 kB, 1.2 GB."""
+    """A number of bytes in readable units: 512 B, 14 kB, 1.2 GB."""
     value, unit = float(size), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
@@ -32,18 +32,19 @@ def in_units(size: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind if it has none."""
+    """The first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# A box opens, a backslash escapes the next character, a brace opens or closes.
+# The start of a box, a backslash with the character that it escapes, or a brace.
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)")
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{…}` or `\fbox{…}`, the outer one of nested ones."""
-    opened: list[tuple[int, bool]] = []  # of each open brace: the start of its content, and whether it is a box
+    r"""The content of the last balanced `\boxed{…}` or `\fbox{…}` (the outermost if nested), otherwise the argument of
+    the last `\boxed` without braces, otherwise None."""
+    opened: list[tuple[int, bool]] = []  # for each open brace: where its content starts, and whether it is a box
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()

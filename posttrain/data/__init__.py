@@ -1,4 +1,4 @@
-"""Data: sources, formats, templates and tokenisation. `prepare` does it all; `explore` shows the result."""
+"""Data: sources, formats, templates and tokenisation. `prepare` runs every step; `explore` shows the result."""
 
 from posttrain.data.explore import Selection, explore, overview
 from posttrain.data.kinds import KINDS

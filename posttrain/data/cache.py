@@ -1,7 +1,7 @@
-"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the hash of its inputs.
+"""Tokenised rows on disk: an Arrow file and its metadata, in a folder named after the hash of its inputs.
 
-The hash of the rows identifies a run's data: it stays the same when only the code changes. The folder appears by one
-rename, so it is complete or absent; a damaged one is detected by its hash and rebuilt.
+The hash of the rows identifies a run's data; it does not change when only the code changes. The folder is created by a
+single rename, so it is either complete or absent; a damaged file is detected by its hash and rebuilt.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from posttrain.data.streams import sha256_of
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 11  # increase it when the same rows and settings give other tokens
+CODE_VERSION = 11  # increase it when the same rows and settings give different tokens
 LEFTOVER_SECONDS = 86_400
-ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
+ATTEMPTS = 2  # two runs may find an entry damaged; one of them may then remove what the other has just rebuilt
 
-DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and so do not identify the data
+DERIVED = ("heads", "rejected_heads")  # columns computed from the others, so not needed to identify the data
 
 
 def key_of(facts: dict[str, Any]) -> str:
-    """The folder name of tokens from these rows and settings: SHA-256 of JSON facts and of the code."""
+    """The folder name for the tokens of rows and settings: SHA-256 of these `facts` as JSON and of the code version."""
     return digest_of({"code": CODE_VERSION, **facts})
 
 
 def digest_of(facts: dict[str, Any]) -> str:
-    """SHA-256 of JSON facts."""
+    """SHA-256 of facts, as JSON."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
@@ -71,7 +71,7 @@ class Writer:
         batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         self.file.write_batch(batch)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name == "weights":  # rows without weights keep the hash that they had before there were weights
+            if name == "weights":  # rows without weights keep the hash of versions without this column
                 has_some = pa.array([bool(length) for length in column.value_lengths().to_pylist()])
                 self._hash("weighed", batch.column("row").filter(has_some))
                 self._hash("weights", column.filter(has_some))
@@ -79,8 +79,8 @@ class Writer:
                 self._hash(name, column)
 
     def content(self) -> str:
-        """SHA-256 of the rows written, independent of their batches."""
-        empty = hashlib.sha256().hexdigest()  # of weights, if no row has any
+        """SHA-256 of the rows written, however they were batched."""
+        empty = hashlib.sha256().hexdigest()  # the digest of weights if no row has any
         digests = {name: column.hexdigest() for name, column in self._hashes.items()}
         return digest_of({name: digest for name, digest in digests.items() if "weigh" not in name or digest != empty})
 
@@ -104,10 +104,10 @@ class Writer:
 def cached(
     folder: Path, key: str, schema: pa.Schema, build: Callable[[Writer], Reading], file: str = "rows.arrow"
 ) -> tuple[pa.Table, Reading, str, str | None]:
-    """The table of a key with rows of this schema, memory-mapped, built if it is missing.
+    """Return the memory-mapped table of a key, with rows of this schema; it is built if it is missing.
 
-    Also returns the reading's findings, the hash of the rows, and a note if a damaged table was rebuilt. Raises
-    DataError when the folder cannot be written.
+    Also returns the `Reading`, the hash of the rows, and a note if a damaged table was rebuilt. Raises DataError if
+    the folder cannot be used.
     """
     entry = folder / "data" / key
     note = None
@@ -119,7 +119,7 @@ def cached(
                 except _DamagedError as damage:
                     try:
                         take_away(entry)
-                    except OSError:  # another run may remove it too; an entry that cannot be deleted is a leftover
+                    except OSError:  # another run removed it, or it was renamed and is now a leftover
                         if entry.exists():
                             raise
                     if attempt == 0:
@@ -130,7 +130,7 @@ def cached(
             _build(entry, file, schema, build)
         return *_load(entry, file), note
     except _DamagedError as error:
-        raise DataError(f"the data cache in {folder} returns other data than was written ({error})") from error
+        raise DataError(f"the data cache in {folder} does not return the data that was written ({error})") from error
     except OSError as error:
         raise DataError(
             f"the data cache in {folder} cannot be used: {error.strerror or error}. "
@@ -170,9 +170,9 @@ def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
 
 
 def _clean(folder: Path) -> None:
-    """Remove unfinished entries of killed runs."""
+    """Remove the unfinished entries of killed runs."""
     for work in folder.iterdir():
-        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # the latter of earlier versions
+        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # .making-: used by earlier versions
             with contextlib.suppress(FileNotFoundError):  # another run has just renamed it
                 if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(work, ignore_errors=True)

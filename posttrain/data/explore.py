@@ -1,4 +1,4 @@
-"""A prepared data set, printed or as plain values: counts, lengths, and rows token by token with the trained ones."""
+"""Shows a prepared data set, printed or as plain values: counts, lengths, and rows with their trained tokens marked."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,13 +20,13 @@ from posttrain.data.table import Dataset
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")
-BINS = 40  # of a histogram of lengths
-MOST_TOKENS = 400  # per node; the middle of a longer one is omitted
+BINS = 40  # number of bins in a histogram of lengths
+MOST_TOKENS = 400  # tokens shown per node; the middle of a longer node is omitted
 Sort = Literal["row", "longest", "shortest"]
 
 
 class Marks(NamedTuple):
-    """The marks around trained tokens, and the symbols of line break and tab."""
+    """The marks around trained tokens, and the symbols for line break and tab."""
 
     opening: str
     closing: str
@@ -39,7 +39,8 @@ UNICODE, ASCII = Marks("⟦", "⟧", "↵", "→"), Marks("[[", "]]", "\\n", "\\
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which examples are shown: `count` of a set, from number `first` in this order; of the data's `row` alone."""
+    """Which examples are shown: `count` examples of set `of`, from number `first` in the order `sort`, or those of the
+    data's row number `row`."""
 
     count: int = 3
     first: int = 0
@@ -48,7 +49,7 @@ class Selection:
     row: int | None = None
 
     def indices(self, data: Dataset) -> list[int]:
-        """Positions in the set; equal lengths in the set's order."""
+        """Positions in the set; examples of equal length keep the set's order."""
         if self.row is not None:
             return np.flatnonzero(data.rows == self.row)[: self.count].tolist()
         order = np.arange(len(data))
@@ -59,7 +60,7 @@ class Selection:
 
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection, console: Console) -> None:
     """Print counts and lengths, then the selected examples token by token. Trained tokens are marked by ⟦ and ⟧ ([[ and
-    ]] if the output is not UTF-8); with colour they have a background, in alternating shades."""
+    ]] if the output is not UTF-8) and, with colour, have a background in alternating shades."""
     shown, marks = overview(prepared, tokenizer, selection), UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
         for line in report.lines():
@@ -86,7 +87,7 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: S
 
 
 def _sizes(sets: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line for each set: examples, physical tokens, and the lengths of examples."""
+    """A table with one line per set: examples, physical tokens, and the lengths of examples."""
     table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
     for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
         table.add_column(name, justify="left" if name == "set" else "right")
@@ -97,7 +98,7 @@ def _sizes(sets: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def tokens_text(part: Mapping[str, Any], marks: Marks = UNICODE) -> Text:
-    """The tokens of a part as text, with marks around the trained ones."""
+    """The tokens of a part as text, with marks around trained tokens."""
     text, inside, number = Text(), False, 0
     for piece in part["pieces"]:
         if piece is None:
@@ -115,16 +116,16 @@ def tokens_text(part: Mapping[str, Any], marks: Marks = UNICODE) -> Text:
 
 
 def _visible(text: str, marks: Marks) -> str:
-    """The text with symbols at line breaks, and control characters as codes."""
+    """The text with symbols for line breaks and tabs, and with control characters as escapes."""
     shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in text)
     return shown.replace("\n", f"{marks.line}\n")
 
 
 def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection) -> dict[str, Any]:
-    """The output of `explore` as values of JSON. docs/data.md has the fields. Raises DataError for an unknown set."""
+    """The output of `explore` as JSON values; docs/data.md lists the fields. Raises DataError for an unknown set."""
     sets = {"train": prepared.train, **prepared.validation}
     if selection.of not in sets:
-        raise DataError(f"there is no set {selection.of!r}: it is one of {', '.join(sets)}")
+        raise DataError(f"there is no set {selection.of!r}: choose one of {', '.join(sets)}")
     data = sets[selection.of]
     width = max(1, -(-(max(int(each.lengths.max()) for each in sets.values()) + 1) // BINS))
     return {
@@ -138,7 +139,8 @@ def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: 
 
 
 def _lengths(data: Dataset, width: int) -> dict[str, Any]:
-    """Physical tokens of a set's examples, with a histogram: `counts[i]` have i * width tokens or more."""
+    """Physical tokens of a set's examples, and a histogram: `counts[i]` have at least i * width tokens, but less than
+    (i + 1) * width."""
     counts = np.bincount(data.lengths // width)
     return {"examples": len(data), **asdict(Lengths.of(data.lengths)), "counts": counts.tolist()}
 
@@ -155,7 +157,7 @@ def _row(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
 
 
 def parts_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The parts of an example in order, a prompt before its replies."""
+    """The parts of an example in order, with a prompt before its replies."""
     names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
     replies, parts = iter(names[example.label]), []
     for tree in example.trees:
@@ -165,9 +167,9 @@ def parts_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[dict[
 
 
 def _part(title: str, node: Node, before: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A node's tokens after those of `before`. The first token of a sequence is not trained: nothing predicts it.
+    """A node's tokens, which follow the tokens `before`. A sequence's first token is not a target: nothing predicts it.
 
-    `pieces` are [text, ids, trained] of each token, or of the tokens of one character; null stands for the `omitted`
+    `pieces` has [text, ids, trained] for each token, or for the tokens of one character; null stands for the `omitted`
     tokens in the middle of a long part.
     """
     tokens, context = [int(token) for token in node.tokens], [int(token) for token in before]

@@ -1,6 +1,6 @@
-"""Data formats: one function each, from the fields of a row to the common form of `rows.py`.
+"""Data formats: one function per format, which turns the fields of a row into the common form of `rows.py`.
 
-To add one, write a function and give it a line in `FORMATS`.
+To add a format, write its function and add a line to `FORMATS`.
 """
 
 import math
@@ -31,12 +31,12 @@ from posttrain.data.templates import Template
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 THINK_TAGS = re.compile(r"</?think>")
-# also thinking that the chat template opens (only its end is here), and thinking that was cut off
+# also matches thinking that the chat template opens (so only its end is here), and thinking that was cut off
 THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
 def preference(fields: Fields, template: Template) -> Row:
-    """`chosen` and `rejected` replies to `prompt`; without it, the prompt is their common prefix, as in TRL."""
+    """`chosen` and `rejected` replies to `prompt`; without `prompt`, it is their common prefix, as in TRL."""
     chosen, rejected = (text_or_messages(field(fields, name), name) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected must both be strings, or both lists of messages")
@@ -57,7 +57,7 @@ def preference(fields: Fields, template: Template) -> Row:
 
 
 def hh(fields: Fields, template: Template) -> Row:
-    """Whole transcripts `\\n\\nHuman: … \\n\\nAssistant: …`: the prompt is all before the last reply."""
+    """Whole transcripts `\\n\\nHuman: … \\n\\nAssistant: …`; the prompt is everything before the last reply."""
     (prompt, chosen), (own, rejected) = (_split_transcript(fields, name) for name in ("chosen", "rejected"))
     own = None if prompt == own else own
     margin, tie = _margin_and_tie(fields)
@@ -77,23 +77,23 @@ def prompt_completion(fields: Fields, template: Template) -> Row:
 
 
 def kto(fields: Fields, template: Template) -> Row:
-    """`prompt`, `completion` and `label` (true: desirable), or `messages` with a label of the last reply."""
+    """`prompt`, `completion` and `label` (true: desirable), or `messages` and a `label` for the last reply."""
     label = _truth(field(fields, "label"), "label must be true or false (desirable or not)")
     if fields.get("messages") is None:
         return replace(prompt_completion(fields, template), label=label)
     turns = messages_of(fields["messages"], "messages")
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
-        raise RowError("messages must end with the labelled reply of the assistant, after another turn")
+        raise RowError("messages must end with the assistant's labelled reply, after at least one other turn")
     return Row(turns[:-1], turns[-1:], tools=tools_of(fields.get("tools")), label=label)
 
 
 def messages(fields: Fields, template: Template) -> Row:
-    """`messages`: a conversation of `role` and `content`."""
+    """`messages`: a conversation, with a `role` and `content` per message."""
     return Row(None, messages_of(field(fields, "messages"), "messages"), tools=tools_of(fields.get("tools")))
 
 
 def sharegpt(fields: Fields, template: Template) -> Row:
-    """`conversations` of `from` and `value`; with `chosen` and `rejected` a pair, as in LLaMA-Factory."""
+    """`conversations` with `from` and `value`; with `chosen` and `rejected`, the row is a pair, as in LLaMA-Factory."""
     turns = messages_of(field(fields, "conversations"), "conversations")
     tools = tools_of(fields.get("tools"))
     if fields.get("chosen") is None and fields.get("rejected") is None:
@@ -104,22 +104,22 @@ def sharegpt(fields: Fields, template: Template) -> Row:
 
 
 def alpaca(fields: Fields, template: Template) -> Row:
-    """`instruction`, `input` (may be empty), `output` and `history`: earlier pairs of instruction and reply."""
+    """`instruction`, `input` (may be empty), `output`, and `history` (earlier pairs of instruction and reply)."""
     instruction = text_of(field(fields, "instruction"), "instruction")
     context, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
     content = f"{instruction}\n{context}" if context else instruction
     history = _history(fields.get("history"))
     if not template.turns:
         if history:
-            raise RowError("history is a conversation, which cannot be written with data.template: none")
+            raise RowError("history is a conversation, which data.template: none cannot write: choose another template")
         return Row(f"{content}\n", output)
     user = {"role": "user", "content": content, "instruction": instruction, "input": context}
     return Row([*history, user], as_turns(output, "assistant"), train_history=bool(history))
 
 
 def problem_answer(fields: Fields, template: Template) -> Row:
-    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`. Both may be
-    lists: the first solution is used; several answers are joined, and all of them are required."""
+    """`problem` with `solution`, `answer` or both; one may contain the other: `… #### 72`, `\\boxed{72}`. Both may be
+    lists: the first solution is used, and the answers are joined, so all of them are required."""
     problem = text_of(field(fields, "problem"), "problem")
     solutions, answers = (_listed(fields.get(name)) for name in ("solution", "answer"))
     solution = text_of(solutions[0], "solution") if solutions else ""
@@ -136,42 +136,42 @@ def problem_answer(fields: Fields, template: Template) -> Row:
 
 
 def prompt(fields: Fields, template: Template) -> Row:
-    """`prompt` alone, a string or messages, to sample completions for; `answer` if a reward needs it."""
+    """`prompt`, a string or messages for which completions are sampled; `answer` if a reward needs one."""
     prompt = _prefilled(text_or_messages(field(fields, "prompt"), "prompt"))
     answer = None if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
     return Row(prompt, "" if isinstance(prompt, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
 
 
 def text(fields: Fields, template: Template) -> Row:
-    """`text`: a plain document; every token is trained."""
+    """`text`: a plain document; every token is trained on."""
     return Row(None, text_of(field(fields, "text"), "text"))
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format's function and columns. `aliases` are other names under which data sets have a field."""
+    """A format's function and columns. `aliases` are pairs: another name that data sets use, and the field it means."""
 
     of: Callable[[Fields, Template], Row]
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     pairs: bool = False
-    one_of: tuple[str, ...] = ()  # at least one of these
+    one_of: tuple[str, ...] = ()  # columns of which at least one is required
 
     def read(self, fields: Fields, template: Template) -> Row:
-        """The row, with its `system` as the first message. Raises RowError when it is malformed."""
+        """The row, with `system` as its first message. Raises RowError if it is malformed."""
         row, system = self.of(fields, template), optional_text(fields, "system")
         return with_system(row, system, beside=True) if system else row
 
 
 def without_think_tags(text: str, strip: bool) -> str:
-    """A solution for a template with its own tags: without `<think>` and `</think>`, with `strip` also without the text
-    between them."""
+    """Remove `<think>` and `</think>` from a solution, for a template that writes different tags; with `strip`, also
+    remove the text between them."""
     return THINK_TAGS.sub("", THINKING.sub("", text) if strip else text)
 
 
 def working_and_answer(solution: str, answer: str) -> tuple[str, str]:
-    """A problem's working and answer, from a solution and an answer; one of the two may be empty."""
+    """A problem's working and final answer, from its `solution` and `answer`, one of which may be empty."""
     if "####" in answer:
         working, _, last = answer.rpartition("####")
         return solution or working.rstrip(), last
@@ -179,7 +179,7 @@ def working_and_answer(solution: str, answer: str) -> tuple[str, str]:
         if boxed := last_box(solution):
             return solution, boxed
         working, mark, last = solution.rpartition("####")
-        if mark and last.strip() and "\n" not in last.strip():  # else it is a heading
+        if mark and last.strip() and "\n" not in last.strip():  # otherwise #### marks a heading
             return working.rstrip(), last
         return "", solution
     if boxed := last_box(answer):
@@ -229,7 +229,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _prefilled(prompt: str | Turns) -> str | Turns:
-    """The prompt of a row, in which a last message of the assistant is marked as the beginning of the reply."""
+    """Return a row's prompt; a last message from the assistant is marked as the beginning of the reply."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
         return prompt
     return [*prompt[:-1], {**prompt[-1], PREFILL: True}]
@@ -248,9 +248,9 @@ def _history(value: object) -> Turns:
 
 
 def _refuse_implicit(fields: Fields, template: Template, chosen: str | Turns) -> None:
-    """Raise RowError for a pair without a prompt if other rows have one, DataError if it cannot be inferred."""
+    """Raise RowError for a pair without a prompt if other rows have one, or DataError if it cannot be inferred."""
     if "prompt" in fields:
-        raise RowError("the pair has no prompt (null or missing), and other rows have one")
+        raise RowError("the pair has no prompt (null or missing), but other rows have one")
     if template.turns and isinstance(chosen, str):
         raise DataError(
             "the pair has no prompt, only strings with a common prefix, which a chat template cannot split into turns: "
@@ -270,7 +270,7 @@ def _truth(value: object, what: str) -> bool:
 
 
 def _margin_and_tie(fields: Fields) -> tuple[float | None, bool]:
-    """By how much the chosen reply is better, and whether neither is; a tie has no margin."""
+    """By how much the chosen reply is better, and whether neither is better (a tie, which has no margin)."""
     value, tie = fields.get("margin"), fields.get("tie")
     try:
         margin = None if value is None else float(value)
@@ -285,7 +285,8 @@ def _margin_and_tie(fields: Fields) -> tuple[float | None, bool]:
 
 
 def _common_prefix(chosen: str | Turns, rejected: str | Turns) -> tuple[str | Turns, str | Turns, str | Turns]:
-    """Prompt and two replies from two wholes by their common prefix; each reply keeps its last item, as in TRL."""
+    """Split two whole texts or conversations into their common prefix, the prompt, and two replies. Each reply keeps
+    at least the last item, as in TRL."""
     shortest = min(len(chosen), len(rejected))
     if not shortest:
         return chosen[:0], chosen, rejected
@@ -296,7 +297,7 @@ def _common_prefix(chosen: str | Turns, rejected: str | Turns) -> tuple[str | Tu
 
 
 def _split_transcript(fields: Fields, name: str) -> tuple[str, str]:
-    """A transcript's prompt, up to and with the last `\\n\\nAssistant:`, and the reply after it."""
+    """A transcript's prompt, up to and including the last `\\n\\nAssistant:`, and the reply after it."""
     whole = text_of(field(fields, name), name)
     prompt, mark, reply = whole.rpartition("\n\nAssistant:")
     if not mark:
@@ -307,7 +308,7 @@ def _split_transcript(fields: Fields, name: str) -> tuple[str, str]:
 
 
 def _transcript_turns(prompt: str) -> Turns:
-    """The messages of a transcript that ends at the start of the assistant's turn."""
+    """The messages of a transcript that ends where the assistant's turn begins."""
     pieces = HH_TURN.split(prompt)
     if pieces[0].strip():
         raise RowError("the transcript does not begin with `\\n\\nHuman:` or `\\n\\nAssistant:`")

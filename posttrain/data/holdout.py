@@ -1,7 +1,7 @@
-"""Which rows validate: the first ones by a hash of the seed and of the row as its source has it.
+"""Selects the validation rows: the first in the order of a hash of the seed and the row as its source stores it.
 
-The hash does not depend on format, columns, template and limits, so all methods and stages that read a source hold out
-the same rows, and equal rows are on the same side.
+The hash does not depend on format, columns, template or limits, so all methods and stages that read a source hold out
+the same rows, and equal rows are either all held out or all trained on.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from posttrain.data.report import Reading
 from posttrain.data.sources import Source
 from posttrain.data.table import Array, as_numpy
 
-VERSION = 1  # increase it when the same row has another hash
+VERSION = 1  # increase it when the hash of a row changes
 BATCH = 4096  # rows written at a time
 HASHES = pa.schema([("hash", pa.uint64())])
 WHOLE = re.compile(r"-?[0-9]+\.0")
@@ -34,7 +34,7 @@ WHOLE = re.compile(r"-?[0-9]+\.0")
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Row numbers as in `Table.row`: those that validate, and further ones that only other stages hold out."""
+    """Row numbers as in `Table.row`: the validation rows, and rows that only other stages hold out."""
 
     validation: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     elsewhere: Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -45,8 +45,8 @@ class HeldOut:
 
 
 def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
-    """The rows of `data.source` that are not trained on, usable or not; `folder` is of the cache. Raises DataError if a
-    source cannot be read, or no row is left to train on."""
+    """The rows of `data.source` that are not trained on, usable or not; `folder` is the cache. Raises DataError if a
+    source cannot be read, or if no row is left to train on."""
     if not data.holds_out and not data.excluded:
         return HeldOut()
     number, hashes = _readable(data, seed, folder)
@@ -68,13 +68,13 @@ def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
 
 
 def trained_too(data: DataConfig, held: HeldOut, part: SourcePart, seed: int, folder: Path) -> int:
-    """How many rows of a validation set with its own source are also trained on."""
+    """The number of rows of a validation set with a separate source that are also trained on."""
     number, hashes = _readable(data, seed, folder)
     return int(np.isin(hashes_of(part, part.max_rows, seed, folder), hashes[~np.isin(number, held.every)]).sum())
 
 
 def _first(hashes: Array, size: ValidationConfig | HeldOutRows, seed: int) -> Array:
-    """Which rows are held out: the first of all in the order of the seed, and rows equal to the last of them."""
+    """Which rows are held out: the first rows in the order of the seed, and all rows equal to the last of them."""
     if not len(hashes):
         return np.zeros(0, bool)
     wanted = size.rows if size.rows is not None else max(1, round((size.ratio or 0.0) * len(hashes)))
@@ -84,7 +84,7 @@ def _first(hashes: Array, size: ValidationConfig | HeldOutRows, seed: int) -> Ar
 
 
 def _mixed(hashes: Array, seed: int) -> Array:
-    """A different hash for every seed: the finaliser of SplitMix64 (Steele et al. 2014), a bijection of 64 bits."""
+    """Mix the seed into the hashes with the finaliser of SplitMix64 (Steele et al. 2014), a bijection on 64 bits."""
     value = hashes + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -92,7 +92,7 @@ def _mixed(hashes: Array, seed: int) -> Array:
 
 
 def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[Array, Array]:
-    """The number and the hash of every readable row, through all sources."""
+    """The number and the hash of every readable row, across all sources."""
     parts, read = [np.zeros((0, 2), np.uint64)], list[int]()
     for part, rows, before in limited(parts_of(data), most_rows(data), read):
         hashes = hashes_of(part, rows, seed, folder)
@@ -104,7 +104,7 @@ def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[
 
 
 def hashes_of(part: SourcePart, most: int | None, seed: int, folder: Path) -> Array:
-    """The hash of each of the first `most` rows of a source, from the cache; 0 for one that cannot be read."""
+    """The hash of each of the first `most` rows of a source, from the cache; 0 for a row that cannot be read."""
     source, end = part.open(most, seed, lambda working, answer: answer)
     key = cache.key_of({"hash": VERSION, "source": source.digest, "skip_rows": part.skip_rows, "end": end})
     table, *_ = cache.cached(folder, key, HASHES, lambda writer: _write(part, source, end, writer), file="hashes.arrow")
@@ -120,11 +120,11 @@ def _write(part: SourcePart, source: Source, end: int | None, writer: cache.Writ
 
 
 def row_hash(record: Record) -> int:
-    """64 bits of a row's contents, from 1; 0 for a row that cannot be read.
+    """A 64-bit hash of a row's contents, at least 1; 0 for a row that cannot be read.
 
-    It is the sum of a hash of each value with its path, so equal rows have equal hashes in every file type: neither the
-    order of keys matters, nor null and empty values, which Parquet and CSV have for keys that a row lacks. Numbers,
-    booleans and JSON in a cell of CSV count as the values that they stand for.
+    It is the sum of the hashes of all values with their paths, so equal rows have equal hashes in every file type. The
+    order of keys does not matter, nor do null and empty values, which Parquet and CSV store for keys that a row lacks.
+    Numbers, booleans and JSON in CSV cells are hashed as the values that they represent.
     """
     if record.value is None:
         return 0
@@ -148,7 +148,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as a string: true for True, 2 for 2.0, however a file type writes them."""
+    """A value as a string that is the same for all file types: `true` for True, `2` for 2.0."""
     text = str(value)
     if WHOLE.fullmatch(text):
         return text.partition(".")[0]

@@ -1,7 +1,7 @@
-"""The kinds of examples that methods train on: sequences, preference pairs, labelled completions, prompts alone.
+"""The kinds of examples that methods train on: sequences, preference pairs, labelled completions and prompts.
 
-A kind defines what it needs of a row, how the row is tokenised, stored in the cache and cut to the length limits, and
-how an example is read from the stored columns. All other code of `posttrain.data` is the same for every kind.
+A kind defines what it needs from a row, how the row is tokenised, stored in the cache and cut to the length limits, and
+how an example is read from the stored columns. All other code in `posttrain.data` is the same for every kind.
 """
 
 import json
@@ -47,11 +47,11 @@ Item = Trained | Compared
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """A kind of example, and which of its tokens are trained. The methods here are for one sequence, which may begin
-    with a prompt.
+    """A kind of example, and which of its tokens are trained on. The methods of this base class are for one sequence,
+    which may begin with a prompt.
 
-    `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise;
-    `with_completions` keeps the data's completion of each prompt as the prompt's only child.
+    With `completion_only_loss` None, the completion is trained on if a row has a prompt, and every token otherwise;
+    `with_completions` keeps the completion that the data has for each prompt, as its only branch.
     """
 
     completion_only_loss: bool | None = None
@@ -59,41 +59,41 @@ class Kind(ABC):
     with_completions: bool = False
 
     name: ClassVar[KindName]
-    schema: ClassVar[pa.Schema]  # of the rows in the cache
+    schema: ClassVar[pa.Schema]  # columns of the rows in the cache
     unit: ClassVar[str] = "example"
-    trainer: ClassVar[str]  # who trains on it, in messages
+    trainer: ClassVar[str]  # what trains on this kind, for messages
     compares: ClassVar[bool] = False  # whether rows need chosen and rejected
-    samples: ClassVar[bool] = False  # whether completions are sampled: prompts leave room for them, rewards get columns
-    format: ClassVar[str | None] = None  # of its rows, if the settings name none; None: inferred from the columns
+    samples: ClassVar[bool] = False  # whether completions are sampled: prompts leave room, and rewards receive columns
+    format: ClassVar[str | None] = None  # the rows' format if the settings name none; None: inferred from the columns
 
     @classmethod
     def of(cls, method: MethodSettings) -> Self:
-        """The kind with a method's settings."""
+        """The kind as configured by a method's settings."""
         return cls()
 
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:  # noqa: B027 (most kinds refuse none)
-        """Raise DataError for rows of another kind; called when their format is inferred."""
+        """Raise DataError if the columns belong to a different kind; called when the format is inferred."""
 
     def shape(self, row: Row, fields: Fields) -> Row:
-        """The parts of a row that are read. Raises RowError if it lacks one."""
+        """The row with only the parts that this kind reads. Raises RowError if one is missing."""
         refuse_without_reply(row)
-        return replace(row, train_history=False)  # the last reply alone
+        return replace(row, train_history=False)  # train only on the last reply
 
     def target(self, row: Row, is_document: bool) -> Row:
-        """The row with its completion separated if only that is trained, and messages without loss weights."""
+        """The row, with its completion separated if only that is trained on, and without unsupported loss weights."""
         return without_weights(row, self.trainer)
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
-        """The tokens of each row, or why it has none."""
+        """The tokens of each row, or the reason why it has none."""
         return tokeniser.completions(rows, completion_only_loss=True)
 
     def stored(self, record: Record, row: Row, item: Any, turns: bool) -> dict[str, Any]:
-        """A tokenised row as the cache has it; `turns`: whether the template writes conversations. Raises DataError if
-        none of its tokens is a target."""
+        """A tokenised row as it is stored in the cache; `turns`: whether the template writes conversations. Raises
+        DataError if none of its tokens is a target."""
         if not self.samples and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
             raise DataError(
-                f"{_where(record)} has nothing to train: of its {len(item.tokens)} tokens none is a target (an "
-                "assistant turn, a completion, or any token after the first)"
+                f"{_where(record)} has nothing to train on: none of its {len(item.tokens)} tokens is a target (a token "
+                "of an assistant turn or a completion, or any token after the first)"
             )
         return {
             "row": record.row,
@@ -106,12 +106,12 @@ class Kind(ABC):
         }  # only the columns of `schema` are stored
 
     def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
-        """The longest prompt that leaves `room` in `max_length` and in the model's positions; no limit if the data has
-        the completions."""
+        """The longest prompt that leaves `room` in `max_length` and in the model's positions; not limited if the data
+        contains the completions."""
         return Longest()
 
     def training_limits(self, data: DataConfig, longest: Longest, table: Table) -> Limits:
-        """The limits of the training data, which is `table`."""
+        """The limits for `table`, the training data."""
         most = data.max_prompt_length
         if most == "auto":
             most = "p90" if self.samples and data.overlong == "drop" else None
@@ -121,14 +121,14 @@ class Kind(ABC):
         return Limits.of(data, most, longest)
 
     def prompt_lengths(self, table: Table) -> Array:
-        """Tokens of every prompt; a pair with two prompts has two."""
+        """The number of tokens of every prompt; a pair may have two prompts."""
         return table.numbers["prompt"]
 
     def fit(self, table: Table, limits: Limits, documents: Array, among: Array | bool = True) -> Fitted:
-        """The examples within the limits, by dropping or truncating; documents are split into chunks.
+        """Return the examples within the limits: longer rows are dropped or truncated, documents split into chunks.
 
-        `documents` marks the rows of plain text; `among` selects rows (not for pairs). Raises DataError for rows over a
-        limit if `overlong` is error.
+        `documents` marks rows of plain text; `among` selects rows (pairs ignore it). Raises DataError if `overlong` is
+        error and a row exceeds a limit.
         """
         length, prompt = table.lists["tokens"].lengths, table.numbers["prompt"].astype(np.int64)
         among = np.broadcast_to(among, length.shape)
@@ -160,16 +160,16 @@ class Kind(ABC):
         """Raise DataError for examples from which nothing can be learned."""
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return int(lengths.max())
 
     @abstractmethod
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        """The example of a table row; `columns` are the further ones of `Fitted.view`."""
+        """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
 
 
 class Sequences(Kind):
-    """Conversations, prompts with completions, documents: of SFT."""
+    """Conversations, prompts with completions, and documents, for SFT."""
 
     name, trainer = "sft", "SFT"
     schema = pa.schema([*SEQUENCE, ("weights", pa.list_(pa.float32()))])
@@ -181,8 +181,8 @@ class Sequences(Kind):
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
         if "label" in columns and any(isinstance(value.get("label"), bool) for value in sample):
             raise DataError(
-                f"{where} has a boolean column `label`, like KTO's data: undesirable rows are not to be imitated. "
-                "Set data.format to train on all of it"
+                f"{where} has a boolean column `label`, like KTO's data: SFT would also imitate undesirable rows. "
+                "Set data.format to train on all rows"
             )
 
     def shape(self, row: Row, fields: Fields) -> Row:
@@ -207,14 +207,14 @@ class Sequences(Kind):
         start, stop, *head = columns
         stored, weights = table.lists["weights"][row], np.ones(stop, np.float32)
         for (begin, end), weight in zip(table.lists["spans"][row].reshape(-1, 2), stored, strict=False):
-            weights[begin:end] = weight  # none are stored if all are 1
+            weights[begin:end] = weight  # no weights are stored if all are 1
         whole = (table.lists["tokens"][row], table.trained(row, stop), weights)
         tokens, trained, weights = (read(values, start, stop, head) for values in whole)
         return Example((Node(tokens, trained, weights=weights if len(stored) else None),), int(table.row[row]))
 
 
 class Labelled(Kind):
-    """Completions with a label, desirable or not: of KTO."""
+    """Completions labelled as desirable or undesirable, for KTO."""
 
     name, trainer, format = "unpaired", "KTO", "kto"
     schema = pa.schema([*SEQUENCE, ("label", pa.bool_())])
@@ -233,15 +233,19 @@ class Labelled(Kind):
         if labels.any() and not labels.all():
             return
         label = "true" if labels.any() else "false"
-        few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
+        few = (
+            ""
+            if data.max_rows is None
+            else f" (data.max_rows is {data.max_rows:,}: raise it if the other label occurs later)"
+        )
         raise DataError(
             f"all {len(labels):,} training examples are labelled {label}{few}: KTO compares desirable and undesirable "
-            "completions, and needs both. Add rows of the other label, or train on desirable ones alone with "
+            "completions, and needs both. Add rows with the other label, or train only on desirable rows with "
             "method.type: sft"
         )
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        """A tree of the prompt and one completion, so that a recipe can distinguish the two."""
+        """Return a tree of the prompt and one completion, so that a recipe can tell the two apart."""
         start, stop, *head = columns
         tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
         tree = Node(read(tokens, start, cut, head), False, (Node(tokens[cut:stop], True),))
@@ -251,7 +255,7 @@ class Labelled(Kind):
 class Prompts(Kind):
     """Prompts for which completions are sampled, with the facts for rewards."""
 
-    name, trainer, unit, samples = "prompt", "a method of prompts", "prompt", True
+    name, trainer, unit, samples = "prompt", "a method that trains on prompts", "prompt", True
     schema = pa.schema([*SEQUENCE, ("facts", pa.string())])
 
     @classmethod
@@ -259,21 +263,21 @@ class Prompts(Kind):
         return cls(with_completions=method.reads_completions)
 
     def shape(self, row: Row, fields: Fields) -> Row:
-        for name, value in fields.items():  # rewards get all of them
+        for name, value in fields.items():  # rewards receive all fields
             valid(value, name)
         row = replace(self._with_completion(row) if self.with_completions else as_prompt(row), train_history=False)
         answer = fields.get("answer")
-        if row.answer is None and isinstance(answer, str | int | float):  # in formats without an answer
+        if row.answer is None and isinstance(answer, str | int | float):  # formats without an answer
             row = replace(row, answer=number_or_text(answer, "answer") or None)
         return row
 
     @staticmethod
     def _with_completion(row: Row) -> Row:
-        """The prompt and the completion of a row. Raises RowError without a completion."""
+        """The prompt and the completion of a row. Raises RowError if there is no completion."""
         refuse_without_reply(row)
         row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
         if not row.chosen:
-            raise RowError("has no completion, which method.on_policy_fraction below 1 needs")
+            raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
         return row
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
@@ -289,14 +293,14 @@ class Prompts(Kind):
             return Longest(data.max_length - room.tokens)
         if positions < room.tokens:
             raise DataError(
-                f"the model has {positions:,} positions, and {room.setting} is {room.tokens:,}, which leaves no room "
-                "for a prompt: lower it"
+                f"the model has {positions:,} positions, but {room.setting} is {room.tokens:,}, which leaves no room "
+                "for a prompt: lower this setting"
             )
         most = positions + 1 - room.tokens  # a completion's last token needs no position: nothing is predicted from it
         return Longest(
             most,
             f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
-            "behind them",
+            "after them",
         )
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
@@ -309,9 +313,9 @@ class Prompts(Kind):
 
 
 class Pairs(Kind):
-    """Two completions, chosen and rejected, of one prompt or of one each."""
+    """Two completions, chosen and rejected, of one shared prompt or of two prompts."""
 
-    name, trainer, unit, compares = "pair", "a method of pairs", "pair", True
+    name, trainer, unit, compares = "pair", "a method that trains on pairs", "pair", True
     schema = pa.schema(PAIR)
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
@@ -321,7 +325,7 @@ class Pairs(Kind):
         other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
         for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
             if not len(reply) or len(prompt) + len(reply) < 2:
-                raise DataError(f"{_where(record)} has nothing to train: {name} has {len(reply)} tokens")
+                raise DataError(f"{_where(record)} has nothing to train on: {name} has {len(reply)} tokens")
         lists = {name: np.asarray(getattr(item, name) or (), np.int32) for name, type in PAIR if type == INTS}
         return lists | {
             "row": record.row,
@@ -354,7 +358,7 @@ class Pairs(Kind):
             keep = (new_chosen > 0) & (new_rejected > 0)
             for row in map(int, np.flatnonzero(over & keep & ~two & (new_chosen == new_rejected))):
                 left, right = (table.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
-                keep[row] = not np.array_equal(left, right)  # their difference was cut off
+                keep[row] = not np.array_equal(left, right)  # the difference between them was cut off
         columns = [np.arange(len(prompt)), start, other_start, new_chosen, new_rejected]
         kept_heads = [heads, other_heads] if heads.any() or other_heads.any() else []
         lengths = prompt - start + size_of(heads) + new_chosen + new_rejected
@@ -395,7 +399,7 @@ KINDS: dict[KindName, type[Kind]] = {kind.name: kind for kind in (Sequences, Pai
 
 
 def facts_of(record: Record, row: Row, turns: bool) -> str:
-    """The facts of a row for rewards (prompt, answer, columns) as JSON; `turns` as of `Kind.stored`."""
+    """A row's facts for rewards (prompt, answer, columns) as JSON; `turns` as in `Kind.stored`."""
     prompt = as_turns(row.prompt, "user") if turns and row.prompt is not None else row.prompt
     facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
     return json.dumps(facts, ensure_ascii=False, default=str)
@@ -406,6 +410,6 @@ def _where(record: Record) -> str:
 
 
 def _rejected_prompts(table: Table) -> Array:
-    """Tokens of the prompt of each pair's rejected reply."""
+    """The number of prompt tokens before each pair's rejected reply."""
     lists = table.lists
     return np.where(table.numbers["two_prompts"], lists["rejected_prompt"].lengths, lists["prompt"].lengths)

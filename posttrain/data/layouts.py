@@ -1,4 +1,4 @@
-"""The layout of a data set's rows: their format, inferred from the columns, and the column of each field."""
+"""The layout of a data set's rows: their format, set or inferred from the columns, and the column of each field."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -32,22 +32,22 @@ from posttrain.data.templates import Template
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A format, and the data set's column of each of its fields."""
+    """A format, and the data set's column for each field of the format."""
 
     name: str
     columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
-    filled: frozenset[str]  # columns that are not null in all of the first rows
+    filled: frozenset[str]  # columns with a value in at least one of the first rows
 
     def read(self, value: Fields, template: Template, cells: bool = False, behavior_version: int = 2) -> Row:
-        """The row in its common form; `cells`: from a file whose values are all strings. Raises RowError when it is
-        malformed.
+        """The row in its common form. `cells`: the row comes from a file whose values are all strings. Raises RowError
+        if the row is malformed.
 
-        `behavior_version` 1 keeps nulls, the tags of a solution's thinking, the arguments of tool calls as they are and
-        a prompt's last message as a separate turn, and reads `system` in three formats only.
+        `behavior_version` 1 keeps nulls and the think tags of solutions, does not parse the arguments of tool calls,
+        treats a prompt's last message as a separate turn, and reads `system` in three formats only.
         """
         fields = {name: value[column] for name, column in self.columns if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
-            fields.pop("prompt", None)  # as if the column were missing, unless other rows have a prompt in it
+            fields.pop("prompt", None)  # as if the column were missing, unless one of the first rows has a prompt
             if dict(self.columns).get("prompt") in self.filled:
                 fields["prompt"] = None
         if behavior_version < 2:
@@ -67,10 +67,10 @@ class Layout:
         return in_messages(in_messages(row, with_arguments), with_weights)
 
     def unread(self, value: Fields) -> set[str]:
-        """The columns of a row that the format does not read, and keys of messages as `column[].key`; without nulls."""
+        """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}
         fields = {column: name for name, column in self.columns}
-        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # instead of both
+        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # `messages` replaces both
             fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
         for column in filled & fields.keys():
@@ -84,7 +84,7 @@ class Layout:
 
 
 def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
-    """Keys of messages, or of the parts of a content, that are not null and not among `read`."""
+    """Yield keys of messages, or of the parts of their content, that have a value but are not in `read`."""
     for item in items if isinstance(items, list) else [items]:
         for key, value in item.items() if isinstance(item, dict) else ():
             if value is not None and key not in read:
@@ -94,8 +94,8 @@ def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
 
 
 def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: Kind, where: str) -> Layout:
-    """The layout of rows like those of `sample`; `columns` maps fields to the data's columns. Raises DataError if the
-    format's columns are missing, or no format fits; the message lists the columns."""
+    """The layout of rows like those in `sample`; `columns` maps fields to the data's columns. Raises DataError, which
+    lists the columns, if columns of the format are missing or no format fits."""
     present = {name: None for value in sample for name in value}
     for name in ("image", "images", "video", "videos", "audio", "audios"):
         if any(value.get(name) for value in sample):
@@ -104,7 +104,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         if column in present:
             continue
         if name in present and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
-            raise DataError(f"data.columns: write {{{column}: {name}}}, first the field, then the data's column")
+            raise DataError(f"data.columns: write {{{column}: {name}}}: first the field, then the column of the data")
         near = get_close_matches(column, present, n=1) or ([name] if name in present else [])
         meant = f"did you mean {near[0]}? " if near else ""
         raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(present)}")
@@ -121,7 +121,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         lacking = _list(missing) if missing else " or ".join(known.one_of)
         raise DataError(
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(present)}. "
-            "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+            "Name your columns with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
         )
     if kind.compares and not (known.pairs and all(column_of.get(name) in present for name in ("chosen", "rejected"))):
         raise DataError(
@@ -133,13 +133,13 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
 
 def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:
-    """The column of each field of the format: as set, by its own name, or by an alias. A required field is omitted if
-    its column is not among `present`; an optional one may appear in a later row."""
+    """The column of each field of the format: as given in `columns`, or named like the field or an alias of it. A
+    required field is omitted if its column is not in `present`; an optional field may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
     aliased = {
         name for alias, name in known.aliases if alias in present and name not in present and name not in columns
     }
-    taken = set(columns.values())  # a column mapped to another field is not also read by its own name
+    taken = set(columns.values())  # a column mapped to another field is not read under its own name too
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
     column_of = {name: columns.get(name, name) for name in free if name not in aliased}
     for alias, name in known.aliases:
@@ -149,7 +149,7 @@ def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> 
 
 
 def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict], kind: Kind, where: str) -> str:
-    """The format inferred from the columns, mapped ones by their fields' names."""
+    """Infer the format from the columns; mapped columns count under the names of their fields."""
     names = {*present, *columns}
     if {"chosen", "rejected"} <= names and "conversations" not in names:
         chosen = [value.get(columns.get("chosen", "chosen")) for value in sample]
@@ -158,7 +158,7 @@ def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict],
     if "conversations" in names:
         return "sharegpt"
     inferred = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
-    if kind.samples:  # a column of this name is a prompt as it is, unless its answer comes from a solution
+    if kind.samples:  # a `prompt` column is used as it is, unless the answer comes from a solution
         inferred.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
     for format in inferred:
         known = FORMATS[format]
@@ -171,7 +171,8 @@ def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict],
         for name, known in FORMATS.items()
     )
     raise DataError(
-        f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns. {needs}"
+        f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns; the formats "
+        f"need: {needs}"
     )
 
 

@@ -1,4 +1,4 @@
-"""From the data settings to examples ready to pack: reads data sets, holds out validation rows, mixes by weight."""
+"""Prepares examples from the data settings: reads data sets, holds out validation rows, mixes sources by weight."""
 
 import hashlib
 import logging
@@ -32,8 +32,8 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has `train`, and each validation set with its own source. `prompts` has
-    the prompts of the validation sets with rewards, for methods that train on completions."""
+    """Data ready for a recipe. `reports` are for `train` and each validation set with a separate source. `prompts`
+    are the prompts of the validation sets with rewards, for methods that train on completions."""
 
     kind: KindName
     train: Dataset
@@ -45,7 +45,7 @@ class Prepared:
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a sequence; of a prompt without its sampled completion."""
+        """The number of tokens of the longest sequence; a prompt counts without its sampled completion."""
         return max(dataset.longest for dataset in (self.train, *self.validation.values()))
 
     @property
@@ -56,13 +56,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Further arguments of `prepare`, all of them optional.
+    """Optional arguments of `prepare`.
 
-    Prompts leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those of
-    evaluation for `evaluated`, by default the same. `datasets` are evaluation sets beside `data.validation`. The same
-    `seed` holds out the same rows, for every kind, template and limits; `held_out` gives the row numbers instead.
-    `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as in runs that began
-    before the version was recorded, and a random part of the rows within the limits validates.
+    Prompts leave room for `completion_length` tokens in `max_length` and in the model's `positions`; evaluation prompts
+    leave room for `evaluated`, by default the same. `datasets` are evaluation sets in addition to `data.validation`.
+    The same `seed` holds out the same rows for all kinds, templates and limits; `held_out` gives the row numbers
+    instead. The report names `method`. With `behavior_version` 1, rows are tokenised and truncated as in runs started
+    before the version was recorded, and the validation rows are a random part of the rows within the limits.
     """
 
     datasets: Sequence[EvaluationDataset] = ()
@@ -77,8 +77,8 @@ class Options:
 
 
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
-    """The data of a run: the training set and every validation set. `positions` is the model's number of positions:
-    prompts leave room for a completion within them."""
+    """Prepare the data of a run: the training set and every validation set. `positions` is the number of positions of
+    the model, in which prompts leave room for a completion."""
     method = config.method
     kind = KINDS[method.kind].of(method)
     options = Options(
@@ -95,7 +95,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         for name, dataset in {"train": prepared.train, **prepared.validation}.items():
             if ties := int(dataset.ties.sum()):
                 raise DataError(
-                    f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
+                    f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties; "
                     f"{method.type} needs one reply to be better. Remove these rows"
                 )
     if config.samples and not kind.samples:
@@ -106,8 +106,8 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
 def prompts_with_system(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, system_prompt: str
 ) -> dict[int, np.ndarray]:
-    """The tokens of the training prompts with another system prompt, by row. Raises DataError if one does not fit a
-    pack with a completion."""
+    """The tokens of the training prompts with a different system prompt, by row. Raises DataError if a prompt and a
+    completion do not fit a pack."""
     most = config.training.tokens_per_pack
     update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
     data = config.data.model_copy(update=update | {"overlong": "error", "validation": None})
@@ -121,10 +121,10 @@ def prompts_with_system(
 def _validation_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, options: Options
 ) -> dict[str, Dataset]:
-    """The prompts of the validation sets with rewards, by row, without the replies. A row whose prompt leaves no room
-    for a completion is dropped with a warning. Raises DataError as `prepare` does."""
+    """The prompts, without replies, of the validation sets with rewards, by name. A row whose prompt leaves no room for
+    a completion is dropped with a warning. Raises DataError like `prepare`."""
     room, data = _evaluated(config), config.data
-    if data.max_prompt_length == "auto":  # methods that do not train on prompts evaluate all
+    if data.max_prompt_length == "auto":  # methods that do not train on prompts evaluate all prompts
         data = data.model_copy(update={"max_prompt_length": None})
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
@@ -137,13 +137,13 @@ def _validation_prompts(
     )
     prompts = prepare(data, tokenizer, "prompt", options).validation
     for name, dataset in prompts.items():
-        if name != "validation" or not data.holds_out:  # reported already for held-out rows
+        if name != "validation" or not data.holds_out:  # held-out rows are already reported
             _report_room(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
     return prompts
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
-    """Maximum tokens of the model's input: of a prompt with its sampled completion, without the last token."""
+    """The maximum number of input tokens; a prompt counts with its sampled completion, except for the last token."""
     if not KINDS[prepared.kind].samples:
         return prepared.longest
     sampled = [(prepared.train, config.completion_length)]
@@ -152,17 +152,17 @@ def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
 
 
 def _evaluated(config: RunConfig) -> Room:
-    """The room that evaluation prompts leave for their completions."""
+    """The room that evaluation prompts leave for completions."""
     own = config.evaluation.max_completion_length
     return Room(config.rollout.max_completion_length) if own is None else Room(own, "evaluation.max_completion_length")
 
 
 def _report_room(name: str, fitting: int, rows: int, room: Room, data: DataConfig) -> None:
-    """Log how many prompts leave room for a completion, unless all do. Raises DataError if none does."""
+    """Log the number of prompts that leave room for a completion, unless all do. Raises DataError if none does."""
     if not fitting:
         raise DataError(
             f"{name}: no prompt leaves room for a completion of {room.tokens:,} tokens ({room.setting}) "
-            f"in {data.max_length:,} (data.max_length)"
+            f"within {data.max_length:,} (data.max_length)"
         )
     if fitting < rows:
         log.warning("%s: %d of %d prompts leave room for a completion and are evaluated", name, fitting, rows)
@@ -171,15 +171,15 @@ def _report_room(name: str, fitting: int, rows: int, room: Room, data: DataConfi
 def prepare(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, kind: Kind | KindName, options: Options | None = None
 ) -> Prepared:
-    """Read and tokenise the sources of `data` and the further evaluation sets of `options`.
+    """Read and tokenise the sources of `data` and the additional evaluation sets of `options`.
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
-    prompts alone; or one of these with its settings. The template is set on the tokenizer. `validation` has the set of
-    `data.validation` as "validation" and the further ones by their names.
+    prompts, or a `Kind` with its settings. Sets the template on the tokenizer. The resulting `validation` contains the
+    set of `data.validation` as "validation" and the evaluation sets under their names.
 
-    Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
-    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows to train on or to
-    validate.
+    Raises DataError for a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows
+    above the limits if `overlong` is error, labelled completions with only one label, and if no usable row is left for
+    training or validation.
     """
     kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
     room, seed = Room(options.completion_length), options.seed
@@ -188,7 +188,8 @@ def prepare(
     reader = Reader(data, tokenizer, kind, options.cache_dir, seed, options.behavior_version)
     parts = parts_of(data)
     whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
-    percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None  # benchmarks stay whole
+    # `auto` does not limit evaluation prompts
+    percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
     limits = Limits.of(data, most, longest_evaluated)
     held = _held_out(data, whole, options, reader.folder)
@@ -197,7 +198,7 @@ def prepare(
     kind.refuse_training(whole.table, train.view, data)
     validation, notes = dict[str, Dataset](), []
     if len(held.elsewhere):
-        notes.append(f"{counted(len(held.elsewhere), 'row')} that other stages hold out, not trained on")
+        notes.append(f"{counted(len(held.elsewhere), 'row')} held out by other stages, not trained on")
     if len(held.validation):
         shorter = evaluated if longest_evaluated.tokens != longest.tokens else None
         validation["validation"], note = _validating(data, whole, held, limits, shorter, options)
@@ -206,11 +207,11 @@ def prepare(
     loaded, sources = {"train": whole}, {"train": parts}
     for name, part, settings in further_parts(data, options.datasets):
         if name in validation or name == "train":
-            raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
+            raise DataError(f"evaluation.datasets uses the reserved name {name!r}: choose another name")
         loaded[name], sources[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None), [part]
         validation[name], reports[name] = loaded[name].examples(), loaded[name].report
         if twice := trained_too(data, held, part, seed, reader.folder):
-            note = f"{twice:,} of {counted(reports[name].read, 'row')} are trained on, too"
+            note = f"{twice:,} of {counted(reports[name].read, 'row')} are also trained on"
             reports[name] = replace(reports[name], notes=(*reports[name].notes, note))
     contents = {
         f"{name} {part.source}": content
@@ -231,8 +232,8 @@ def _held_out(data: DataConfig, whole: Loaded, options: Options, folder: Path) -
 def _validating(
     data: DataConfig, whole: Loaded, held: HeldOut, limits: Limits, shorter: Room | None, options: Options
 ) -> tuple[Dataset, str]:
-    """The held-out examples within the limits of evaluation, and how many rows these are. `shorter` is the room of
-    their completions if it is another than in training. Raises DataError if no row is usable."""
+    """The held-out examples within the evaluation limits, and a note on how many rows can be used. `shorter` is the
+    room for their completions if it differs from the room in training. Raises DataError if no row can be used."""
     among, rows = np.isin(whole.table.row, held.validation), len(held.validation)
     fitted = whole.fitted
     if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:
@@ -253,7 +254,7 @@ def _validating(
 
 
 def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
-    """The rows that validate by the rule of version 1: a random part of those within the limits."""
+    """The validation rows by the rule of behavior_version 1: a random part of the rows within the limits."""
     size, rows = data.validation, np.unique(whole.fitted.view[:, 0])
     if size is None or size.source is not None:
         return HeldOut()
@@ -267,7 +268,7 @@ def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
 
 
 def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart, DataConfig]]:
-    """The names, sources and settings of the validation sets, without rows held out from the training data."""
+    """The name, source and settings of each validation set with a separate source."""
     parts = [(d.name, SourcePart(d.source, d.split, d.max_rows), settings_of(d, data)) for d in datasets]
     if (own := data.validation) is not None and own.source is not None:
         parts.insert(0, ("validation", SourcePart(own.source, own.split, own.max_rows), data))
@@ -275,17 +276,17 @@ def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> li
 
 
 def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
-    """SHA-256 of all data of a run in order: the rows' contents, the effect of limits, and the split."""
+    """SHA-256 of all data of a run, in order: the rows' contents, the effect of the limits, and the split."""
     sets = {"train": train, **validation}
     views = {name: hashlib.sha256(dataset.view.tobytes()).hexdigest() for name, dataset in sets.items()}
     return cache.digest_of({"rows": {name: whole.contents for name, whole in loaded.items()}, "views": views})
 
 
 def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
-    """The data settings of an evaluation set: those of the training data, overridden by its own."""
+    """The data settings of an evaluation set: the training data's settings, overridden by those of the set."""
     update: dict[str, Any] = {"template": entry.template or data.template}
     if update["template"] != data.template:
-        update["chat_template_kwargs"] = {}  # of another template
+        update["chat_template_kwargs"] = {}  # the variables belong to the other template
     if entry.format is not None:
         update |= {"format": entry.format, "columns": {}}
     if entry.columns is not None:
@@ -294,8 +295,8 @@ def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
 
 
 def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
-    """The examples `trained`, those of each part repeated or thinned by its weight: 2 has each twice, 0.5 a random
-    half, 2.5 both."""
+    """The indices of the `trained` examples. The weight of a part repeats or samples its examples: 2 includes each
+    example twice, 0.5 a random half, and 2.5 each twice plus a random half."""
     indices = np.flatnonzero(trained)
     if not len(indices):
         raise DataError("every row that can be used is held out, which leaves none to train on: lower data.validation")
@@ -310,7 +311,7 @@ def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], s
         begin = end
     sampled = np.concatenate(out)
     if not len(sampled):
-        raise DataError("data.source: the weights leave no example to train on: raise one")
+        raise DataError("data.source: the weights leave no example to train on: raise a weight")
     return sampled
 
 
@@ -318,8 +319,8 @@ Numbered = Iterator[tuple[int, Row]]
 
 
 def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Numbered]]:
-    """The rows that are not malformed, with their numbers as in `Dataset.rows`: of `train`, which includes the held-out
-    rows, then of each validation set with its own source."""
+    """Yield the sets with their well-formed rows, numbered as in `Dataset.rows`: first `train`, which includes the
+    held-out rows, then each validation set with a separate source."""
     data, tokenizer = config.data, deepcopy(tokenizer)
     reader = Reader(
         data, tokenizer, KINDS[config.method.kind](), seed=config.seed, behavior_version=config.behavior_version
@@ -330,7 +331,7 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> Numbered:
-    """The rows of all parts, numbered consecutively; `max_rows` limits their sum."""
+    """Yield the rows of all parts, numbered consecutively; `max_rows` limits their total."""
     read = list[int]()
     for part, rows, before in limited(parts, max_rows, read):
         count = 0

@@ -1,7 +1,7 @@
-"""Prompts to sample completions for, from rows of any format, tokenised as in training; and faults of tokenisation.
+"""Prompts for sampling completions, from rows of any format, tokenised as in training; and checks of tokenisation.
 
-The faults, such as missing stop tokens and tags that are split differently, do not stop training. Each check gives a
-sentence for every fault that it finds, which says what to do.
+The faults found, such as missing stop tokens and tags that are split differently, do not stop training. A check
+returns one message per fault, which says what to do.
 """
 
 import json
@@ -21,13 +21,13 @@ from posttrain.data.render import RenderRequest, rendering
 from posttrain.data.report import Malformed
 from posttrain.data.rows import RowError
 
-MANY = 0.1  # of the completions: a few that are split differently do no harm
+MANY = 0.1  # minimum share of completions for a report; a few that are split differently do no harm
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row's prompt. `text` is the rendered prompt, `facts` the columns that rewards get."""
+    """A row's prompt. `text`: the rendered prompt; `facts`: the prompt, answer and columns for rewards."""
 
     row: int
     text: str
@@ -42,10 +42,10 @@ def prompts_of(
     name: str,
     behavior_version: int = 2,
 ) -> list[Prompt | Malformed]:
-    """Every record's prompt, or the reason why it has none, in order. The template is set on the tokenizer.
+    """Return each record's prompt, or the reason why it has none, in order. Sets the template on the tokenizer.
 
-    `name` is the source in messages; `data.source` is not read, but format, columns, template
-    and system prompt are. `behavior_version` is that of the run. Raises DataError when no record can be read or the
+    `name` is the name of the source in messages; format, columns, template and system prompt are read from `data`, but
+    `data.source` is not. `behavior_version` is the run's version. Raises DataError if no record can be read or the
     columns fit no format.
     """
     reader = Reader(data, tokenizer, Prompts(), behavior_version=behavior_version)
@@ -73,7 +73,8 @@ def prompts_of(
 def stop_faults(
     tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], stop: Sequence[str], turns: bool
 ) -> list[str]:
-    """Stop tokens that end nothing. With `turns` a chat template is used, whose end of turn must be one of them."""
+    """Report stop tokens that are missing or cannot occur. With `turns`, the chat template's end of turn must be a stop
+    token or a stop string."""
     faults = []
     text = tokenizer.eos_token
     if text is not None and text not in tokenizer.get_vocab():
@@ -90,21 +91,21 @@ def stop_faults(
     if not stop_token_ids and not stop:
         faults.append(
             "There is no stop token, neither in the tokenizer nor in generation_config.json, so every completion runs "
-            "to the limit: set eos_token_id in generation_config.json, or texts to stop at (rollout.stop, --stop)."
+            "to the limit: set eos_token_id in generation_config.json, or stop strings (rollout.stop, --stop)."
         )
     end = end_of_turn(tokenizer) if turns else None
     if end is not None and end[0] not in stop_token_ids and end[1] not in stop:
         known = ", ".join(repr(tokenizer.convert_ids_to_tokens(id)) for id in stop_token_ids if id < len(tokenizer))
         faults.append(
             f"The chat template ends a turn with {end[1]!r}, which is not a stop token ({known or 'there is none'}): "
-            f"completions continue after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or stop "
-            "at its text (rollout.stop, --stop)."
+            f"completions continue after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or make "
+            "its text a stop string (rollout.stop, --stop)."
         )
     return faults
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
-    """The special token that the chat template ends the assistant's turn with: id and text; None without one."""
+    """The id and text of the special token with which the chat template ends an assistant turn; None if it has none."""
     if tokenizer.chat_template is None:
         return None
     with rendering(tokenizer) as renderer:
@@ -118,18 +119,18 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
 def completion_faults(
     sampled: Sequence[tuple[Prompt, Sequence[int]]], tags: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Prompts that end in other tokens once a completion follows, and tags that completions write in other tokens.
+    """Report prompts and tags that are split differently when the text of prompt and completion is tokenised again.
 
-    `sampled` has each completion's tokens, without the stop token, beside its prompt. Text of prompt and completion
-    that is tokenised again, as SFT does, then gives other tokens than the model was given and has sampled.
+    `sampled` has pairs of a prompt and the tokens of a completion, without the stop token. Tokenising their text again,
+    as SFT does, then gives tokens that differ from those that the model was given and has sampled.
     """
-    borders: list[tuple[str, str]] = []  # of each completion concerned, how the first is split, and how its text is
-    odd: dict[str, list[tuple[str, str]]] = {}
+    borders: list[tuple[str, str]] = []  # tokens at the end of a prompt: alone, and before a completion
+    odd: dict[str, list[tuple[str, str]]] = {}  # by tag: its tokens as sampled, and as tokenised
     for prompt, tokens in sampled:
         base = _encode(prompt.text, tokenizer)
         written = list(pieces(tokens, tokenizer, prompt.tokens[-CHARACTER:]))
         text = "".join(piece for _, piece in written)
-        if LOST in text:  # cut within a character: what was lost cannot be tokenised
+        if LOST in text:  # cut within a character: the lost part cannot be tokenised
             continue
         whole = _encode(prompt.text + text, tokenizer)
         same = next((i for i, (a, b) in enumerate(zip(base, whole, strict=False)) if a != b), len(base))
@@ -146,16 +147,16 @@ def completion_faults(
     faults = []
     if borders and len(borders) >= MANY * len(sampled):
         faults.append(
-            f"{len(borders)} of {len(sampled)} prompts end in other tokens once their completion follows: "
-            f"{borders[0][0]} becomes {borders[0][1]}. Let the prompt end where a token does, such as after a line "
-            "break or a tag that is one token."
+            f"{len(borders)} of {len(sampled)} prompts end in different tokens when their completion follows: "
+            f"{borders[0][0]} becomes {borders[0][1]}. End the prompt where a token ends, such as after a line break "
+            "or a tag that is one token."
         )
     for tag, cases in odd.items():
         if len(cases) >= MANY * len(sampled):
             faults.append(
-                f"{len(cases)} of {len(sampled)} completions write {tag!r} as {cases[0][0]}, and it is tokenised "
-                f"as {cases[0][1]}: training on such texts teaches other tokens than are sampled. Choose tags that are "
-                "split in one way (data.tags), best of one token each."
+                f"{len(cases)} of {len(sampled)} completions write {tag!r} as {cases[0][0]}, but it is tokenised "
+                f"as {cases[0][1]}: training on such texts teaches tokens that are not sampled. Choose tags that are "
+                "always split in the same way (data.tags), preferably of one token each."
             )
     return faults
 
@@ -169,7 +170,7 @@ def _shown(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(parts: Sequence[tuple[int, str]], start: int, end: int) -> list[str]:
-    """The pieces that the characters from `start` to `end` lie in."""
+    """The pieces that contain the characters from `start` to `end`."""
     inside, position = [], 0
     for _, piece in parts:
         if position < end and position + len(piece) > start:

@@ -1,4 +1,5 @@
-"""Reads rows from local files. Each row has its file and line; a bad one is a problem, not an exception."""
+"""Reads rows from local files. Each row records its file and line; a malformed row records its problem, and no
+exception is raised."""
 
 import csv
 import gzip
@@ -15,9 +16,9 @@ from posttrain.base.errors import DataError
 from posttrain.data import streams
 from posttrain.data.tables import Parsed, read_arrow, read_parquet
 
-HEAD_BYTES = 256 * 1024  # first bytes that determine the delimiter of a CSV file
+HEAD_BYTES = 256 * 1024  # bytes at the start of a CSV file from which its delimiter is inferred
 OTHER_DELIMITERS = (";", "\t")
-FITTING = 0.9  # share of rows that must have as many values as column names, for a delimiter other than the comma
+FITTING = 0.9  # a semicolon or tab must give this share of rows as many values as there are column names
 DOCUMENT_END = "<|endoftext|>"
 
 
@@ -27,20 +28,20 @@ class Record:
 
     row: int  # counted from 0 over all files of the source
     file: str
-    line: int  # of the file, from 1; for Parquet the number of the row
+    line: int  # line in the file, from 1; for Parquet and Arrow the row's number
     value: dict[str, Any] | None
     problem: str | None = None
-    identity: Any = None  # what makes it the row that it is, if not all of its value
+    identity: Any = None  # the part of the value that identifies the row; None: the whole value
 
     @property
     def is_csv(self) -> bool:
-        """Whether every value is a string."""
+        """Whether the row comes from a CSV file, so that every value is a string."""
         return Path(self.file.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
 
 
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
-    """The rows of all files, one after the other. Raises DataError if a file cannot be read: missing, damaged, empty,
-    UTF-16, or of another type than its name."""
+    """Yield the rows of all files, in order. Raises DataError if a file is missing, damaged, empty or UTF-16, or if its
+    content does not match its suffix."""
     row = 0
     for path in files:
         before = row
@@ -57,18 +58,18 @@ def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
 
 
 def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
-    """The reader for a file by its suffix, `.gz` aside. Raises DataError for a suffix that has none."""
+    """The reader for a file's suffix, ignoring `.gz`. Raises DataError for an unknown suffix."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     if suffix not in READERS:
         raise DataError(
-            f"{path} is not a data file: the name must end in {', '.join(READERS)}, or one of these and .gz"
+            f"{path} is not a data file: its name must end in {', '.join(READERS)}, or in one of these and .gz"
         )
     return READERS[suffix]
 
 
 def read_jsonl(path: Path) -> Iterator[Parsed]:
-    """One JSON object per line; blank lines are skipped."""
+    """Read one JSON object per line; blank lines are skipped."""
     with streams.open_data(path) as stream:
         for number, raw in streams.lines(stream):
             if raw is None:
@@ -92,7 +93,7 @@ def read_jsonl(path: Path) -> Iterator[Parsed]:
 
 
 def read_json(path: Path) -> Iterator[Parsed]:
-    """A list of objects, or an object with one list of them. A file with one object per line is read as JSONL."""
+    """Read a list of objects, or an object with exactly one list. A file with one object per line is read as JSONL."""
     with streams.open_data(path) as stream:
         raw = streams.whole(path, stream)
     try:
@@ -114,7 +115,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
         lists = [key for key, value in whole.items() if isinstance(value, list)]
         if len(lists) != 1:
             raise DataError(
-                f"{path} is one JSON object; it needs one list of rows in it and has {', '.join(lists) or 'none'}"
+                f"{path} is one JSON object; it must contain one list of rows (found: {', '.join(lists) or 'none'})"
             )
         yield from _items(path, text, _first_list(text))
     elif head[0] == "[":
@@ -124,7 +125,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
 
 
 def _first_list(text: str) -> int:
-    """The start of the first list among the values of a JSON object."""
+    """The position of the first list among the values of a JSON object."""
     position = text.index("{") + 1
     while True:
         _, position = _decoder.raw_decode(text, _skip_space(text, position))
@@ -136,9 +137,9 @@ def _first_list(text: str) -> int:
 
 
 def _items(path: Path, text: str, start: int) -> Iterator[Parsed]:
-    """The items of the JSON list that starts at `start`, each with its first line."""
+    """The items of the JSON list that starts at `start`, each with the number of its first line."""
     position, line, counted = start + 1, 1, 0
-    whole = text[:start].strip() == ""  # whether the file is the list alone
+    whole = text[:start].strip() == ""  # whether the list is the whole file
     try:
         while True:
             position = _skip_space(text, position)
@@ -196,9 +197,9 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_csv(path: Path) -> Iterator[Parsed]:
-    """Values separated by commas, semicolons or tabs, under a line of column names. A byte that is not UTF-8 becomes a
-    lone surrogate, which later checks refuse."""
-    read = 0  # lines; the csv module's own count leaves out those refused here
+    """Read values separated by commas, semicolons or tabs, below a line of column names. A byte that is not UTF-8
+    becomes a lone surrogate, which later checks reject."""
+    read = 0  # lines read so far; the csv module's own count omits lines rejected here
 
     def text(numbered: tuple[int, bytes | None]) -> str:
         nonlocal read
@@ -222,7 +223,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
                     return
                 except csv.Error as error:
                     if header is None:
-                        raise DataError(f"{path} line {line}, of the column names, is not CSV: {error}") from error
+                        raise DataError(f"{path} line {line}, the column names, is not CSV: {error}") from error
                     for lost in range(line, read + 1):  # an open quote spoils every line up to the next quote
                         yield lost, None, f"not CSV: {error}" if lost == line else f"part of line {line}, not CSV"
                     continue
@@ -233,7 +234,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
                     if len(set(header)) < len(header):
                         raise DataError(f"{path} names a column twice: {', '.join(header)}")
                 elif len(cells) != len(header):
-                    yield line, None, f"{len(cells)} values under {len(header)} column names"
+                    yield line, None, f"{len(cells)} values for {len(header)} column names"
                 else:
                     yield line, dict(zip(header, cells, strict=True)), None
         finally:
@@ -241,7 +242,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
 
 
 def _head(path: Path) -> str:
-    """The first whole lines of a file."""
+    """The complete lines among the first HEAD_BYTES bytes of a file."""
     with streams.open_data(path) as stream:
         start = stream.read(HEAD_BYTES)
     whole = start if len(start) < HEAD_BYTES else start[: start.rfind(b"\n") + 1]
@@ -249,10 +250,11 @@ def _head(path: Path) -> str:
 
 
 def delimiter_of(head: str) -> str:
-    """The delimiter of a file with these first lines: a comma, a semicolon or a tab.
+    """The delimiter of a file that begins with the lines `head`: a comma, a semicolon or a tab.
 
-    A comma if it divides every row into as many values as there are column names, two or more. Another delimiter needs
-    two or more column names, and rows that fit them better than with a comma.
+    Commas are chosen if they give two or more column names and as many values in every row. Otherwise semicolons or
+    tabs are chosen if they give two or more names that FITTING of the rows match, and if commas give a single name or
+    match fewer rows. If none of them fits, commas are chosen.
     """
     width, share = _fit(head, ",")
     if width > 1 and share == 1.0:
@@ -267,7 +269,7 @@ def delimiter_of(head: str) -> str:
 
 
 def _fit(head: str, delimiter: str) -> tuple[int, float]:
-    """The number of column names, and the share of rows with as many values."""
+    """The number of column names, and the share of rows with that many values."""
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
     widths: list[int] = []
     while True:
@@ -276,7 +278,7 @@ def _fit(head: str, delimiter: str) -> tuple[int, float]:
         except StopIteration:
             break
         except csv.Error:
-            cells = [""]  # not a row with this delimiter
+            cells = [""]  # not a valid row with this delimiter
         if cells:
             widths.append(len(cells))
     if not widths:
@@ -286,7 +288,7 @@ def _fit(head: str, delimiter: str) -> tuple[int, float]:
 
 
 def read_text(path: Path) -> Iterator[Parsed]:
-    """Plain text as rows with one column `text`: documents separated by `<|endoftext|>`, at their first line."""
+    """Read documents separated by `<|endoftext|>` as rows with one column, `text`; a row's line is its first line."""
     with streams.open_data(path) as stream:
         begin, size = 1, 0
         parts: list[str] = []
@@ -315,7 +317,7 @@ def _document(line: int, parts: list[str], size: int) -> Iterator[Parsed]:
 
 
 def type_name(value: object) -> str:
-    """JSON's name of a value's type, with its article."""
+    """The JSON name of a value's type, with an article."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
 

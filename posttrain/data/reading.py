@@ -1,4 +1,4 @@
-"""One data set from its sources: read, check, tokenise into the cache, apply the limits; or its prompts alone."""
+"""Loads a data set from its sources: reads and checks rows, tokenises them into the cache and applies the limits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from posttrain.data.templates import choose_template, date_of, require_chat_temp
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
 
 BATCH = 256  # rows tokenised at a time
-MOST_LISTED = 1_000  # rows over the limits that a report names
-KWARGS = "chat_template_kwargs"  # a column of variables of the chat template, in every format
+MOST_LISTED = 1_000  # rows above the limits that a report lists
+KWARGS = "chat_template_kwargs"  # column with chat template variables, in every format
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -50,7 +50,7 @@ class SourcePart:
     skip_rows: int = 0
 
     def open(self, max_rows: int | None, seed: int, compose: Compose) -> tuple[Source, int | None]:
-        """The source, and the row number at which reading `max_rows` ends; None: after the last row."""
+        """The source, and the row number at which reading stops after `max_rows` rows; None: after the last row."""
         end = None if max_rows is None else self.skip_rows + max_rows
         return open_source(self.source, self.split, end, seed, compose), end
 
@@ -65,15 +65,15 @@ def parts_of(data: DataConfig | HeldOutRows) -> list[SourcePart]:
 
 
 def most_rows(data: DataConfig | HeldOutRows) -> int | None:
-    """The limit of the rows of all sources together; None if there is none, or one source alone."""
+    """The limit on the rows of all sources together; None if there is no limit or only one source."""
     return None if isinstance(data.source, str) else data.max_rows
 
 
 def limited(
     parts: Sequence[SourcePart], most: int | None, read: list[int]
 ) -> Iterator[tuple[SourcePart, int | None, int]]:
-    """Each part, its limit of rows, and how many rows are before it; `most` limits the sum of all parts. The caller
-    appends to `read` how many rows it has read of a part."""
+    """Yield each part, its row limit, and the number of rows before it; `most` limits the rows of all parts together.
+    The caller appends the number of rows that it has read from a part to `read`."""
     for part in parts:
         before = sum(read)
         if most is None:
@@ -84,24 +84,24 @@ def limited(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set within its limits, before it is split."""
+    """A data set within its limits, before validation rows are split off."""
 
     kind: Kind
     table: Table
     fitted: Fitted
     limits: Limits
-    ends: list[int]  # table row after each part's last
+    ends: list[int]  # by part: the first table row after it
     contents: list[str]  # SHA-256 of each part's rows
     report: Report
 
     def examples(self, indices: Array | None = None) -> Dataset:
-        """The examples at these positions of `fitted`, by default all."""
+        """The examples at these positions in `fitted`; all of them by default."""
         indices = np.arange(len(self.fitted.view)) if indices is None else indices
         return Dataset(self.kind, self.table, self.fitted, indices)
 
 
 class Reader:
-    """Loads data sets of one kind with the settings of one run. The template is set on the tokenizer."""
+    """Loads data sets of one kind with the settings of one run. Sets the template on the tokenizer."""
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class Reader:
 
     @cached_property
     def date(self) -> str | None:
-        """The date that the chat template writes; None if it writes none."""
+        """The date that the chat template writes; None if it writes no date."""
         return date_of(self.data, self.tokenizer) if self.behavior_version > 1 else self.data.date
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings that determine the tokens of a row, for the key of the cache."""
+        """The settings that determine the tokens of a row, for the cache key."""
         template, kind = self.template, self.kind
         settings = {
             "tokenizer": cache.tokenizer_fingerprint(self.tokenizer),
@@ -139,8 +139,8 @@ class Reader:
         return settings | ({} if self.date is None else {"date": self.date})
 
     def with_data(self, data: DataConfig) -> Reader:
-        """A reader for a further set with its own settings, which omits the completions of prompts. Another template is
-        set on a copy of the tokenizer."""
+        """A reader for a set with different settings, which omits the completions of prompts. If the template differs,
+        it is set on a copy of the tokenizer."""
         kind = replace(self.kind, with_completions=False)
         if (data, kind) == (self.data, self.kind):
             return self
@@ -150,7 +150,7 @@ class Reader:
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
     ) -> Loaded:
-        """Tokenise each part or take it from the cache, and apply the limits to all of them together."""
+        """Tokenise each part or load it from the cache, and apply the limits to all parts together."""
         tables, readings, contents, notes, read = [], [], [], [], list[int]()
         for part, rows, _ in limited(parts, max_rows, read):
             table, reading, content, note = self._part(part, rows)
@@ -165,7 +165,7 @@ class Reader:
         notes += [limits.note] if limits.note else []
         if self.date is not None:
             notes.append(f"{name}: the chat template writes the date, {self.date} in this run (data.date)")
-        # a document used as a prompt stays whole
+        # a document that is used as a prompt is not split
         splits = [not kind.samples and reading.format == "text" for reading in readings]
         fitted = kind.fit(table, limits, np.repeat(splits, [len(part) for part in tables]))
         report = _report(name, readings, fitted, limits, notes, kind.samples)
@@ -183,7 +183,7 @@ class Reader:
         return cache.cached(self.folder, key, self.kind.schema, lambda writer: self._read(part, source, end, writer))
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
-        """Format and columns as set, or else those of a known data set."""
+        """The format and columns of the settings, completed with those of `source` if it is a known data set."""
         format, columns = self.data.format, self.data.columns
         known = layout_of(source)
         if known is None or format not in ("auto", known.format):
@@ -192,7 +192,7 @@ class Reader:
 
     @contextmanager
     def tokeniser(self, layout: Layout) -> Iterator[Tokeniser]:
-        """The tokeniser of rows of this layout, with the process of their chat template if they have turns."""
+        """A tokeniser for rows of this layout, with a chat template process if they have turns."""
         with ExitStack() as stack:
             renderer = None
             if self._has_turns(layout):
@@ -251,7 +251,7 @@ class Reader:
         return Reading(layout.name, read, tuple(malformed), duplicates, shifted, dict(unread), untrained, unwritten)
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
-        """The rows of a part as they are tokenised, before any template; None for malformed ones."""
+        """Yield the records of a part with their rows, before template and tokenisation; None for malformed rows."""
         records, layout = self._records(part, *part.open(max_rows, self.seed, self.template.compose))
         for record in records:
             try:
@@ -260,7 +260,7 @@ class Reader:
                 yield record, None
 
     def _records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
-        """The rows of a source up to row number `end`, and their layout, inferred from the first ones."""
+        """The rows of a source up to row number `end`, and their layout, inferred from the first rows."""
         records, name = itertools.islice(source.read(), part.skip_rows, end), part.source
         head = list(itertools.islice(records, SAMPLE))
         if not head and part.skip_rows:
@@ -268,7 +268,7 @@ class Reader:
         return itertools.chain(head, records), self.layout_of_rows(head, name)
 
     def layout_of_rows(self, records: Sequence[Record], name: str) -> Layout:
-        """The layout of rows like these. Raises DataError if none can be read, or their columns fit no format."""
+        """The layout of rows like these. Raises DataError if no row can be read or their columns fit no format."""
         good = [record.value for record in records if record.value is not None]
         if not good:
             bad = [malformed_of(record, record.problem or "") for record in records]
@@ -276,13 +276,14 @@ class Reader:
         return find_layout(*self.layout(name), good[:SAMPLE], self.kind, name)
 
     def row(self, record: Record, layout: Layout) -> Row:
-        """A record in the common form, after system prompt and thinking settings. Raises RowError."""
+        """A record in the common form, with the settings for system prompt and thinking applied. Raises RowError if the
+        record is malformed."""
         if record.value is None:
             raise RowError(record.problem)
         row = layout.read(record.value, self.template, record.is_csv, self.behavior_version)
         row = self.kind.shape(row, record.value)
         own_tags = self.template.has_tags and layout.name == "problem_answer" and self.behavior_version > 1
-        if self.data.strip_think and not own_tags:  # own tags: solutions are stripped before they get them
+        if self.data.strip_think and not own_tags:  # own tags: solutions are stripped before tags are added
             rejected = None if row.rejected is None else without_think(row.rejected)
             row = replace(row, chosen=without_think(row.chosen), rejected=rejected)
         if row.rejected is not None and row.rejected == row.chosen and row.rejected_prompt is None:

@@ -14,21 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.child import Child, HelperPool
 from posttrain.base.errors import DataError
 
-SECONDS = 2.0  # for one conversation
+SECONDS = 2.0  # time limit of one conversation
 STARTUP_SECONDS = 120.0
-FAILS = "the chat template fails: "  # before a template's own error
+FAILS = "the chat template fails: "  # prefix of a template's own error
 
 Message = dict[str, Any]
-PREFILL = "prefill"  # key of a prompt's last message, of the assistant, that the reply continues
-WEIGHT = "loss weight"  # key of a message's loss weight other than 1: a pair of the row's key for it and the value
-# Arguments of a call that show whether a template takes an object or joins a string to its text.
+PREFILL = "prefill"  # key of an assistant message at the end of a prompt, which the reply continues
+WEIGHT = "loss weight"  # key of a message's loss weight if it is not 1: a pair of the row's key and the value
+# Arguments of a call that show whether a template takes an object or concatenates a string.
 PROBE = {"posttrain_probe": "value"}
 PROBE_TEXT = json.dumps(PROBE)
-PROBED = 10  # conversations with calls, of those rendered together
+PROBED = 10  # conversations with calls that are probed, among those rendered together
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call that a row has as JSON, and this JSON."""
+    """The arguments of a tool call that the row has as a JSON string, together with this string."""
 
     def __init__(self, value: dict[str, Any], text: str):
         super().__init__(value)
@@ -38,7 +38,7 @@ class Arguments(dict[str, Any]):
 @dataclass(frozen=True, slots=True)
 class RenderRequest:
     """A conversation to render. `generate` adds the opening of the next assistant turn; `continued` leaves the last
-    message open, as `continue_final_message` of transformers does; `variables` are more variables of the template."""
+    message open, like transformers' `continue_final_message`; `variables` are additional template variables."""
 
     messages: Sequence[Message]
     tools: list[Any] | None = None
@@ -50,7 +50,7 @@ class RenderRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text, with the character spans of `{% generation %}` blocks; or the template's error."""
+    """The rendered text with the character spans of `{% generation %}` blocks, or the template's error."""
 
     text: str
     spans: tuple[tuple[int, int], ...] = ()
@@ -58,7 +58,7 @@ class Rendered:
 
 
 class Process(Child):
-    """The process of posttrain/data/render_worker.py: one line per job, one line per answer."""
+    """The process that runs posttrain/data/render_worker.py: it reads one line per job and answers with one line."""
 
     def __init__(self) -> None:
         super().__init__([sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))], errors=False)
@@ -66,11 +66,11 @@ class Process(Child):
 
     @property
     def is_free(self) -> bool:
-        """Whether it is alive: a process that owes an answer is ended."""
+        """Whether the process is alive; a process that still owes an answer has been ended."""
         return self.is_alive
 
     def exchange(self, lines: Sequence[bytes]) -> list[bytes]:
-        """The answer to each line. Raises DataError when one takes too long or the process has ended."""
+        """The answer to each line. Raises DataError if an answer takes too long or the process has ended."""
         self.send(lines)
         return self._answers(len(lines), SECONDS)
 
@@ -90,7 +90,7 @@ class Process(Child):
 
 
 class Renderer:
-    """Renders with one tokenizer's chat template; made by `rendering()`."""
+    """Renders conversations with one tokenizer's chat template; created by `rendering()`."""
 
     def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase, behavior_version: int, date: str | None):
         self._process = process
@@ -100,8 +100,8 @@ class Renderer:
     def render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
         """Render each conversation as `apply_chat_template(tokenize=False)` would.
 
-        Arguments of tool calls are objects, and JSON strings for a template that joins them to its text. Raises
-        DataError when the template takes longer than two seconds for one of them or ends its process.
+        Arguments of tool calls are passed as objects, or as JSON strings if the template concatenates them with text.
+        Raises DataError if the template takes longer than two seconds for a conversation or ends its process.
         """
         calling = (job for job in jobs if any(message.get("tool_calls") for message in job.messages))
         for job in islice(calling, PROBED):
@@ -112,7 +112,7 @@ class Renderer:
         return self._render(jobs)
 
     def _probe(self, job: RenderRequest) -> bool | None:
-        """Whether the template joins the arguments of calls as strings; None if this conversation does not show it."""
+        """Whether the template concatenates call arguments as strings; None if this conversation does not show it."""
         as_object, as_text = self._render([_with_arguments(job, probe) for probe in (PROBE, PROBE_TEXT)])
         if as_object.error is None and str(PROBE) not in as_object.text:
             return False if next(iter(PROBE)) in as_object.text else None
@@ -129,7 +129,7 @@ class Renderer:
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> bytes:
         try:
             template = self._tokenizer.get_chat_template(None, job.tools)
-        except ValueError as error:  # several templates, and none of them the default
+        except ValueError as error:  # there are several templates, none of them the default
             raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
@@ -152,7 +152,7 @@ def without(messages: Sequence[Message], *keys: str) -> list[Message]:
 
 
 def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:
-    """The request with the arguments of every tool call as strings, or with `probe` instead of them."""
+    """The request with the arguments of every tool call as strings, or replaced by `probe`."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, dict):
@@ -184,8 +184,9 @@ def rendering(
     idle_seconds: float | None = None,
     date: str | None = None,
 ) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template, in which `strftime_now` gives `date` (YYYY-MM-DD), by default now;
-    `behavior_version` 1 renders tool calls as they are. Its process is kept for the next renderer."""
+    """A renderer for the tokenizer's chat template. `strftime_now` in the template formats `date` (YYYY-MM-DD), by
+    default the current time; `behavior_version` 1 renders tool calls as they are. The process is reused by the next
+    renderer."""
     process = _idle.take(None) or Process()
     try:
         yield Renderer(process, tokenizer, behavior_version, date)
@@ -198,10 +199,10 @@ def rendering(
 def rendered(
     tokenizer: PreTrainedTokenizerBase, jobs: Sequence[RenderRequest], idle_seconds: float | None = None
 ) -> list[str]:
-    """The text of each conversation. Raises DataError for one that the template refuses."""
+    """The text of each conversation. Raises DataError if the template rejects one of them."""
     with rendering(tokenizer, idle_seconds=idle_seconds) as renderer:
         done = renderer.render(jobs)
     for result in done:
-        if result.error:  # the template's own, such as for roles that do not alternate
-            raise DataError(f"the chat template refuses the messages: {result.error.removeprefix(FAILS)}")
+        if result.error:  # an error that the template raised, for example because roles do not alternate
+            raise DataError(f"the chat template rejects the messages: {result.error.removeprefix(FAILS)}")
     return [result.text for result in done]

@@ -1,7 +1,7 @@
-"""The process that renders chat templates: a template is a program from a model, so it runs in isolation.
+"""The process that renders chat templates: a template is a program that comes with a model, so it runs in isolation.
 
 Reads one JSON object per line from stdin and answers each with one line on stdout. transformers' sandbox isolates a
-template; this process adds limits on memory and output, and its parent one on time.
+template; this process also limits memory and output, and its parent limits the time.
 """
 
 import json
@@ -10,8 +10,8 @@ from datetime import datetime
 
 from posttrain.base.system import IS_LINUX, leave_signals_to_parent, resource
 
-if __name__ == "__main__":  # before the second that the import takes
-    leave_signals_to_parent()  # which may render again
+if __name__ == "__main__":  # before the import below, which takes a second
+    leave_signals_to_parent()  # the parent may render again
 
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
@@ -20,13 +20,13 @@ OUTPUT_BYTES = 1_000_000
 
 
 def limit_memory() -> None:
-    """Limit memory against templates such as `{{ 'a' * 10 ** 12 }}`, where the platform can."""
+    """Limit memory, if the platform supports it, against templates such as `{{ 'a' * 10 ** 12 }}`."""
     if IS_LINUX and resource is not None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def render(job: dict) -> dict:
-    """One conversation as text, and on request the spans of characters that `{% generation %}` marks."""
+    """One conversation as text and, if requested, the character spans that `{% generation %}` marks."""
     try:
         day = datetime.now() if job["date"] is None else datetime.fromisoformat(job["date"])
         _compile_jinja_template(job["template"]).environment.globals["strftime_now"] = day.strftime
@@ -41,7 +41,7 @@ def render(job: dict) -> dict:
         )
     except MemoryError:
         return {"error": "the chat template needs too much memory"}
-    except Exception as error:  # any error of a template is the answer to its job, not the end of the process
+    except Exception as error:  # an error of a template is the answer to its job and must not end the process
         return {"error": f"the chat template fails: {type(error).__name__}: {str(error)[:500]}"}
     if len(texts[0]) > OUTPUT_BYTES or len(texts[0].encode(errors="surrogatepass")) > OUTPUT_BYTES:
         return {"error": "the chat template writes more than 1 MB"}

@@ -1,4 +1,4 @@
-"""Counts of a data set's rows: read, used, malformed, over the limits; and their lengths."""
+"""Counts of a data set's rows (read, used, malformed, above the limits) and their lengths."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from posttrain.base.words import counted
 
-MALFORMED_SHARE = 0.01  # above it a run is refused
-MOST_UNREAD = 20  # columns and keys that are named
+MALFORMED_SHARE = 0.01  # maximum share of malformed rows; above it, reading the data is an error
+MOST_UNREAD = 20  # maximum number of unread columns and keys that are listed
 LOST = {
     "tools": "write the tools",
     "thinking": "write the thinking of the last reply",
     "end of turn": "mark the end of the assistant's turn, so the model is not trained to stop there: move "
-    "`{% endgeneration %}` behind it, or remove the marks, and turns are found without",
+    "`{% endgeneration %}` after it, or remove the generation tags; turns are then located by rendering",
 }
 
 
@@ -26,7 +26,7 @@ class Malformed:
     file: str
     line: int
     reason: str
-    row: int  # counted from 0 over all files of the source: a line may hold several
+    row: int  # counted from 0 over all files of the source; a line may hold several rows
 
     def __str__(self) -> str:
         row = f" (row {self.row})" if self.row >= self.line else ""  # several rows on that line, or a later file
@@ -35,7 +35,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """A row over the length limits that was dropped. Of a pair, the longer sequence and the longer prompt."""
+    """A row above the length limits that was dropped. For a pair, the longer sequence and the longer prompt."""
 
     row: int  # counted from 0 over all sources
     tokens: int
@@ -44,7 +44,7 @@ class Overlong:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Numbers of tokens of sequences."""
+    """Statistics of sequence lengths in tokens."""
 
     mean: float = 0.0
     p50: int = 0
@@ -55,7 +55,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> Lengths:
-        """The summary of an array of lengths; percentiles are lengths that occur."""
+        """The statistics of an array of lengths; percentiles are lengths that occur in it."""
         if not len(lengths):
             return cls()
         p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
@@ -74,9 +74,9 @@ class Reading:
     malformed: tuple[Malformed, ...] = ()
     duplicates: int = 0
     shifted: int = 0
-    unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
+    unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     untrained: int = 0  # rows whose messages all have the loss weight 0
-    unwritten: dict[str, int] = field(default_factory=dict)  # rows by what the template loses of them
+    unwritten: dict[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:
@@ -85,7 +85,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counts of one data set, before it is split. `tokens` are of whole sequences before any limit; a pair has two."""
+    """Counts of one data set, before it is split. `tokens`: lengths of sequences before any limit; a pair has two."""
 
     name: str
     formats: tuple[str, ...]
@@ -93,7 +93,7 @@ class Report:
     used: int
     malformed: tuple[Malformed, ...]
     duplicates: int  # rows with the tokens of an earlier row; they are used
-    shifted: int  # rows whose prompt alone is tokenised differently than before its completion
+    shifted: int  # rows whose prompt has different tokens alone and before its completion
     overlong_dropped: int
     overlong_truncated: int
     overlong_split: int  # documents split into chunks
@@ -103,10 +103,10 @@ class Report:
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
     untrained: int = 0
-    unwritten: Mapping[str, int] = field(default_factory=dict)  # rows by what the template loses of them
+    unwritten: Mapping[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
     dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
-    unread: dict[str, int] = field(default_factory=dict)  # columns and keys that the format does not read: rows
-    rewarded: bool = False  # whether rewards get every column
+    unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
+    rewarded: bool = False  # whether rewards receive every column
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""
@@ -124,7 +124,7 @@ class Report:
             (self.overlong_split, "documents over the length limit, split into chunks"),
             (self.duplicates, "duplicates of an earlier row, used"),
             (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
-            (self.untrained, "with the loss weight 0 for all that would be trained, dropped"),
+            (self.untrained, "with the loss weight 0 for everything to train on, dropped"),
             (len(self.malformed), "malformed, dropped"),
         )
         out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
@@ -132,7 +132,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for everything that the template loses of the rows."""
+        """One sentence for each part of the rows that the template does not write."""
         return [
             f"{self.name}: in {counted(count, 'row')} the chat template does not {_lost(name)}"
             for name, count in self.unwritten.items()
@@ -140,14 +140,14 @@ class Report:
 
     def _unread(self) -> Iterable[str]:
         for name, count in sorted(self.unread.items(), key=lambda item: -item[1])[:MOST_UNREAD]:
-            readers = " (rewards in Python get it)" if self.rewarded and "[]." not in name else ""
+            readers = " (rewards in Python receive it)" if self.rewarded and "[]." not in name else ""
             yield f"not read: `{name}` in {count:,} of {counted(self.read, 'row')}{readers}"
         if len(self.unread) > MOST_UNREAD:
             yield f"not read: {len(self.unread) - MOST_UNREAD:,} more columns and keys"
 
 
 def _lost(name: str) -> str:
-    """A name from `unwritten` of posttrain.data.turns in words."""
+    """A name from `posttrain.data.turns.unwritten`, in words."""
     if name.startswith("variable "):
         return f"read the {name} of chat_template_kwargs"
     return LOST.get(name, f"write what the {name} says")

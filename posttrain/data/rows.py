@@ -1,4 +1,4 @@
-"""The common form of rows of every format, the checks of their strings and messages, and changes of their shape."""
+"""The common form of rows of every format, checks of their strings and messages, and changes to their shape."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
 from posttrain.data.render import WEIGHT, Arguments, Message, without
 
-TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
+TEXT_LIMIT = 1_000_000  # characters in one string; a longer string is damaged, or a document to split
 THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 ROLES = {
     "human": "user",
@@ -27,18 +27,18 @@ ROLES = {
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
-# Keys of a message for its loss weight, from 0 to 1, or true and false; MASKS mean the opposite.
+# Message keys that hold a loss weight: a number from 0 to 1, or true or false. Keys in MASKS mean the opposite.
 WEIGHTS = ("weight", "loss_weight", "train", "training", "loss", "loss_mask", "loss_scale")
 MASKS = ("mask", "masked")
-DETAILS = ("train_detail", "training_detail")  # of parts of a message, which cannot be weighed
+DETAILS = ("train_detail", "training_detail")  # weights for parts of a message, which are not supported
 MESSAGE_KEYS = frozenset(
     {"role", "content", "from", "value", "reasoning", "function_call", *KEPT, *WEIGHTS, *MASKS, *DETAILS}
-)  # all that are read
-PART_KEYS = frozenset({"type", "text", "value"})  # of a content's parts
-MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
+)  # all message keys that are read
+PART_KEYS = frozenset({"type", "text", "value"})  # keys of the parts of a message's content
+MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may hold messages
 STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
-CELLS = ("label", "margin", "tie", "answer")  # fields that are null where a cell of CSV is blank
-PROMPTS = ("prompt", "problem")  # these too, in formats that need one
+CELLS = ("label", "margin", "tie", "answer")  # fields that are null if their cell in a CSV file is blank
+PROMPTS = ("prompt", "problem")  # also null if blank, in formats that need one of them
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Turns = list[Message]
@@ -49,15 +49,15 @@ class RowError(Exception):
 
 
 class UntrainedError(RowError):
-    """All of a row's messages have the loss weight 0; it is counted by itself."""
+    """All messages of a row have the loss weight 0; such rows are counted separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example before tokenisation, either all strings or all lists of messages.
+    """One example before tokenisation: its parts are all strings, or all lists of messages.
 
-    Without `prompt` it is a document (a string) or a whole conversation (messages). With `rejected` it is a pair, whose
-    rejected reply may have its own prompt.
+    Without `prompt`, it is a document (a string) or a whole conversation (messages). With `rejected`, it is a pair,
+    whose rejected reply may have a separate prompt.
     """
 
     prompt: str | Turns | None
@@ -67,20 +67,21 @@ class Row:
     margin: float | None = None
     tie: bool = False
     tools: list[Any] | None = None
-    label: bool | None = None  # of single completions: desirable or not
-    answer: str | None = None  # the right answer, if the row has one: what rewards compare with
-    train_history: bool = False  # the prompt's replies are trained like the completion, unless completion_only_loss
-    variables: Mapping[str, Any] | None = None  # of the chat template, for this row
+    label: bool | None = None  # whether a single completion is desirable
+    answer: str | None = None  # the reference answer for rewards, if the row has one
+    train_history: bool = False  # train on replies in the prompt as on the completion, unless completion_only_loss
+    variables: Mapping[str, Any] | None = None  # chat template variables for this row
 
 
 Fields = Mapping[str, Any]
 
 
 def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] = ()) -> dict[str, Any]:
-    """The fields in the same form for every type of file.
+    """Return the fields in the form that is common to all file types.
 
-    Keys of objects whose value is null are removed: typed columns give every object the keys of all. JSON strings of
-    `structured` fields are parsed; blank ones become null, as do those of `cells`, fields of a CSV file.
+    Object keys with a null value are removed, because typed columns give every object all keys of the column. JSON
+    strings in `structured` fields are parsed. Blank strings in these fields and in `cells`, fields of a CSV file,
+    become null.
     """
     tidy: dict[str, Any] = {}
     for name, value in fields.items():
@@ -102,7 +103,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _renamed(message: Any) -> Any:
-    """A message with its reasoning and its call under the names that chat templates read."""
+    """A message with its reasoning and its function call under the keys that chat templates read."""
     if not isinstance(message, dict):
         return message
     named: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def _renamed(message: Any) -> Any:
 
 
 def parsed(text: str, name: str) -> Any:
-    """The value of a JSON string; None for a blank one. Raises RowError if it is not JSON."""
+    """The value of a JSON string; None if it is blank. Raises RowError if it is not JSON."""
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
@@ -122,7 +123,7 @@ def parsed(text: str, name: str) -> Any:
 
 
 def with_arguments(turns: Turns) -> Turns:
-    """Messages whose tool calls have their arguments as objects, also where a row has them as JSON strings."""
+    """The messages with the arguments of tool calls as objects, even if the row has them as JSON strings."""
     return [{**turn, "tool_calls": _calls(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
 
 
@@ -150,7 +151,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_weights(turns: Turns) -> Turns:
-    """Messages whose flags are loss weights: a pair of the row's key and the number, unless it is 1."""
+    """The messages with their weight keys replaced by `WEIGHT`: (key in the row, weight), unless the weight is 1."""
     weighed = []
     for turn in turns:
         flags, [rest] = turn.get(WEIGHT, {}), without([turn], WEIGHT)
@@ -161,18 +162,19 @@ def with_weights(turns: Turns) -> Turns:
 
 def _weight(key: str, value: object) -> float:
     if key in DETAILS:
-        raise DataError(f"{key} of a message weighs parts of it, which cannot be honoured: remove it, or set weight")
+        raise DataError(f"{key} weights parts of a message, which is not supported: remove it, or set weight")
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
         raise RowError(f"{key} of a message must be true, false or a number from 0 to 1, not {str(value)[:40]!r}")
     return 1.0 - value if key in MASKS else float(value)
 
 
 def text_of(value: object, name: str) -> str:
-    """A string for the tokenizer. Raises RowError for other types, NUL, lone surrogates, over a million characters."""
+    """Return a string for the tokenizer. Raises RowError if the value is not a string, is longer than a million
+    characters, or contains NUL or lone surrogates."""
     if not isinstance(value, str):
         raise RowError(f"{name} must be a string, not {type_name(value)}")
     if len(value) > TEXT_LIMIT:
-        raise RowError(f"{name} has {len(value):,} characters, over the limit of {TEXT_LIMIT:,} for one string")
+        raise RowError(f"{name} has {len(value):,} characters, above the limit of {TEXT_LIMIT:,} for one string")
     if "\0" in value:
         raise RowError(f"{name} contains NUL at character {value.index(chr(0)) + 1}")
     try:
@@ -183,11 +185,11 @@ def text_of(value: object, name: str) -> str:
 
 
 def valid(value: Any, name: str) -> Any:
-    """A value for templates and rewards, unchanged. Raises RowError for a lone surrogate anywhere inside."""
+    """Return a value for templates and rewards unchanged. Raises RowError if it contains a lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise RowError(f"{name} is not valid Unicode: there is a lone surrogate in it") from None
+        raise RowError(f"{name} is not valid Unicode: it contains a lone surrogate") from None
     return value
 
 
@@ -200,12 +202,12 @@ def field(fields: Fields, name: str) -> Any:
 
 
 def optional_text(fields: Fields, name: str) -> str:
-    """A string, empty if missing or null."""
+    """A string field; empty if it is missing or null."""
     return "" if fields.get(name) is None else text_of(fields[name], name)
 
 
 def number_or_text(value: object, name: str) -> str:
-    """An answer as a string; data sets have whole numbers such as 142.0."""
+    """An answer as a string. Whole numbers lose their `.0`: some data sets write 142 as 142.0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_of(value, name)
     if isinstance(value, float) and not math.isfinite(value):
@@ -214,14 +216,14 @@ def number_or_text(value: object, name: str) -> str:
 
 
 def text_or_messages(value: object, name: str) -> str | Turns:
-    """A string, or messages as of `messages_of`."""
+    """A string, or messages as `messages_of` returns them."""
     if not isinstance(value, str | list | dict):
         raise RowError(f"{name} must be a string or a list of messages, not {type_name(value)}")
     return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
 
 
 def messages_of(value: object, name: str) -> Turns:
-    """Messages from `role`/`content` or ShareGPT's `from`/`value`; a content is a string or a list of parts."""
+    """Messages from `role`/`content` or ShareGPT's `from`/`value`; the content is a string or a list of parts."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise RowError(f"{name} must be a list of messages, not {type_name(value)}")
@@ -252,7 +254,7 @@ def _message(item: object, where: str) -> Message:
 
 
 def _parts(parts: list[Any], where: str) -> Message:
-    """A list of parts as one content: text joined, reasoning and tool calls by the names of chat templates."""
+    """The parts of a content as fields of one message: joined text, reasoning and tool calls, named as in templates."""
     texts: list[str] = []
     message: Message = {}
     for part in parts:
@@ -272,7 +274,7 @@ def _parts(parts: list[Any], where: str) -> Message:
 
 
 def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
-    """A call or a list of calls, as an object or as JSON, in the form of chat templates."""
+    """One call or a list of calls, as objects or JSON, in the form that chat templates read."""
     try:
         parts = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -288,7 +290,7 @@ def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(value: object) -> list[Any] | None:
-    """Tool descriptions: a list, one alone, or a JSON string of either; those of a list may be JSON strings, too."""
+    """Tool descriptions, from a list, a single description, or the JSON of either; list items may also be JSON."""
     tools = parsed(value, "tools") if isinstance(value, str) else value
     if tools is None or tools in ([], {}):
         return None
@@ -299,9 +301,9 @@ def tools_of(value: object) -> list[Any] | None:
 
 
 def variables_of(value: object) -> dict[str, Any]:
-    """Variables of the chat template from a mapping or a JSON string of one, without nulls. Raises RowError for names
-    and values that a template cannot have."""
-    with suppress(RowError):  # text that is not JSON is refused below
+    """Chat template variables from a mapping or its JSON string, without nulls. Raises RowError for names and values
+    that a template cannot take."""
+    with suppress(RowError):  # text that is not JSON is rejected below
         value = parsed(value, "") if isinstance(value, str) else value
     try:
         return variables({} if value is None else _without_nulls(value))
@@ -310,12 +312,12 @@ def variables_of(value: object) -> dict[str, Any]:
 
 
 def as_turns(value: str | Turns, role: str) -> Turns:
-    """A string as the only message of a role; messages unchanged."""
+    """A string as a list with one message of this role; a list of messages is returned unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def without_think(value: str | Turns) -> str | Turns:
-    """The string, or the assistant's messages, without `<think>…</think>`."""
+    """Remove `<think>…</think>` from a string, or the thinking from the assistant's messages."""
     if isinstance(value, str):
         return THINK.sub("", value)
     return [
@@ -325,43 +327,45 @@ def without_think(value: str | Turns) -> str | Turns:
 
 
 def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
-    """The row with its messages changed."""
+    """The row with `change` applied to each of its lists of messages."""
     parts = {name: getattr(row, name) for name in ("prompt", "chosen", "rejected", "rejected_prompt")}
     return replace(row, **{name: change(value) for name, value in parts.items() if isinstance(value, list)})
 
 
 def without_weights(row: Row, trainer: str) -> Row:
-    """The row for a method without loss weights of messages. Raises DataError for a weight that the method cannot
-    honour: any of a reply, and of a prompt, which is not trained on, any but 0."""
+    """The row without message weights, for methods that do not support them. Raises DataError for a weight that would
+    have an effect: any weight on a reply, and any except 0 on a prompt, which is not trained on."""
     for name in ("prompt", "rejected_prompt", "chosen", "rejected"):
         turns = getattr(row, name)
         for turn in turns if isinstance(turns, list) else ():
             key, weight = turn.get(WEIGHT, ("", 1.0))
             if weight != 1 and (weight != 0 or name in ("chosen", "rejected")):
                 raise DataError(
-                    f"a message of the {turn['role']} has {key} (a loss weight of {weight:g}), which {trainer} cannot "
-                    "honour: only SFT weighs messages. Remove the key or the row"
+                    f"a message of the {turn['role']} has {key} (a loss weight of {weight:g}), which {trainer} does "
+                    "not support: only SFT weights messages. Remove the key or the row"
                 )
     return in_messages(row, lambda turns: without(turns, WEIGHT))
 
 
 def refuse_without_reply(row: Row) -> None:
-    """Raise RowError for messages to train on without an assistant turn."""
+    """Raise RowError if messages to train on have no assistant turn."""
     what = "the conversation" if row.prompt is None else "the completion" if row.rejected is None else "chosen"
     for name, turns in ((what, row.chosen), ("rejected", row.rejected)):
         if isinstance(turns, list) and all(turn["role"] != "assistant" for turn in turns):
-            raise RowError(f"{name} has no turn of the assistant, so there is no reply to learn from")
+            raise RowError(f"{name} has no assistant turn, so there is no reply to learn from")
 
 
 def last_turn_as_completion(row: Row) -> Row:
     messages = row.chosen
     if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise RowError("completion_only_loss needs the conversation to end with an assistant's turn after another")
+        raise RowError(
+            "completion_only_loss needs an assistant turn at the end of the conversation, after another turn"
+        )
     return replace(row, prompt=messages[:-1], chosen=messages[-1:])
 
 
 def as_prompt(row: Row) -> Row:
-    """The prompt without its reply: a conversation up to its last assistant turn."""
+    """The row's prompt without its reply; for a conversation, everything before a final assistant turn."""
     if row.prompt is not None:
         return Row(row.prompt, "", tools=row.tools, answer=row.answer)
     turns = row.chosen
@@ -371,8 +375,8 @@ def as_prompt(row: Row) -> Row:
 
 
 def with_system(row: Row, system: str, beside: bool = False) -> Row:
-    """Add a system message to the conversation, unless it has one; with `beside` unless it has this one. A prompt
-    string becomes the user's message."""
+    """Prepend a system message, unless the conversation begins with one; with `beside`, unless it begins with this
+    same message. A prompt string becomes the user's message."""
     message = {"role": "system", "content": system}
 
     def begin(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Sources of rows: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task.
+"""Sources of rows: local files and folders, data sets on the Hugging Face hub or in its cache, and built-in tasks.
 
-`keep` saves a source for offline use: a file of rows for each split, and a manifest with the hashes that are verified
-when the files are used. The folder appears by one rename, so it is complete or absent.
+`keep` saves a source for offline use: one file of rows per split, and a manifest with their hashes, which are verified
+when the files are read. The folder is created by a single rename, so it is either complete or absent.
 """
 
 import difflib
@@ -41,7 +41,7 @@ log = logging.getLogger("posttrain")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 MANIFEST, MANIFEST_FORMAT = "posttrain-data.json", 1
-SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` of datasets writes beside rows
+SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # written next to the rows by datasets' `save_to_disk`
 
 
 class Source(Protocol):
@@ -55,7 +55,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Local files, read one after another."""
+    """Local files, read in order."""
 
     paths: tuple[Path, ...]
 
@@ -90,19 +90,19 @@ class Task:
 
     def read(self) -> Iterator[Record]:
         for row, value in enumerate(TASKS[self.name](self.split, self.rows, self.seed, self.compose)):
-            problem = next(iter(value.values()))  # the replies follow from it, and from the template
+            problem = next(iter(value.values()))  # the replies follow from the problem and the template
             yield Record(row, self.name, row + 1, value, identity=problem)
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
-    """The source of a `source` setting: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
+    """Open the source that `source` names: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
 
     `split` selects files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes
-    the replies of a built-in task in the template's form. Raises DataError if there is no such source.
+    the replies of a built-in task in the template's format. Raises DataError if there is no such source.
     """
     if source.startswith("builtin:"):
         if source not in TASKS:
-            raise DataError(f"there is no built-in task {source!r}: there are {', '.join(TASKS)}")
+            raise DataError(f"there is no built-in task {source!r}; the built-in tasks are {', '.join(TASKS)}")
         if split not in ("train", "test"):
             raise DataError(f"{source} has the splits train and test, not {split!r}")
         return Task(source, split, max_rows or (10_000 if split == "train" else 1_000), seed, compose)
@@ -125,7 +125,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
 
 
 def layout_of(source: str) -> KnownSet | None:
-    """The known data set of a source, also of a folder made by `data save`, for its column mapping."""
+    """The known data set that a source, or a folder saved by `data save`, comes from, for its column mapping."""
     path = path_of(source, DataError)
     if path.is_dir():
         manifest = read_manifest(path)
@@ -134,7 +134,7 @@ def layout_of(source: str) -> KnownSet | None:
 
 
 def splits_of(source: str) -> list[str]:
-    """The splits of a folder or hub data set, by the names that `split` accepts; a file has one."""
+    """The splits of a folder or hub data set, by the names that `split` accepts; a file has only `train`."""
     path = path_of(source, DataError)
     if path.is_file():
         return ["train"]
@@ -176,7 +176,7 @@ def _not_there(source: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """Similar names in the folder of a missing path."""
+    """The end of an error message for a missing path: similar names, or the folder that was searched."""
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
@@ -192,41 +192,41 @@ def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path
 
 
 def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
-    """Log the data files of a folder without a README that belong to no split, or have another type than the rest."""
+    """Warn about data files that were not read because of their name or type, if the folder has no README."""
     root = folder.resolve()
     read = {file.resolve() for files in splits.values() for file in files}
     present = (file for file in sorted(root.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
     unread = [str(f.relative_to(root)) for f in present if f.resolve() not in read and f.name not in SAVED]
     if unread and not (folder / "README.md").is_file():
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
-        log.warning("%s: not read, by its name or kind: %s%s", name, ", ".join(unread[:5]), more)
+        log.warning("%s: files not read because of their names or types: %s%s", name, ", ".join(unread[:5]), more)
 
 
 def _is_one_saved(folder: Path) -> bool:
-    """Whether the folder is a Dataset of the datasets library, saved by `save_to_disk`: it has no splits."""
+    """Whether the folder is a single Dataset saved by datasets' `save_to_disk`, which has no splits."""
     return all((folder / name).is_file() for name in SAVED[:2])
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The Arrow files of a saved Dataset in order."""
+    """The Arrow files of a saved Dataset, in order."""
     try:
         names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{folder / 'state.json'} of save_to_disk cannot be read ({error!r}): save it again") from error
+        raise DataError(f"{folder / 'state.json'} cannot be read ({error!r}): save the data set again") from error
     if outside := next((name for name in names if Path(name).name != name), None):
         raise DataError(f"{folder / 'state.json'} names a file outside its folder: {outside}")
     return [folder / name for name in names]
 
 
 def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]]:
-    """The data files of each split: as `save_to_disk` of the datasets library wrote them, as the folder's README lists
-    them, or as that library infers them from the file names."""
+    """The data files of each split: as written by datasets' `save_to_disk`, as listed in the folder's README, or as
+    the datasets library infers them from the file names."""
     if _is_one_saved(folder):
         return {"train": _shards(folder)}
     if (folder / "dataset_dict.json").is_file():
         saved = sorted(split.name for split in folder.iterdir() if _is_one_saved(split))
         return {split: _shards(folder / split) for split in saved}
-    # takes half a second to import, and a single file needs none of it
+    # this import takes half a second, and a single file does not need it
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
@@ -234,26 +234,26 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     try:
         builder = load_dataset_builder(path, name=subset)
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
-        raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
-    except ValueError as error:  # a subset must be named, or does not exist
+        raise DataError(f"{name} contains no data files ({', '.join(READERS)}, each also with .gz)") from error
+    except ValueError as error:  # no subset was named, or the one named does not exist
         try:
             subsets = get_dataset_config_names(path)
         except ValueError:  # no subset at all can be read
-            raise DataError(f"the splits of {name} do not follow from its files: {error}. Name one file") from error
+            raise DataError(f"cannot infer the splits of {name} from its files: {error}. Name one file") from error
         raise DataError(
-            f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
+            f"{name} needs the name of a subset, as in owner/name/{subsets[0]}; it has {', '.join(subsets)}"
         ) from error
     return {str(split): [Path(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
 
 
 def _hub_files(source: str, split: str) -> tuple[Path, ...]:
-    """The files of a split of a hub data set."""
+    """The files of one split of a hub data set."""
     folder, subset = _snapshot(source)
     return _of_split(_splits(folder, source, subset), split, source)
 
 
 def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
-    """A hub data set's folder in the hub's local cache, downloaded if it is missing, and the named subset.
+    """The folder of a hub data set in the local hub cache, downloaded if missing, and the subset that `source` names.
 
     `datasets` cannot load a data set offline from the hub's own cache, and reports no line numbers; so the repository's
     snapshot is downloaded and read like a folder.
@@ -269,7 +269,7 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         near = _near(Path(source))
-        raise DataError(f"{repo} is not a data set on the hub, or a private one (set HF_TOKEN){near}") from error
+        raise DataError(f"{repo} is not a data set on the hub, or it is private (set HF_TOKEN){near}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise DataError(
             f"{source} is not a file or folder here{_near(Path(source))}, and as a hub data set it is not in the "
@@ -282,7 +282,7 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
 
 
 def _patterns(repo: str, subset: str | None) -> list[str]:
-    """The files to download: those that the README lists for the subset, else every data file."""
+    """The files to download: those that the README lists for the subset, or otherwise every data file."""
     every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
     try:
         card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)
@@ -307,7 +307,7 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedSplit:
-    """The rows and bytes written for one split."""
+    """What was saved of one split: the numbers of rows and bytes, and of malformed rows left out."""
 
     name: str
     rows: int
@@ -318,14 +318,14 @@ class SavedSplit:
 def keep(
     source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
 ) -> list[SavedSplit]:
-    """Write the splits (by default all) of a `source` setting to a new folder."""
+    """Write splits of a `source` setting, all of them by default, to a new folder."""
     known = layout_of(source)
 
     def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
         for split in splits or splits_of(source):
             opened = open_source(source, split, max_rows, 0, lambda working, answer: working)
             parts = opened.paths[0].parts if isinstance(opened, Files) else ()
-            # in the hub's cache …/snapshots/{commit}/…
+            # paths in the hub cache: …/snapshots/{commit}/…
             revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
             yield split, itertools.islice(opened.read(), max_rows), revision
 
@@ -336,7 +336,7 @@ def save(
     folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
 ) -> list[SavedSplit]:
     """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder. Raises DataError
-    if the folder exists or cannot be written, or a split has no readable row."""
+    if the folder exists or cannot be written, or if a split has no readable row."""
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     done: list[SavedSplit] = []
@@ -357,7 +357,7 @@ def save(
 
     try:
         if folder.absolute().parent.is_dir():
-            settle(folder.absolute().parent, folder.name)  # of a command that was killed
+            settle(folder.absolute().parent, folder.name)  # the leftovers of a killed command
         put_folder(folder.absolute(), write)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
@@ -366,8 +366,9 @@ def save(
 
 def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
     rows = malformed = 0
+    # without a name and a time, the same rows give the same bytes
     with file.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:
-        for record in records:  # the same rows give the same bytes
+        for record in records:
             if record.value is None:
                 malformed += 1
                 continue
@@ -377,7 +378,7 @@ def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder made by `save`; None for any other folder. Raises DataError for a damaged one."""
+    """The manifest of a folder written by `save`; None for any other folder. Raises DataError if it is damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -386,12 +387,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): save the data set again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
-        raise DataError(f"{path} is damaged or of another version of posttrain: save the data set again")
+        raise DataError(f"{path} is damaged or was written by another version of posttrain: save the data set again")
     return manifest
 
 
 def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The file of a split in a folder made by `save`, verified; None for any other folder."""
+    """The verified file of a split in a folder written by `save`; None for any other folder."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None

@@ -1,4 +1,4 @@
-"""The unpacked bytes of a data file, by line or whole, within bounds against decompression bombs."""
+"""The unpacked bytes of a data file, by line or whole, with limits against decompression bombs."""
 
 import gzip
 import hashlib
@@ -10,20 +10,21 @@ from typing import Any, BinaryIO
 from posttrain.base.errors import DataError
 
 LINE_BYTES = 64_000_000  # a longer line or document is not parsed
-DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000  # of a file that is read whole: JSON, Parquet in gzip
-# Above the second limit a gzip file may expand to at most the first factor: text expands to 3 to 20 times its size, a
-# bomb to 1,000 times.
+# Largest size of a file that is read whole (JSON, Parquet in gzip), and bytes that are read at a time.
+DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000
+# A gzip file that unpacks to more than FREE_BYTES may expand at most MOST_EXPANSION times: text expands 3 to 20 times,
+# a bomb 1,000 times.
 MOST_EXPANSION, FREE_BYTES = 200, 64_000_000
 TOO_MUCH = f"unpacks to more than {MOST_EXPANSION} times its size, the limit for {{}}"
 
 
 def most_unpacked(size: int) -> int:
-    """The accepted number of bytes that a file of `size` bytes may unpack to."""
+    """The maximum number of bytes that a file of `size` bytes may unpack to."""
     return max(FREE_BYTES, MOST_EXPANSION * size)
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a gzip file, unpacked while reading. Raises DataError above the limits of expansion."""
+    """The content of a gzip file, unpacked while reading. Raises DataError if it expands beyond the limit."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,18 +48,18 @@ class Unpacked(io.RawIOBase):
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file as it is."""
+    """The SHA-256 of a file's bytes, not unpacked."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def unpacked(path: Path) -> io.BufferedReader:
-    """The file's bytes; those of a `.gz` unpacked."""
+    """Open a file for reading its bytes; a `.gz` file is unpacked."""
     return io.BufferedReader(Unpacked(path), 2**17) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def whole(path: Path, stream: BinaryIO) -> bytearray:
-    """The rest of a file that can only be read whole. Raises DataError above DOCUMENT_BYTES."""
+    """Read the rest of a file that can only be read whole. Raises DataError if it exceeds DOCUMENT_BYTES."""
     content = bytearray()
     too_large = path.stat().st_size > DOCUMENT_BYTES
     while not too_large and (chunk := stream.read(CHUNK_BYTES)):
@@ -73,7 +74,7 @@ def whole(path: Path, stream: BinaryIO) -> bytearray:
 
 
 def open_data(path: Path) -> BinaryIO:
-    """A byte stream without UTF-8's byte order mark. Raises DataError for UTF-16 and compressed files."""
+    """Open a file as bytes, without UTF-8's byte order mark. Raises DataError for UTF-16, or gzip not named `.gz`."""
     stream = unpacked(path)
     start = stream.peek(4)[:4]
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -88,7 +89,7 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long."""
+    """Yield the lines with their numbers; None for a line that is too long."""
     number = 0
     while line := stream.readline(LINE_BYTES):
         number += 1

@@ -1,4 +1,4 @@
-"""Tokenised rows as columns of memory-mapped Arrow tables, the length limits on them, and the data set of the rest."""
+"""Tokenised rows as columns of memory-mapped Arrow tables, the length limits, and the data set of the rows within."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ Array = np.ndarray
 
 
 def as_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
-    """A column of numbers or booleans; null is NaN. pyarrow's own way imports pandas, a quarter of a second."""
+    """A column of numbers or booleans as an array; null becomes NaN. pyarrow's own conversion imports pandas, which
+    takes a quarter of a second."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if pa.types.is_boolean(column.type):
@@ -25,7 +26,7 @@ def as_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
 
 
 class Lists:
-    """A column of lists of numbers as numpy views on the mapped file."""
+    """A column of lists of numbers, as numpy views of the mapped file."""
 
     def __init__(self, column: pa.ChunkedArray):
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -42,14 +43,14 @@ class Lists:
 
 
 class Room(NamedTuple):
-    """The tokens of a completion, which prompts leave room for, and their setting."""
+    """The number of tokens that prompts leave for a completion, and the setting that determines it."""
 
     tokens: int
     setting: str = "rollout.max_completion_length"
 
 
 class Longest(NamedTuple):
-    """The maximum tokens of a prompt, None without a limit; `note` is the limit other than `max_length`."""
+    """The maximum number of tokens of a prompt, None: no limit; `note` explains a limit not set by `max_length`."""
 
     tokens: int | None = None
     note: str = ""
@@ -57,7 +58,7 @@ class Longest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number. `note` is the reason if it is below the setting."""
+    """The length settings, with `max_prompt_length` as a number. `note` says why it may be below the setting."""
 
     max_length: int
     max_prompt_length: int | None
@@ -66,7 +67,7 @@ class Limits:
 
     @classmethod
     def of(cls, data: DataConfig, max_prompt_length: int | None, longest: Longest) -> "Limits":
-        """The limits of the settings, with the smaller one of two for prompts."""
+        """The limits of the settings; prompts are limited by the smaller of `max_prompt_length` and `longest`."""
         known = [limit for limit in (max_prompt_length, longest.tokens) if limit is not None]
         return cls(data.max_length, min(known, default=None), data.overlong, longest.note)
 
@@ -77,13 +78,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Examples within the limits as columns of numbers, and counts of the others.
+    """Examples within the limits as columns of numbers, and counts of the other rows.
 
-    `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
-    rejected prompt, tokens of chosen, tokens of rejected. Where prompts are cut and keep their begin token or a turn's
-    header, each prompt has three more columns: begin tokens, start and stop of the header. `lengths` are physical
-    tokens, shared prompts counted once.
-    `dropped` has the rows over the limits that are not used: row number, tokens, prompt tokens.
+    `view` has one row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of
+    the rejected prompt, tokens of chosen, tokens of rejected. If truncated prompts keep their begin token or a turn's
+    header, each prompt has three more columns: number of begin tokens, start and stop of the header. `lengths` are
+    physical tokens; shared prompts are counted once.
+    `dropped` has the rows above the limits that are not used: row number, tokens, prompt tokens.
     """
 
     view: Array
@@ -96,8 +97,8 @@ class Fitted:
 
 
 class Table:
-    """The cached rows of one or more sources, numbered through all sources. `makes_room`: prompts over `max_length` are
-    truncated so that their replies fit; not with behavior_version 1, nor where prompts have no replies."""
+    """The cached rows of one or more sources, numbered across all sources. `makes_room`: prompts that fill `max_length`
+    are truncated so that their replies fit; False with behavior_version 1, and if prompts have no replies."""
 
     def __init__(self, tables: Sequence[pa.Table], reads: Sequence[int], makes_room: bool = True):
         self.makes_room = makes_room
@@ -105,7 +106,7 @@ class Table:
         offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
         self.row: Array = as_numpy(table.column("row")) + offsets
         self.lists: dict[str, Lists] = {}
-        self.numbers: dict[str, Array] = {}  # margin is NaN where there is none
+        self.numbers: dict[str, Array] = {}  # a margin is NaN if the pair has none
         self.texts: dict[str, pa.ChunkedArray] = {}
         for name, column in zip(table.schema.names, table.columns, strict=True):
             if pa.types.is_list(column.type):
@@ -116,19 +117,19 @@ class Table:
                 self.numbers[name] = as_numpy(column)
 
     def trained(self, row: int, stop: int) -> Array:
-        """Which of the first `stop` tokens of a sequence are trained."""
+        """Whether each of the first `stop` tokens of a sequence is trained on."""
         mask = np.zeros(stop, bool)
         for begin, end in self.lists["spans"][row].reshape(-1, 2):
             mask[begin:end] = True
         return mask
 
     def cut(self, prompt: Array, reply: Array, limits: Limits, heads_name: str = "heads") -> tuple[Array, Array, Array]:
-        """Truncate prompts of this many tokens. Returns where each is read from, the heads that it keeps, and the
-        tokens of `max_length` that are left for the reply.
+        """Truncate prompts of `prompt` tokens on the left. Returns the position from which each is read, the heads that
+        it keeps, and the number of tokens of `max_length` left for the reply.
 
-        A prompt keeps up to `max_prompt_length` tokens; if that leaves no room for the reply, as many as do, but at
-        least half of `max_length`. They include its begin token and the header of the turn that is cut (`heads`):
-        columns of begin tokens, start and stop of the header.
+        A prompt keeps up to `max_prompt_length` tokens. If they leave no room for the reply, it keeps as many as do,
+        but at least half of `max_length`. The kept tokens include the begin token and the header of the turn that is
+        cut (its head): the columns are the number of begin tokens, start and stop of the header.
         """
         most = np.full_like(prompt, limits.longest_prompt)
         if self.makes_room:
@@ -140,38 +141,38 @@ class Table:
         return start, heads, limits.max_length - (prompt - start + size_of(heads))
 
     def over(self, length: Array, prompt: Array, limits: Limits, among: Array | bool = True) -> Array:
-        """Which rows, `among` these, are over a limit. Raises DataError if there are any and `overlong` is error."""
+        """Which of the rows `among` exceed a limit. Raises DataError if any does and `overlong` is error."""
         over = among & ((length > limits.max_length) | (prompt > limits.longest_prompt))
         if limits.overlong != "error" or not over.any():
             return over
         rows = [
-            f"row {self.row[i]} has {length[i]:,} tokens, {prompt[i]:,} of them prompt"
+            f"row {self.row[i]} has {length[i]:,} tokens, {prompt[i]:,} of them in the prompt"
             for i in np.flatnonzero(over)[:10]
         ]
         limit = f"max_length {limits.max_length:,}"
         if limits.max_prompt_length is not None:
             limit += f", max_prompt_length {limits.max_prompt_length:,}{limits.note and ': '}{limits.note}"
         raise DataError(
-            f"{int(over.sum()):,} rows are over the length limits ({limit}) and data.overlong is error:\n  "
+            f"{int(over.sum()):,} rows are over the length limits ({limit}), and data.overlong is error:\n  "
             + "\n  ".join(rows)
         )
 
 
 class ExampleKind(Protocol):
-    """What a data set needs of its kind (data/kinds.py)."""
+    """The methods of a kind (data/kinds.py) that a data set needs."""
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        """The example of a table row; `columns` are the further ones of `Fitted.view`."""
+        """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
         ...
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         ...
 
 
 class Dataset:
     """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` has their positions in the table, in the columns of `Fitted`."""
+    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
 
     def __init__(self, kind: ExampleKind, table: Table, fitted: Fitted, indices: Array):
         self._kind, self._table = kind, table
@@ -183,34 +184,34 @@ class Dataset:
 
     def __getitem__(self, index: int) -> Example:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
         row, *columns = map(int, self.view[index])
         return self._kind.example(self._table, row, columns)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence; a pair has two."""
+        """The number of tokens of the longest sequence; a pair has two sequences."""
         return self._kind.longest(self._table, self.view, self.lengths)
 
     @property
     def rows(self) -> Array:
-        """The row number of each example, counted through all sources."""
+        """The row number of each example, counted across all sources."""
         return self._table.row[self.view[:, 0]]
 
     @property
     def labels(self) -> Array:
-        """For labelled completions: which are desirable."""
+        """Whether each labelled completion is desirable."""
         return self._table.numbers["label"][self.view[:, 0]]
 
     @property
     def ties(self) -> Array:
-        """Which pairs are ties; examples of other kinds are none."""
+        """Whether each example is a tie; only pairs can be."""
         tie = self._table.numbers.get("tie")
         return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:
-    """For `Table.cut`: the start, begin tokens, start and stop of the header."""
+    """For `Table.cut`: the start of the kept tokens, the number of begin tokens, start and stop of the header."""
     begin, whole = (heads or [0])[0], None
     for header, body in reversed([*zip(heads[1::2], heads[2::2], strict=True)]):
         if begin + prompt - header <= most:
@@ -228,12 +229,12 @@ def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, 
 
 
 def size_of(heads: Array) -> Array:
-    """Tokens of begin tokens and headers; 0 without such columns."""
+    """The number of begin and header tokens; 0 if there are no such columns."""
     return heads[:, 0] + heads[:, 2] - heads[:, 1] if heads.shape[1] else np.zeros(len(heads), np.int64)
 
 
 def read(values: Array, start: int, stop: int, head: Sequence[int] = ()) -> Array:
-    """The values from `start` to `stop`, after those of the begin token and of the header."""
+    """The values from `start` to `stop`, preceded by those of the begin token and the header."""
     if not any(head):
         return values[start:stop]
     begin, header, body = head
@@ -241,7 +242,7 @@ def read(values: Array, start: int, stop: int, head: Sequence[int] = ()) -> Arra
 
 
 def chunks(view: Array, split: Array, size: int) -> Array:
-    """Split documents into chunks that overlap by one token: every token but a document's first is a target once."""
+    """Split documents into chunks that overlap by one token: every token except a document's first is a target once."""
     out = []
     for (index, start, stop, *heads), cut in zip(view, split, strict=True):
         begins = range(start, stop - 1, size - 1) if cut else (start,)

@@ -1,4 +1,4 @@
-"""Reads rows from Parquet and Arrow files, as many at a time as fit into bounded memory."""
+"""Reads rows from Parquet and Arrow files, in batches whose memory is bounded."""
 
 import json
 from collections import Counter
@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 from posttrain.base.errors import DataError
 from posttrain.data import streams
 
-TABLE_ROWS = 1000  # read at a time
-BATCH_BYTES = 256_000_000  # of strings that a table repeats, in the rows that are read at a time
+TABLE_ROWS = 1000  # rows read at a time, or fewer
+BATCH_BYTES = 256_000_000  # bytes of repeated strings in the rows that are read at a time
 
 Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
 
 
 def read_parquet(path: Path) -> Iterator[Parsed]:
-    """Apache Parquet; the line is the row's number from 1."""
+    """Read Apache Parquet; the line is the row's number, from 1."""
     compressed = path.suffix.lower() == ".gz"
     if path.stat().st_size == 0:
         return
@@ -29,17 +29,17 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
             source = pa.BufferReader(streams.whole(path, stream)) if compressed else path
             file = pq.ParquetFile(source, memory_map=not compressed)
             yield from _table(path, file.schema_arrow, _batches(path, file, source))
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for a name that is not UTF-8
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a name is not UTF-8
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
 def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, fewer at a time where a value that is stored once is repeated in many of them. Raises
-    DataError for a file that unpacks to more than a gzip file may."""
+    """Yield the rows of a Parquet file in batches, smaller ones if a string that is stored once is repeated in many
+    rows. Raises DataError if the file unpacks to more than the limit for gzip files."""
     limit, unpacked, values = streams.most_unpacked(path.stat().st_size), 0, Counter[str]()
     for index in range(file.num_row_groups):
         group, repeated = file.metadata.row_group(index), set[str]()
-        # Reads no row, and raises for damaged facts of a column, where `column` would end the process.
+        # This reads no row, but raises for a column's damaged metadata, for which `column` would crash the process.
         next(file.reader.iter_batches(0, [index]), None)
         for column in (group.column(number) for number in range(group.num_columns)):
             name, size = column.path_in_schema, column.total_uncompressed_size
@@ -63,7 +63,7 @@ def _check_unpacked(path: Path, column: str, size: int, limit: int) -> None:
 
 
 def _grown(path: Path, batch: pa.RecordBatch, before: int, limit: int) -> int:
-    """The bytes of a batch's strings that are stored once and repeated. Raises DataError above the limit, with those
+    """The bytes of a batch's repeated strings. Raises DataError if they exceed the limit, together with the bytes
     `before`."""
     grown = {name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     size = sum(grown.values())
@@ -72,7 +72,7 @@ def _grown(path: Path, batch: pa.RecordBatch, before: int, limit: int) -> int:
 
 
 def _expanded(array: pa.Array) -> int:
-    """The bytes of strings that are stored once each and repeated in a column."""
+    """The bytes of a column's repeated strings: dictionary-encoded, so stored once each."""
     if pa.types.is_dictionary(array.type):
         if not (pa.types.is_binary(array.type.value_type) or pa.types.is_string(array.type.value_type)):
             return 0
@@ -85,7 +85,7 @@ def _expanded(array: pa.Array) -> int:
 
 
 def read_arrow(path: Path) -> Iterator[Parsed]:
-    """Apache Arrow, as a stream (what `save_to_disk` of datasets writes) or a file; the line is the row's number."""
+    """Read Apache Arrow, a stream (as of datasets' `save_to_disk`) or a file; the line is the row's number, from 1."""
     if path.stat().st_size == 0:
         return
     try:
@@ -99,7 +99,7 @@ def read_arrow(path: Path) -> Iterator[Parsed]:
                 opened = file = pa.ipc.open_file(source)
                 batches = (file.get_batch(index) for index in range(file.num_record_batches))
             yield from _table(path, opened.schema, batches)
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name is not UTF-8
         raise DataError(f"{path} is not a readable Arrow file: {error}") from error
 
 
@@ -111,7 +111,7 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
     for batch in batches:
         try:
             batch.validate(full=True)
-        except pa.ArrowInvalid:  # with a damaged offset, a computation would end the process
+        except pa.ArrowInvalid:  # with a damaged offset, a computation would crash the process
             rows = 1
         else:
             grown = _grown(path, batch, expanded, limit)
@@ -124,7 +124,7 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    """Each row of a batch, or why Python has no such value: a date beyond the year 9999, bytes that are not UTF-8."""
+    """Yield each row, or why Python cannot represent it: a date beyond the year 9999, bytes that are not UTF-8."""
     try:
         batch.validate(full=True)
         kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
@@ -141,7 +141,7 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str 
 
 
 def _of_json(value: Any, kind: pa.DataType) -> Any:
-    """A value with the strings of Arrow's JSON type in it parsed: datasets writes columns of mixed types as such."""
+    """Parse the strings of Arrow's JSON type in a value; datasets writes columns of mixed types in this type."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

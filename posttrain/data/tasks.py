@@ -1,4 +1,4 @@
-"""Built-in tasks: rows without a download. Arithmetic with worked solutions, generated from a seed.
+"""Built-in tasks, which need no download: arithmetic with worked solutions, generated from a seed.
 
 Train and test are disjoint by construction: a hash of the problem determines its split.
 """
@@ -11,12 +11,13 @@ import numpy as np
 
 from posttrain.base.errors import DataError
 
-Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's form
+Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's format
 MOST_ROWS = 200_000  # a third of all problems, so that sampling a new one is quick
 
 
 def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, str]]:
-    """Different sums and differences of two or three numbers up to 99: `problem`, `solution` (working), `answer`."""
+    """Yield distinct sums and differences of two or three numbers up to 99: `problem`, `solution` (the working) and
+    `answer`."""
     if rows > MOST_ROWS:
         raise DataError(f"builtin:arithmetic has at most {MOST_ROWS:,} rows, not {rows:,}: lower max_rows")
     rng = np.random.default_rng([seed, zlib.crc32(split.encode())])
@@ -30,7 +31,7 @@ def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, 
 
 
 def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
-    """`builtin:arithmetic-preference`: the right reply is `chosen`, one with a wrong last step `rejected`."""
+    """`builtin:arithmetic-preference`: `chosen` is the correct reply, `rejected` a reply with a wrong last step."""
     rng = np.random.default_rng([seed, zlib.crc32(split.encode()), 1])
     for row in arithmetic_problems(split, rows, seed):
         answer = int(row["answer"])
@@ -44,7 +45,7 @@ def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) ->
 
 
 def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
-    """`builtin:arithmetic-kto`: one reply per problem with its `label`: true for right, false for wrong."""
+    """`builtin:arithmetic-kto`: one reply per problem, with the `label` true if it is correct and false if not."""
     rng = np.random.default_rng([seed, zlib.crc32(split.encode()), 2])
     for pair in arithmetic_preference(split, rows, seed, compose):
         label = bool(rng.integers(2))
@@ -71,7 +72,7 @@ def _sample(rng: np.random.Generator) -> tuple[str, str, int]:
 
 
 def _step(a: int, sign: str, b: int) -> str:
-    """One operation, the tens of the second number first: 47 + 38 = 77 + 8 = 85."""
+    """The working of one operation, with the tens of the second number first: 47 + 38 = 77 + 8 = 85."""
     result = a + b if sign == "+" else a - b
     tens, ones = b - b % 10, b % 10
     if not tens or not ones:

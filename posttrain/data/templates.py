@@ -1,7 +1,7 @@
-"""How a conversation is written: the tokenizer's chat template, one of the built-in ones, a Jinja file, or not at all.
+"""The template that writes conversations: the tokenizer's chat template, a built-in template, a Jinja file, or none.
 
-The built-in ones are ordinary chat templates. Whichever is used is put on the tokenizer, so that it is saved with the
-model and every later use writes the same text.
+The built-in templates are ordinary chat templates. The chosen template is set on the tokenizer, so that it is saved
+with the model and every later use writes the same text.
 """
 
 import json
@@ -23,7 +23,7 @@ R1_ZERO_PREAMBLE = (
     "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
     "i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
 )
-DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # of a variable, before the template
+DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # before a template: a variable's default
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
@@ -36,12 +36,12 @@ ALPACA_PREAMBLE_INPUT = (
 @dataclass(frozen=True, slots=True)
 class Published:
     """A published template in Jinja, for a base model whose tokenizer has none: the text before a turn (`opening`), its
-    content with the stop token (`content`), the text after it (`closing`), and the opening of the next reply.
+    content with the stop token (`content`), the text after it (`closing`), and the opening of the next reply (`reply`).
 
-    It renders as the original: ChatML as OpenAI describes it, Llama 3 of meta-llama/Meta-Llama-3-8B-Instruct, Zephyr of
-    HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. In addition, `{% generation %}` marks the assistant's
-    turns with their stop tokens, so that only these tokens are trained. `tokens` are its special tokens, the last one
-    the stop token; none: it ends replies with the tokenizer's own.
+    It renders like the original: ChatML as described by OpenAI, Llama 3 as in meta-llama/Meta-Llama-3-8B-Instruct,
+    Zephyr as in HuggingFaceH4/zephyr-7b-beta, Gemma as in google/gemma-2-9b-it. In addition, `{% generation %}` marks
+    the assistant's turns with their stop tokens, so that only these tokens are trained on. `tokens` are the template's
+    special tokens, with the stop token last; if it is empty, replies end with the tokenizer's stop token.
     """
 
     opening: str
@@ -103,8 +103,8 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chosen template. `turns` is False when texts are used as they are. `strip_think` is whether the thinking of
-    solutions goes; None: it and its tags stay (behavior_version 1)."""
+    """The chosen template. `turns` is False if texts are used as they are. `strip_think`: whether the thinking in
+    solutions is removed; None: thinking and its tags are kept (behavior_version 1)."""
 
     name: str
     turns: bool
@@ -113,11 +113,11 @@ class Template:
 
     @property
     def has_tags(self) -> bool:
-        """Whether it writes a solution's working between its own tags, so that other tags are removed."""
+        """Whether the template writes a solution's working between tags, so that tags in the data are removed."""
         return self.name in ("tags", "r1_zero") and self.strip_think is not None
 
     def compose(self, working: str, answer: str) -> str:
-        """The reply to a problem in the template's own form, from its working and its answer."""
+        """The reply to a problem in the template's format, from its working and answer."""
         if self.name == "tags":
             tags = self.tags
             return (
@@ -131,10 +131,10 @@ class Template:
 
 
 def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """The template of the settings, put on the tokenizer, with `chat_template_kwargs` as defaults of its variables.
+    """Set the template of the settings on the tokenizer, with `chat_template_kwargs` as defaults of its variables.
 
-    Raises DataError when the file cannot be read, the tokenizer lacks the tokens of a published template, or the
-    template has no such variable.
+    Raises DataError if the template file cannot be read, the tokenizer lacks tokens of a published template, or the
+    template does not have one of the variables.
     """
     name = data.template
     template = Template(name, name != "none", data.tags, data.strip_think)
@@ -154,10 +154,10 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
 
 
 def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Set a published template and its stop token on the tokenizer; both are saved with it.
+    """Set a published template and its stop token on the tokenizer, with which both are saved.
 
-    Raises DataError if the vocabulary lacks a token of the template: it would have no embedding, and a stop token of
-    several pieces would not stop generation.
+    Raises DataError if the vocabulary lacks a token of the template: the token would have no embedding, and a stop
+    token of several pieces would not stop generation.
     """
     published = PUBLISHED[name]
     known = tokenizer.get_vocab()
@@ -169,7 +169,7 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
     if not published.tokens and tokenizer.eos_token is None:
         raise DataError(
-            f"data.template: {name} ends replies with the tokenizer's stop token, and it has none: use a tokenizer "
+            f"data.template: {name} ends replies with the stop token, but this tokenizer has none: use a tokenizer "
             "with an eos_token, or another template"
         )
     if published.tokens and tokenizer.eos_token != published.tokens[-1]:
@@ -178,21 +178,21 @@ def _put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The date that the chat template writes: that of the settings, or today; None if it writes none."""
+    """The date that the chat template writes: the date of the settings, or today's; None if it writes no date."""
     if data.template == "none" or "strftime_now" not in str(tokenizer.chat_template):
         return None
     return data.date or date.today().isoformat()
 
 
 def _with_defaults(template: str | dict[str, str], values: Mapping[str, Any]) -> str | dict[str, str]:
-    """The template, or each of several, with defaults of its variables. They are saved with it, so every program that
-    renders it has them; a caller's values have priority. Replaces earlier defaults of the same names."""
+    """The template, or each of several templates, with defaults for its variables, which replace earlier defaults. They
+    are saved with the template, so every program that renders it uses them; a caller's values have priority."""
     every = template if isinstance(template, dict) else {"": template}
     bare = {key: _without_defaults(text, values) for key, text in every.items()}
     for name in values:
         if not any(re.search(rf"\b{name}\b", text) for text in bare.values()):
             raise DataError(f"data.chat_template_kwargs: the chat template has no variable {name}; remove it")
-    # Neither a line break after a tag is written, nor spaces before a tag at the start of a line.
+    # Jinja writes neither the line break after a tag nor spaces before a tag at the start of a line.
     lines = "".join(f"{{% set {n} = {n} if {n} is defined else {_literal(v)} %}}\n" for n, v in values.items())
     defaulted = {key: lines + text for key, text in bare.items()}
     return defaulted if isinstance(template, dict) else defaulted[""]
@@ -207,7 +207,7 @@ def _without_defaults(template: str, names: Collection[str]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value of JSON as a literal of Jinja."""
+    """A JSON value as a Jinja literal."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -220,12 +220,12 @@ def _literal(value: Any) -> str:
 
 
 def alpaca_prompt(instruction: str) -> str:
-    """An instruction without input, as the `alpaca` template writes it: everything before the response."""
+    """The prompt that the `alpaca` template writes for an instruction without input: all text before the response."""
     return f"{ALPACA_PREAMBLE}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError when there is no chat template to write conversations with."""
+    """Raise DataError if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise DataError(
             "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as "
@@ -234,7 +234,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A built-in template as Jinja, with the beginning and end of text as this tokenizer has them."""
+    """A built-in template as Jinja, with this tokenizer's begin and end tokens."""
     preamble, user, opening, reply_opening = _parts(name, tags)
     end = "{{ eos_token }}" if tokenizer.eos_token else ""
     begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
@@ -253,12 +253,12 @@ def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _text(text: str) -> str:
-    """A literal for Jinja."""
+    """A Jinja expression that writes the text."""
     return f"{{{{ {_literal(text)} }}}}"
 
 
 def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
-    """The parts of a built-in template: a preamble, a user's message, the opening of a reply, and of the next reply."""
+    """The parts of a built-in template: the preamble, a user message, a reply's opening, the next reply's opening."""
     user = "{{ message.content + '\\n' }}"
     if name == "question_only":
         return "", user, "", ""
@@ -272,7 +272,7 @@ def _parts(name: str, tags: TagsConfig) -> tuple[str, str, str, str]:
             f"Then, provide your solution between {tags.solution_start}{tags.solution_end}\n\n"
         )
         return _text(instructions), user, "", _text(tags.reasoning_start)
-    # Stanford Alpaca has two prompts; a message that came from an Alpaca row has its instruction and input apart
+    # Stanford Alpaca has two prompts; a message from an Alpaca row also has `instruction` and `input`
     preamble = (
         f"{{% if messages[0].input %}}{_text(ALPACA_PREAMBLE_INPUT)}{{% else %}}{_text(ALPACA_PREAMBLE)}{{% endif %}}"
         "{{ '\\n\\n' }}"

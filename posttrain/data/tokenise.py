@@ -1,4 +1,5 @@
-"""Rows to token ids, tokenised as TRL 1.16 does: prompt and completion together, the prompt their common prefix."""
+"""Tokenises rows like TRL 1.16: prompt and completion together. The completion begins at the first token that differs
+from the tokens of the prompt alone."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -22,19 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """An SFT example: its tokens, the trained spans of them, and how many tokens are prompt."""
+    """An SFT example: its tokens, the spans that are trained on, and the number of prompt tokens."""
 
     tokens: Ids
     spans: tuple[Span, ...]
     prompt: int
-    shifted: bool = False  # the end of the prompt merged with the completion, so the prompt alone reads differently
-    weights: Sequence[float] = ()  # of the spans; empty: all 1
+    shifted: bool = False  # the end of the prompt merged with the completion, so the prompt alone has other tokens
+    weights: Sequence[float] = ()  # loss weights of the spans; empty: all 1
     heads: Ids = ()  # where the prompt may be cut (`Tokeniser._heads`)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A preference pair: prompt and replies; the rejected reply has its own prompt if the two differ."""
+    """A preference pair: prompt and replies; the rejected reply has a separate prompt if the two prompts differ."""
 
     prompt: Ids
     chosen: Ids
@@ -49,7 +50,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """The tokens of a text, its row in the batch, and how many of its first characters were skipped (`cut`)."""
+    """The tokens of a text, its row in the batch, and the number of characters skipped at its start (`cut`)."""
 
     ids: Ids
     batch: BatchEncoding
@@ -60,7 +61,7 @@ class _Encoded:
 
 @dataclass(frozen=True)
 class _Read:
-    """A row's text and its prompt's in tokens, and how many the two have in common (`cut`)."""
+    """The tokens of a row's prompt and of its whole text, and the length of their common prefix (`cut`)."""
 
     prompt: _Encoded
     whole: _Encoded
@@ -75,10 +76,10 @@ class _Read:
 
 
 class Tokeniser:
-    """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are.
+    """Tokenises batches of rows with one tokenizer. `renderer` is None if texts are used as they are.
 
-    With `behavior_version` 1 a text that begins with the begin token gets a second one, and rows are written by other
-    rules (`RowWriter`).
+    With `behavior_version` 1, a text that begins with the begin token receives a second one, and rows are written by
+    older rules (`RowWriter`).
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class Tokeniser:
         self.behavior_version = behavior_version
         self.writer = RowWriter(tokenizer, renderer, assistant_only_loss, behavior_version)
         self._headers: tuple[str, ...] | None = None
-        # Whether the tokenizer itself ends a text with the stop token; that is removed: a text has its own.
+        # Whether the tokenizer appends the stop token, which is then removed: texts already end with one.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
         self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
         self.adds_begin = whole[:1] == [tokenizer.bos_token_id] != bare[:1]
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
-        """Preference pairs, all completion tokens trained."""
+        """Preference pairs; all completion tokens are trained on."""
         parts = []
         for row in rows:
             other = row.prompt if row.rejected_prompt is None else row.rejected_prompt
@@ -121,7 +122,7 @@ class Tokeniser:
         chosen, rejected = best.whole.ids, worst.whole.ids
         same = list(chosen[:cut]) == list(rejected[:other_cut])
         if same and list(chosen[cut:]) == list(rejected[other_cut:]):
-            return RowError("chosen and rejected come to the same tokens")
+            return RowError("chosen and rejected have the same tokens")
         return Compared(
             chosen[:cut],
             chosen[cut:],
@@ -135,18 +136,18 @@ class Tokeniser:
         )
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
-        """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
+        """SFT examples with a prompt; trained on the completion, or without `completion_only_loss` on every token."""
         texts = self.writer.with_prompts([(row, row.prompt, row.chosen) for row in rows])
         return self._examples(rows, texts, completion_only_loss)
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
+        """Whole conversations; trained on every token, or with `assistant_only_loss` on the assistant's turns."""
         return self._examples(rows, self.writer.conversations(rows), None)
 
     def _examples(
         self, rows: Sequence[Row], texts: Texts, completion_only_loss: bool | None
     ) -> list[Trained | RowError]:
-        """SFT examples with the loss weights of their messages; `completion_only_loss` None: without a prompt."""
+        """SFT examples with the loss weights of their messages; `completion_only_loss` is None without a prompt."""
         turns = self.writer.assistants(rows, texts)
         read, weights = self._read(rows, texts), self.writer.weights(texts)
         out: list[Trained | RowError] = []
@@ -171,7 +172,7 @@ class Tokeniser:
     def _weighed(
         self, example: Trained, whole: _Encoded, weights: Sequence[tuple[Span, float]]
     ) -> Trained | UntrainedError:
-        """The example with the loss weights of its messages, which are at these characters."""
+        """The example with the loss weights of its messages; `weights` has their character spans."""
         weight = np.zeros(len(example.tokens), np.float32)
         for start, stop in example.spans:
             weight[start:stop] = 1
@@ -182,11 +183,11 @@ class Tokeniser:
         spans = [(a, b) for a, b in pairwise(edges) if b > a and weight[a] > 0]
         factors = [float(weight[start]) for start, _ in spans]
         if first_trained(spans, len(weight)) >= len(weight):
-            return UntrainedError("every message that would be trained has the loss weight 0")
+            return UntrainedError("every message that would be trained on has the loss weight 0")
         return replace(example, spans=tuple(spans), weights=() if set(factors) == {1.0} else factors)
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Prompts with replies (texts) that were cut off: no stop token and no end of turn follow."""
+        """Prompts with replies (strings) that were cut off, so no stop token and no end of turn follow."""
         texts = [
             replace(text, stock=text.prompt + cast(str, row.chosen)) if isinstance(text, RowText) else text
             for text, row in zip(self.writer.prompts(rows), rows, strict=True)
@@ -197,11 +198,11 @@ class Tokeniser:
         )
 
     def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
-        """Text and tokens of each row's prompt as the model sees it before it answers."""
+        """Text and tokens of each row's prompt, as the model sees it before it replies."""
         return _each(self._read(rows, self.writer.prompts(rows)), lambda item: (item.whole.text, item.whole.ids))
 
     def without_completions(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Each row's prompt as a sequence in which nothing is trained."""
+        """Each row's prompt as a sequence without trained tokens."""
         return _each(
             self._read(rows, self.writer.prompts(rows)),
             lambda item: (
@@ -212,12 +213,12 @@ class Tokeniser:
         )
 
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Plain texts, every token trained."""
+        """Plain texts; every token is trained on."""
         read = self._read(rows, self.writer.documents(rows), plain=True)
         return _each(read, lambda item: Trained(item.whole.ids, ((0, len(item.whole.ids)),), 0))
 
     def _read(self, rows: Sequence[Row], texts: Texts, plain: bool | None = None) -> list[_Read | RowError]:
-        """The tokens of each text, and of its prompt."""
+        """The tokens of each text and of its prompt."""
         self.writer.count(rows, texts)
         strings = [string for text in texts if isinstance(text, RowText) for string in (text.prompt, text.whole)]
         encoded = iter(self._encode(strings, self.renderer is None if plain is None else plain))
@@ -239,7 +240,8 @@ class Tokeniser:
         return out
 
     def _begun_again(self, text: str) -> int:
-        """Characters before the last of several begin tokens: the template writes one, and the content has another."""
+        """The number of characters before the last of several leading begin tokens: the template writes one, and the
+        content begins with another."""
         cut = 0
         while self.begin and text.startswith(2 * self.begin, cut):
             cut += len(self.begin)
@@ -252,8 +254,8 @@ class Tokeniser:
         )
 
     def _heads(self, item: _Encoded, prompt: int) -> Ids:
-        """Where a prompt of this many tokens may be cut: how many begin tokens it has, and the first token of each
-        turn's header and of its text. Empty if it has neither, and with behavior_version 1."""
+        """Where a prompt of `prompt` tokens may be cut: the number of its begin tokens, then for each turn the first
+        token of its header and of its text. Empty if there are neither, or with behavior_version 1."""
         if self.behavior_version == 1 or not prompt:
             return ()
         positions: list[int] = []
@@ -262,7 +264,7 @@ class Tokeniser:
                 self._headers = headers(self.renderer, self.begin)
             offsets = (item.batch.encodings or [])[item.row].offsets
             text, end = item.text[item.cut :], offsets[prompt - 1][1]
-            longest = {}  # start and stop of the longest header at each start
+            longest = {}  # by start: the stop of the longest header
             for header in self._headers:
                 start = text.find(header)
                 while start >= 0 and start + len(header) <= end:
@@ -276,7 +278,7 @@ class Tokeniser:
         return [int(begins), *positions] if begins or positions else ()
 
     def _token_spans(self, item: _Encoded, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Spans of characters as spans of tokens."""
+        """Convert character spans to token spans."""
         token_span = _token_span if self.behavior_version > 1 else _old_token_span
         moved = ((max(start - item.cut, 0), stop - item.cut) for start, stop in spans)
         return tuple(found for span in moved if (found := token_span(item.batch, item.row, span)) is not None)
@@ -287,20 +289,20 @@ def _each(read: Sequence[_Read | RowError], make: Callable[[_Read], T]) -> list[
 
 
 def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
-    """The tokens that have a character of a span, or a byte of one; None when there is none."""
-    offsets = (encoded.encodings or [])[row].offsets  # a character of several tokens is in the offsets of each
+    """The span of tokens that contain a character in `span`, or a byte of one; None if there is no such token."""
+    offsets = (encoded.encodings or [])[row].offsets  # if tokens share a character, the offsets of each include it
     start = bisect_right(offsets, span[0], key=itemgetter(1))
     stop = bisect_left(offsets, span[1], key=itemgetter(0))
     return (start, stop) if start < stop else None
 
 
 def _old_token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
-    """The same in runs of behavior_version 1, without the later tokens of a last character of several."""
+    """`_token_span` of behavior_version 1: if the last character has several tokens, only the first is included."""
     start = next((t for c in range(*span) if (t := encoded.char_to_token(row, c)) is not None), None)
     last = next((t for c in reversed(range(*span)) if (t := encoded.char_to_token(row, c)) is not None), None)
     return None if start is None or last is None else (start, last + 1)
 
 
 def first_trained(spans: Sequence[Span], length: int) -> int:
-    """Index of the first target (the very first token of a sequence never is one); `length` when there is none."""
+    """Index of the first target (the first token of a sequence is never a target); `length` if there is none."""
     return next((max(start, 1) for start, stop in spans if stop > max(start, 1)), length)

@@ -1,8 +1,8 @@
-"""Where the turns of a conversation are in its rendered text, and which are missing from it.
+"""Locates the turns of a conversation in its rendered text, and finds parts that the template does not write.
 
-A template is a program: it may trim a message, omit earlier thinking, close the last turn in another way, or write the
-system prompt into the last user message. So a message is found by rendering the conversation again with another text in
-it: the message is where the two renderings differ.
+A template is a program: it may trim a message, omit earlier thinking, close the last turn differently, or write the
+system prompt into the last user message. So a message is located by rendering the conversation again with a different
+text for this message: it lies where the two renderings differ.
 """
 
 import re
@@ -15,17 +15,17 @@ from typing import Any
 from posttrain.data.render import Message, Rendered, Renderer, RenderRequest
 
 Span = tuple[int, int]
-TEXTS = ("content", "reasoning_content", "thinking", "instruction", "input")  # what a template may write of a message
-MARKS = range(0xE100, 0xF8FF)  # private characters, one of which stands for another text
+TEXTS = ("content", "reasoning_content", "thinking", "instruction", "input")  # message fields that a template may write
+MARKS = range(0xE100, 0xF8FF)  # private-use characters, one of which replaces a message's text
 TOKEN_BEGINS = re.compile(r"[<\[|｜]+\Z")
 BEFORE_TURNS = ("system", "developer")
-# what a template may lose beside the text of a role
+# what a template may leave unwritten, apart from the text of a role
 TOOLS, THINKING, VARIABLE, END = "tools", "thinking", "variable ", "end of turn"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A conversation, its rendered text, and the messages to find in it, by ascending index."""
+    """A conversation, its rendered text, and the ascending indices of the messages to locate."""
 
     job: RenderRequest
     text: str
@@ -34,13 +34,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """Special tokens that may end a turn, and the tokenizer's stop token (empty without one)."""
+    """Special tokens that may end a turn, and the tokenizer's stop token (empty if there is none)."""
 
     special: tuple[str, ...]
     stop: str
 
     def after(self, text: str, end: int, close: str | None) -> int:
-        """Where a turn ends whose text ends at `end`; `close` is the end of turn expected there, None if unknown."""
+        """The end of a turn whose text ends at `end`; `close` is the expected end-of-turn text, None if unknown."""
         if close is not None and text.startswith(close or self.stop, end):
             return end + len(close or self.stop)
         if close == "" or not self.special:
@@ -50,11 +50,11 @@ class Endings:
 
 
 def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: bool = False) -> list[dict[int, Span]]:
-    """The characters of each message by its index; a message that the template does not write is missing.
+    """Return the character span of each message, by index; messages that the template does not write are missing.
 
-    An assistant's turn begins after the part that is written of the opening that inference gives it, and ends with its
-    end of turn. Other messages begin with their text. `old` is the rule of behavior_version 1: a turn begins where the
-    whole differs from what inference renders before it.
+    An assistant turn begins after the opening that inference renders before it, or after the part of it that is
+    written, and includes its end of turn. Other messages begin with their text. `old` is the rule of behavior_version
+    1: a turn begins where the whole text differs from what inference renders before the turn.
     """
     marks = [_mark(part.text) for part in parts]
     jobs = [job for part, mark in zip(parts, marks, strict=True) for i in part.indices for job in _jobs(part, i, mark)]
@@ -64,7 +64,7 @@ def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: boo
         turns = [_Turn(mark, list(islice(done, len(_jobs(part, index, mark))))) for index in part.indices]
         before = [part.job.messages[index - 1]["role"] if index else "" for index in part.indices]
         after_others = [turn for turn, role in zip(turns, before, strict=True) if role != "assistant"]
-        # after a tool's turn there may be none
+        # after a tool's turn there may be no opening
         openings = sorted({turn.opening for turn in after_others or turns}, key=len, reverse=True)
         spans, floor = dict[int, Span](), 0
         for index, turn in zip(part.indices, turns, strict=True):
@@ -76,9 +76,9 @@ def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: boo
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Renderings that show where a turn is: the whole with `mark` as its text; the conversation before it, with its
-    opening and without; the conversation up to it, marked, with the next opening; for a turn with tool calls also the
-    whole with `mark` instead of them."""
+    """Renderings that locate a turn: the whole conversation with `mark` as the turn's text; the messages before the
+    turn, with and without its opening; the messages up to the marked turn, with the next opening; and, for a turn with
+    tool calls, the whole conversation with `mark` in place of the calls."""
 
     mark: str
     renderings: list[Rendered]
@@ -89,9 +89,9 @@ class _Turn:
 
 
 def _opening(opened: Rendered, before: Rendered) -> str:
-    """The opening of the next reply, from a conversation rendered with it and without."""
+    """The opening of the next reply, from renderings of a conversation with and without it."""
     same = opened.text[: common_prefix(opened.text, before.text)]
-    # the texts may end in two special tokens that begin alike
+    # the texts may end in two special tokens that have a common prefix
     return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
 
 
@@ -99,7 +99,7 @@ def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
     message, before, after = part.job.messages[index], [*part.job.messages[:index]], part.job.messages[index + 1 :]
     upto = [*before, varied(message, mark)]
     plain = [[*before, {"role": message["role"], "content": mark}, *after]] if message.get("tool_calls") else []
-    if all(message["role"] in BEFORE_TURNS for message in before):  # templates want a user's turn first
+    if all(message["role"] in BEFORE_TURNS for message in before):  # templates need a user turn first
         before.append({"role": "user", "content": mark})
     job = replace(part.job, spans=False)
     return [
@@ -119,7 +119,7 @@ def _span(
     if marked.error or other == whole:
         return None
     head = common_prefix(whole, other)
-    room = min(len(whole), len(other)) - head  # what the two can have in common at their ends
+    room = min(len(whole), len(other)) - head  # the longest possible common suffix
     tail = common_prefix(whole[len(whole) - room :][::-1], other[len(other) - room :][::-1])
     start = head = min([head, *(common_prefix(whole, bare.text) for bare in plain if not bare.error)])
     if old:
@@ -128,15 +128,15 @@ def _span(
         start = _after_opening(whole, floor, head, opened.text, turn.opening)
     if index + 1 == len(part.job.messages) and not part.job.generate:
         return start, len(whole)
-    own = len(other.rpartition(turn.mark)[2]) - tail  # characters of the other text after the mark
+    own = len(other.rpartition(turn.mark)[2]) - tail  # characters after the mark that belong to the turn
     after = closed.text.rpartition(turn.mark)[2][own:]
     close = next((after.removesuffix(opening) for opening in openings if after.endswith(opening)), None)
     return start, endings.after(whole, len(whole) - tail, None if closed.error else close)
 
 
 def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str) -> int:
-    """Where a turn's text begins, at most at `head`: after what inference renders before it (`opened`), which ends in
-    the turn's `opening`. If the whole has another text before it, after the longest part of either."""
+    """The start of a turn's text, at most `head`: the end of what inference renders before the turn (`opened`, which
+    ends in its `opening`). If `whole` differs there, the end of the longest part of either that it contains."""
     if whole.startswith(opened) and len(opened) <= head:
         return len(opened)
     window = whole[floor:head]
@@ -148,9 +148,9 @@ def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str)
 
 
 def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[frozenset[str]]:
-    """What each conversation's rendering lacks: the roles of messages whose text or tool calls the template does not
-    write, `tools`, and `thinking` of the last reply: changing them does not change the rendering. Earlier thinking is
-    omitted by design."""
+    """What the template does not write of each conversation: the roles of messages whose text or tool calls are
+    missing, `tools`, and `thinking` of the last reply. A part is missing if changing it does not change the rendering.
+    Earlier thinking is not reported, because templates omit it by design."""
     out: list[set[str]] = [set() for _ in rendered]
     changed: list[tuple[int, str, RenderRequest]] = []
     for n, (job, text) in enumerate(rendered):
@@ -172,7 +172,7 @@ def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]])
 
 
 def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | None:
-    """A reply with `mark` as its thinking; None if it has none, or `text` has it."""
+    """A reply with `mark` as its thinking; None if it has no thinking, or if `text` contains the thinking."""
     if message["role"] != "assistant":
         return None
     fields = {name: mark for name in ("reasoning_content", "thinking") if str(message.get(name) or "").strip()}
@@ -188,10 +188,10 @@ def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | Non
 
 
 def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
-    """The headers of the roles: what the template writes between the turn before (or the begin token) and the text of
-    a message. Without blank ones, the longest first. A role that the template refuses is omitted."""
+    """The headers of the roles: what the template writes between the previous turn (or the begin token) and the text
+    of a message. The longest comes first; blank headers, and roles that the template rejects, are omitted."""
     mark = chr(MARKS[0])
-    number = 4711  # text of the turn before: as the last turn it may have another beginning (Qwen3's empty thinking)
+    number = 4711  # text of the previous turn, which may begin differently as the last turn (Qwen3's empty thinking)
     question, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": number}}}]
     talks = [
@@ -218,13 +218,13 @@ def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
 
 
 def _in_order(messages: Sequence[Message], text: str) -> bool:
-    """Whether the text has every message, one after another: then all are written, and need no further rendering."""
+    """Whether the text contains every message, in order. If so, all are written and need no further rendering."""
     end = 0
     for message in messages:
         if message.get("tool_calls"):
             return False
         reply = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking is omitted by design
-        apart = "instruction" in message and reply.strip() not in text  # the two fields of an Alpaca row
+        apart = "instruction" in message and reply.strip() not in text  # an Alpaca row's two fields, written apart
         for piece in [message["instruction"], message.get("input") or ""] if apart else [reply]:
             start = text.find(piece.strip(), end)
             if start < 0:
@@ -234,7 +234,7 @@ def _in_order(messages: Sequence[Message], text: str) -> bool:
 
 
 def varied(message: Message, mark: str) -> Message:
-    """The message with `mark` as the text of every field that has some, and as arguments of tool calls."""
+    """The message with `mark` as the text of every field that has text, and as the arguments of tool calls."""
     calls = message.get("tool_calls") or []
     out = {
         name: mark
@@ -248,7 +248,7 @@ def varied(message: Message, mark: str) -> Message:
 
 
 def _called_otherwise(call: Any, mark: str) -> Any:
-    """A tool call with other arguments, of the same type."""
+    """A tool call with `mark` as its arguments, of the same type."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -265,12 +265,12 @@ def common_prefix(left: Sequence, right: Sequence) -> int:
 
 
 def _longest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest n up to `most` for which `holds(n)`, as it does for every smaller one."""
+    """The largest n up to `most` for which `holds(n)` is true; `holds` must be true for every smaller n."""
     if most and holds(most):
         return most
     return bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))
 
 
 def _mark(text: str) -> str:
-    """A character that the text does not have."""
+    """A character of MARKS that does not occur in the text."""
     return next(mark for mark in map(chr, MARKS) if mark not in text)

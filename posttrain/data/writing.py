@@ -1,6 +1,7 @@
-"""Rows as texts: each prompt as inference has it, and the whole that begins with it.
+"""Writes rows as texts: each prompt as inference renders it, and the whole text that begins with this prompt.
 
-A completion ends in the stop token: appended to texts, and to conversations whose template ends in no special token.
+A completion ends in the stop token, which is appended to texts, and to conversations if their rendering does not end
+in a special token.
 """
 
 import re
@@ -21,11 +22,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class RowText:
-    """A row's text (`whole`) and its prompt's, empty without one. `job` has its messages, of which those from `replies`
-    on are the reply; `stock` is their rendering, and `marks` the characters that `{% generation %}` marks in it.
+    """A row's text (`whole`) and the text of its prompt, empty if there is none. `job` has the row's messages; those
+    from index `replies` on are the reply. `stock` is their rendering, and `marks` are the character spans in it that
+    `{% generation %}` marks.
 
-    If `stock` writes the prompt differently than inference does, the text is `prompt` with the reply of `stock`, which
-    begins at `joint`. `end` is the stop token if it is appended.
+    If `stock` writes the prompt differently from inference, the text is `prompt` followed by the reply of `stock`,
+    which begins at `joint`. `end` is the stop token if it is appended.
     """
 
     prompt: str
@@ -44,7 +46,7 @@ class RowText:
 
     @property
     def moved(self) -> int:
-        """By how many characters the reply begins later in the text than in `stock`."""
+        """The number of characters by which the reply begins later in the text than in `stock`."""
         return 0 if self.joint is None else len(self.prompt) - self.joint
 
 
@@ -52,10 +54,10 @@ Texts = Sequence[RowText | RowError]
 
 
 class RowWriter:
-    """Writes rows for one tokenizer, and counts what its template loses. `renderer` is None when texts are used as they
-    are.
+    """Writes rows for one tokenizer, and counts what its template does not write. `renderer` is None if texts are used
+    as they are.
 
-    With `behavior_version` 1 a prompt may differ from that of inference, and turns are found as `locate` once did.
+    With `behavior_version` 1, a prompt may differ from the prompt at inference, and turns are located by an older rule.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class RowWriter:
         template = "" if renderer is None else str(tokenizer.chat_template)
         self.names = set(re.findall(r"\w+", template))
         self.marked = bool(GENERATION.search(template))
-        self.unwritten: Counter[str] = Counter()  # rows by what the template does not write of them
+        self.unwritten: Counter[str] = Counter()  # number of rows by the part that the template does not write
 
     def prompts(self, rows: Sequence[Row]) -> Texts:
-        """Each row's prompt as the model sees it before it answers."""
+        """Each row's prompt as the model sees it before it replies."""
         if self.renderer is None:
             return [_plainly(row.prompt, None, stop="") for row in rows]
         jobs = [_prompt_job(row, row.prompt) for row in rows]
@@ -87,7 +89,7 @@ class RowWriter:
         return self._finished(self.renderer, texts)
 
     def with_prompts(self, parts: Sequence[tuple[Row, str | Turns | None, str | Turns]]) -> Texts:
-        """The text of each (prompt, reply), and its prompt's as the model sees it before it answers."""
+        """The text of each (prompt, reply), and of its prompt as the model sees it before it replies."""
         if self.renderer is None:
             return [_plainly(prompt, reply, self.stop) for _, prompt, reply in parts]
         prompt_jobs = {(id(row), id(prompt)): _prompt_job(row, prompt) for row, prompt, _ in parts}
@@ -103,8 +105,8 @@ class RowWriter:
         return self._finished(self.renderer, self._agreed(self.renderer, out) if self.behavior_version > 1 else out)
 
     def conversations(self, rows: Sequence[Row]) -> Texts:
-        """Whole conversations, or texts. If the template loses a message of a conversation that ends with the
-        assistant's turn, the text before that turn is as the model sees it before it answers."""
+        """Whole conversations, or texts. If a conversation ends with an assistant turn and the template does not write
+        all its messages, the text before that turn is what the model sees before it replies."""
         if self.renderer is None:
             return self.documents(rows)
         jobs = [self._job(row, cast(Turns, row.chosen)) for row in rows]
@@ -122,11 +124,11 @@ class RowWriter:
         return out
 
     def documents(self, rows: Sequence[Row]) -> Texts:
-        """Texts without a prompt, as they are."""
+        """Texts without a prompt, unchanged except for the stop token."""
         return [_plainly(None, row.chosen, self.stop) for row in rows]
 
     def count(self, rows: Sequence[Row], texts: Texts) -> None:
-        """Count what the template does not write of each row, which has one text, or of a pair two."""
+        """Count the parts of each row that the template does not write. A row has one text, a pair has two."""
         each = len(texts) // max(len(rows), 1)
         for index, row in enumerate(rows):
             of_row = texts[each * index : each * (index + 1)]
@@ -135,15 +137,13 @@ class RowWriter:
             self.unwritten.update(sorted(lost))
 
     def assistants(self, rows: Sequence[Row], texts: Texts) -> list[list[Span]]:
-        """The characters of the assistant's turns, in rows where these are trained: those that the template marks with
-        `{% generation %}`, or those found by rendering."""
+        """The character spans of the assistant's turns, in rows that are trained on these turns: as the template marks
+        them with `{% generation %}`, or as located by rendering."""
         trained = [self._finds_turns(row) for row in rows]
         if not any(trained):
             return [[] for _ in rows]
         if not self.is_fast:
-            raise DataError(
-                "assistant_only_loss and history need a fast tokenizer, which knows the characters of each token"
-            )
+            raise DataError("assistant_only_loss and history need a fast tokenizer, which maps tokens to characters")
         if self.renderer is None:
             raise DataError(
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
@@ -154,7 +154,7 @@ class RowWriter:
         out: list[list[Span]] = [[] for _ in rows]
         for n, text in _good(texts):
             spans = [(a + text.moved, b + text.moved) for a, b in text.marks if a >= (text.joint or 0)]
-            if spans and text.end:  # the last turn owns the stop token after it
+            if spans and text.end:  # the last turn includes the stop token after it
                 spans[-1] = spans[-1][0], len(text.whole)
             elif spans and self.assistant_only_loss and text.job.messages[-1]["role"] == "assistant":
                 self.unwritten.update([END] if text.whole[spans[-1][1] :].strip() else [])
@@ -162,8 +162,8 @@ class RowWriter:
         return out
 
     def weights(self, texts: Texts) -> list[list[tuple[Span, float]] | None]:
-        """The characters and the loss weight of each message that has one; None for a row without weights."""
-        if self.renderer is None:  # of one message each, so only the reply has characters
+        """The character span and loss weight of each weighted message; None for a row without weights."""
+        if self.renderer is None:  # prompt and reply are one message each; only the reply is located
             located: list[dict[int, Span]] = [{} for _ in texts]
             for n, text in _good(texts):
                 located[n] = {len(text.job.messages) - 1: (len(text.prompt), len(text.whole))}
@@ -179,7 +179,7 @@ class RowWriter:
     def _located(
         self, renderer: Renderer, texts: Texts, which: Callable[[int, Message], bool]
     ) -> list[dict[int, Span]]:
-        """The characters of the messages that `which` selects, by their index; it is called with the row's index."""
+        """The character spans, by message index, of the messages for which `which(row index, message)` is true."""
         parts: list[tuple[int, int, Part]] = []
         for n, text in _good(texts):
             selected = [index for index, message in enumerate(text.job.messages) if which(n, message)]
@@ -193,11 +193,11 @@ class RowWriter:
             out[n] |= {index: (start + moved, stop + moved) for index, (start, stop) in spans.items()}
         for n, text in _good(texts):
             if (last := len(text.job.messages) - 1) in out[n]:
-                out[n][last] = out[n][last][0], len(text.whole)  # with the stop token after it
+                out[n][last] = out[n][last][0], len(text.whole)  # including the stop token after it
         return out
 
     def _agreed(self, renderer: Renderer, texts: Texts) -> Texts:
-        """Each text with its prompt as inference has it, up to the reply's opening; or the reason why it cannot be."""
+        """Each text with its prompt as inference renders it, up to the reply's opening, or why that is impossible."""
         out = list(texts)
         apart = [
             (n, text) for n, text in _good(texts) if text.prompt_job.generate and not text.stock.startswith(text.prompt)
@@ -215,28 +215,28 @@ class RowWriter:
                 out[n] = replace(text, joint=spans[text.replies][0])
             else:
                 out[n] = RowError(
-                    "the chat template writes the prompt differently once the reply follows, and the reply cannot be "
-                    "found there: choose another with data.template"
+                    "the chat template writes the prompt differently when the reply follows, and the reply cannot be "
+                    "located: choose another template with data.template"
                 )
         return out
 
     def _finished(self, renderer: Renderer, texts: Texts) -> Texts:
-        """The texts with what the template does not write of each, and the stop token unless the template ends it."""
+        """The texts with `missing` and `end` set: what the template does not write, and the stop token if needed."""
         good, out = _good(texts), list(texts)
         read = [(text.job, text.stock) if text.joint is None else (text.prompt_job, text.prompt) for _, text in good]
         for (n, text), missing in zip(good, unwritten(renderer, read), strict=True):
-            ended = text.whole.rstrip().endswith(self.endings.special)  # any special token is as good as the stop token
+            ended = text.whole.rstrip().endswith(self.endings.special)  # any special token serves as a stop token
             open_ended = text.job.generate or text.job.continued or text.job.messages[-1]["role"] != "assistant"
             end = "" if ended or open_ended or text.whole.endswith(self.stop) else self.stop
             out[n] = replace(text, end=end, missing=missing)
         return out
 
     def _refusal(self, job: RenderRequest, done: Rendered) -> RowError | None:
-        """Why a conversation cannot be used: the template's error; with behavior_version 1 also a first turn of the
-        assistant, if turns are found by rendering."""
+        """The reason why a conversation cannot be used: the template's error or, with behavior_version 1, that it
+        begins with an assistant turn although turns are located by rendering."""
         by_rendering = self.assistant_only_loss and not self.marked
         if self.behavior_version == 1 and by_rendering and not done.error and job.messages[0]["role"] == "assistant":
-            return RowError("begins with the assistant's turn, whose opening is only known after another turn")
+            return RowError("begins with an assistant turn, whose opening is only known after another turn")
         return _error(done)
 
     def _finds_turns(self, row: Row) -> bool:
@@ -247,12 +247,12 @@ class RowWriter:
 
 
 def _good(texts: Texts) -> list[tuple[int, RowText]]:
-    """The texts that are written, with their positions."""
+    """The texts that could be written, with their positions."""
     return [(n, text) for n, text in enumerate(texts) if isinstance(text, RowText)]
 
 
 def _prompt_job(row: Row, prompt: str | Turns | None) -> RenderRequest:
-    """A prompt with the opening of its reply, or with the beginning of the reply that it has (a prefill)."""
+    """The request for a prompt, which ends with the opening of the reply, or with a prefill if the prompt has one."""
     turns = _turns(prompt)
     continued = bool(turns) and PREFILL in turns[-1]
     return RenderRequest(turns, row.tools, generate=not continued, continued=continued, variables=row.variables)
@@ -263,7 +263,7 @@ def _error(done: Rendered) -> RowError | None:
 
 
 def _plainly(prompt: str | Turns | None, reply: str | Turns | None, stop: str) -> RowText | RowError:
-    """Prompt and reply without a template, concatenated: of messages, one each."""
+    """Prompt and reply concatenated without a template; if they are messages, each must be a single message."""
     before, after = _turns(prompt), _turns(reply, "assistant")
     for value, turns in ((prompt, before), (reply, after)):
         if value is not None and (len(turns) != 1 or turns[0].get("tool_calls")):
@@ -278,7 +278,7 @@ def _turns(value: str | Turns | None, role: str = "user") -> Turns:
 
 
 def _joined(prompt: str | Turns | None, reply: str | Turns) -> Turns:
-    """The conversation of a prompt and its reply, which ends the prompt's last message where that is a prefill."""
+    """The conversation of a prompt and its reply; if the prompt ends with a prefill, the reply continues it."""
     before, after = _turns(prompt), _turns(reply, "assistant")
     if not before or PREFILL not in before[-1] or not after or after[0]["role"] != "assistant":
         return [*before, *after]

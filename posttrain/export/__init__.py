@@ -1,1 +1,1 @@
-"""`posttrain export`: a trained model as a folder that other programs load (docs/export.md)."""
+"""`posttrain export`: writes a trained model as a folder that other programs can load (docs/export.md)."""

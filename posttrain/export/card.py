@@ -1,6 +1,6 @@
 """The model card, README.md: what the model is, how to load it, how it was trained, and its results.
 
-It has no secrets, and no paths, host or user of the machine.
+It contains no secrets, and no local paths, host name or user name.
 """
 
 import json
@@ -24,8 +24,8 @@ from posttrain.models.files import found_file
 from posttrain.runs.provenance import redact
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
-# The folders of a path inside a text, from the root, the home folder or a drive to the last separator; not those of an
-# address (://), a tag (</a>), a relative path or a hub id.
+# Matches the folders of a path inside a text, from the root, the home folder or a drive to the last separator. Skips
+# URLs (://), tags (</a>), relative paths and hub ids.
 FOLDERS = re.compile(r"(?<![\w.~:/<\\-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"<>|:;,()\[\]{}/\\]+[/\\])+")
 LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -33,23 +33,23 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class WrittenModel:
-    """The written model."""
+    """What the card says about the written model."""
 
-    dtype: str  # of the weights
-    check: str  # its result in a sentence
+    dtype: str  # dtype of the weights
+    check: str  # the result of the export's check, as a sentence
     notes: tuple[str, ...]
     chat: bool  # whether training used the chat template
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts for the card beyond those of the source."""
+    """Facts for the card that are not in the Source."""
 
     name: str
     address: str  # the argument of `from_pretrained`
     merged: bool
     written: WrittenModel
-    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names a model other than this
+    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names the model, if it is another one
 
 
 def card(source: Source, facts: Facts) -> str:
@@ -69,7 +69,7 @@ def card(source: Source, facts: Facts) -> str:
 
 
 def public(data: Any) -> Any:
-    """A copy of nested settings with only the last name of each path of this machine."""
+    """A copy of nested settings in which each local path is reduced to its last name."""
     if isinstance(data, str):
         path = Path(data).expanduser()
         if path.is_absolute() and "\n" not in data:
@@ -88,8 +88,8 @@ def origin(model: ModelConfig) -> str | None:
 
 
 def start_of(source: Source) -> ModelConfig:
-    """The model that this one derives from: a base that the user names, else the start of training, else the quantised
-    model, else the adapter's base."""
+    """The model that this one derives from: the first known of the base given by the user, the model that training
+    started from, the model that was quantised, and the adapter's base."""
     if source.given_base is not None:
         return source.base
     if source.config is not None:
@@ -99,7 +99,7 @@ def start_of(source: Source) -> ModelConfig:
 
 
 def license_of(model: ModelConfig) -> dict[str, str]:
-    """The licence in the header of the model's card: `license`, its name and its link, if given. Empty if unknown."""
+    """The licence in the header of the model's card: `license`, and its name and link if given. Empty if unknown."""
     if not Path(model.path).is_dir():
         stay_offline_without_network()
     file = found_file(model.path, "README.md", model.revision)
@@ -141,16 +141,16 @@ def _about(source: Source, facts: Facts) -> str:
     ]
     if source.config is not None and source.config.models[0].load_in_4bit and source.quantised is None:
         lines.append(
-            "The adapter was trained on its base in 4 bits; here the base has full precision, so outputs differ from "
-            "those in training by the rounding to 4 bits."
+            "The adapter was trained on its base in 4 bits. Here the base has full precision, so outputs differ from "
+            "those in training, where the base was rounded to 4 bits."
         )
     if not license_of(start):
-        lines.append("The licence of the base model is not known to the exporter.")
+        lines.append("The licence of the base model is unknown.")
     return "\n\n".join(lines)
 
 
 def _use(source: Source, facts: Facts) -> str:
-    """Code that loads and calls the model."""
+    """Example code that loads and calls the model."""
     address, reward, chat = facts.address, source.reward, facts.written.chat
     stops = not facts.merged and not reward  # plain PEFT does not read the adapter's generation_config.json
     auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{'SequenceClassification' if reward else 'CausalLM'}"
@@ -175,8 +175,8 @@ def _use(source: Source, facts: Facts) -> str:
     variables = source.config.data.chat_template_kwargs if source.config is not None else {}
     defaults = ", ".join(f"`{name}={json.dumps(value, ensure_ascii=False)}`" for name, value in variables.items())
     note = (
-        f"\n\nThe chat template was trained with {defaults}, which are its defaults: other values are arguments of "
-        "`apply_chat_template`, and `chat_template_kwargs` of requests to a server."
+        f"\n\nThe model was trained with {defaults} in the chat template, and these are the template's defaults. To "
+        "change them, pass arguments to `apply_chat_template`, or `chat_template_kwargs` in requests to a server."
     )
     return "```python\n" + "\n".join(lines) + "\n```" + note * bool(defaults and chat)
 
@@ -201,14 +201,14 @@ def _training(source: Source) -> str:
 
 
 def _steps(source: Source) -> str:
-    """The step of these weights, and that of the run's end if it differs."""
+    """The step of these weights, and the run's last step if it differs."""
     total = source.results.get("steps")
     numbers = [f"{number:,}" for number in dict.fromkeys((source.step, total)) if number is not None]
     return " of ".join(numbers) if source.step is not None else ""
 
 
 def _results(source: Source) -> Iterator[str]:
-    """A table of the run's metrics, before and after training; only for the weights of its end."""
+    """A table of the run's metrics before and after training. Empty unless these are the weights at the run's end."""
     start, final = source.results.get("start") or {}, source.results.get("final") or {}
     if not final or not source.is_last:
         return
@@ -225,8 +225,8 @@ def _results(source: Source) -> Iterator[str]:
 
 
 def _evaluation(summary: Mapping[str, Any]) -> str:
-    """A table of the suites of one summary.json."""
-    lines = [f"Of `{summary['of']}`:", ""] if "of" in summary else []
+    """A table of the suites in one summary.json."""
+    lines = [f"Evaluated model: `{summary['of']}`", ""] if "of" in summary else []
     lines += ["| suite | metric | value | interval | items |", "|---|---|---|---|---|"]
     remarks = []
     for key, suite in summary["suites"].items():

@@ -1,4 +1,4 @@
-"""Exports of what is written already: an adapter as it is, several folded into one, or a quantised model."""
+"""Exports that are not merged: an adapter as it is, several adapters folded into one, or a quantised model."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -30,31 +30,31 @@ from posttrain.runs.files import load_json, save_json
 if TYPE_CHECKING:  # its import takes a second
     from peft import PeftModel
 
-COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # of a quantised model: weights, config, tokenizer
+COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # weights, config and tokenizer of a quantised model
 WEIGHTS, FACTORS = "adapter_model.safetensors", (".lora_A.weight", ".lora_B.weight")
 
 
 class Adapter:
-    """An adapter that is exported as it is, for its base on the hub."""
+    """An adapter that is exported unmerged, for its base on the hub."""
 
     failed: tuple[str, ...] = ()
 
     def __init__(self, source: Source, adapters: Sequence[ModelConfig] = (), base: str | None = None):
-        """`adapters` become one adapter of `base`; by default, the source's own adapter and base."""
+        """`adapters` become one adapter of `base`. By default, both are taken from `source`."""
         self._source, self._adapters, self._base = source, adapters or [source.model], base or origin(source.base)
         if self._base is None:
             fold = ", or give --fold for an adapter of the original base" if len(adapters_of(source)[0]) > 1 else ""
             raise ModelError(
-                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which no one else "
-                "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
-                f"{fold}"
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
+                "has: leave out --no-merge, or put the base's hub id in adapter_config.json "
+                f"(base_model_name_or_path){fold}"
             )
         for adapter in self._adapters:
             check_adapter_weights(adapter.path, None, allow_pickle=False)
         self._tokenizer = load_tokenizer(source.model)
 
     def _write_weights(self, folder: Path) -> tuple[str, str]:
-        """Write the adapter; returns its dtype, and the result of its check in words."""
+        """Write the adapter. Returns its dtype, and the result of its check as a sentence."""
         source = Path(self._source.model.path)
         shutil.copy(source / WEIGHTS, folder)
         config = load_json(source / "adapter_config.json", links=True) | {"base_model_name_or_path": self._base}
@@ -74,14 +74,14 @@ class Adapter:
             texts = ", ".join(f"`{self._tokenizer.convert_ids_to_tokens(id)}` ({id})" for id in ids)
             notes = (
                 f"A completion ends with {texts}: the stop tokens in generation_config.json. PEFT does not read them, "
-                "so pass them as below; requests to an engine that loads the adapter beside its base (vLLM) need them "
-                "as `stop_token_ids`.",
+                "so pass them as shown below. If an engine such as vLLM loads the adapter on its base, requests must "
+                "give them as `stop_token_ids`.",
             )
         return WrittenModel(dtype, check, notes, chat)
 
 
 class QuantisedCopy:
-    """A copy of a folder of `posttrain quantize`, whose gate is on the card."""
+    """A copy of a folder written by `posttrain quantize`. The model card shows its gate."""
 
     failed: tuple[str, ...] = ()
 
@@ -103,7 +103,7 @@ class QuantisedCopy:
 
 
 def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
-    """The gate of a quantised model: a sentence, and its table. Raises RunError if its facts are damaged."""
+    """The gate of a quantised model as a sentence and a table. Raises RunError if quantization.json is damaged."""
     try:
         gate, name = facts["gate"], facts["model"]["name"]
         checks = [Check(**check) for check in gate["checks"]]
@@ -117,17 +117,17 @@ def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
 
 
 class FoldedAdapters(Adapter):
-    """An adapter, and those that were merged into its base, as one adapter of the original base.
+    """Folds an adapter and the adapters merged into its base into one adapter of the original base.
 
-    LoRA factors are concatenated, each scaling in its first factor.
+    LoRA factors are concatenated; each adapter's scaling is multiplied into its A factor.
     """
 
     def __init__(self, source: Source, prompts: Path | None, devices: DevicesConfig, say: Callable[[str], None]):
         adapters, self.base = adapters_of(source)
         if len(adapters) == 1:
             raise ModelError(
-                f"--fold: no adapter is known that was merged into {source.base.path}, the base of "
-                f"{source.model.path}: name it by --base ADAPTER, or leave out --fold"
+                f"--fold: no adapter is known to be merged into {source.base.path}, the base of "
+                f"{source.model.path}: give it with --base ADAPTER, or leave out --fold"
             )
         super().__init__(source, adapters, origin(self.base) or self.base.path)
         for adapter in adapters:
@@ -152,34 +152,34 @@ class FoldedAdapters(Adapter):
         want = self._outputs(adapted)
         del adapted
         folded = with_adapter(load_base(original, self._device), ModelConfig(path=str(folder)))
-        got, what = self._outputs(folded), f"{source.model.path}: folded = trained fails"
+        got, what = self._outputs(folded), f"{source.model.path}: the check folded = trained fails"
         check_equal(got, want, LIMITS[torch.float32], what, "An adapter has a part that cannot be folded")
-        # A merged base in half precision is itself rounded.
+        # If the merged base is saved in half precision, its weights are already rounded.
         dtype = load_config(base_settings(source.model)).dtype
         limit = LIMITS[dtype if isinstance(dtype, torch.dtype) and dtype in LIMITS else torch.float32]
-        remedy = "Other adapters were merged into its base: name the last one by --base ADAPTER"
+        remedy = "Other adapters were merged into its base: give the last of them with --base ADAPTER"
         difference = check_equal(got, self._trained, limit, what, remedy)
         outputs, unit = ("rewards", "") if source.reward else ("log-probabilities", " nats")
         self._say(f"folded    {count} adapters into one of rank {rank}: differs by {difference:.2g}{unit}")
         return "float32", (
-            f"It is {count} adapters folded into one. On the base, its {outputs} differ from those of the trained "
-            f"model by {difference:.2g} (root mean square, {self._prompts.compared})."
+            f"This adapter is {count} adapters folded into one. On the base, its {outputs} differ from those of the "
+            f"trained model by {difference:.2g} (root mean square, {self._prompts.compared})."
         )
 
     def _all_adapters(self, original: Source) -> "PeftModel":
-        """The original base with all adapters active, whose sum PEFT computes."""
+        """The original base with all adapters active. PEFT adds their outputs."""
         adapted = with_adapter(load_base(original, self._device), self._adapters[0])
         for number, adapter in enumerate(self._adapters[1:], start=2):
             _, differences = attach(adapted, adapter.path, f"adapter{number}")
             if differences:
                 raise ModelError(f"--fold: {adapter.path} does not fit {self.base.path}: {differences}")
-        adapted.set_adapter(list(adapted.peft_config)[-1])  # with a reward model's head
+        adapted.set_adapter(list(adapted.peft_config)[-1])  # its reward head, if any, becomes active
         adapted.base_model.set_adapter(list(adapted.peft_config))  # pyright: ignore[reportCallIssue]
         return adapted
 
 
 def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder: Path, base: ModelConfig) -> int:
-    """Write all adapters of a model, and these tensors, as one adapter of its base; returns the rank."""
+    """Write all adapters of a model, and `tensors`, as one adapter of its base. Returns the rank."""
     from peft import LoraConfig, TaskType
     from peft.tuners.lora import LoraLayer
 
@@ -190,7 +190,7 @@ def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder
             a_RI = torch.cat([cast(Any, module.lora_A[name]).weight * module.scaling[name] for name in own])
             factors[key] = a_RI, torch.cat([cast(Any, module.lora_B[name]).weight for name in own], dim=1)
     rank = max(len(a_RI) for a_RI, _ in factors.values())
-    for key, (a_RI, b_OR) in factors.items():  # engines read one rank for all modules: zeros fill the others
+    for key, (a_RI, b_OR) in factors.items():  # engines read one rank for all modules: pad lower ranks with zeros
         for end, factor in (("A", pad(a_RI, (0, 0, 0, rank - len(a_RI)))), ("B", pad(b_OR, (0, rank - len(a_RI))))):
             tensors[f"{key}.lora_{end}.weight"] = factor.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -210,12 +210,12 @@ def _write_folded(adapted: "PeftModel", tensors: dict[str, torch.Tensor], folder
 
 
 def _refuse_kinds(adapter: ModelConfig) -> None:
-    """Raise ModelError for an adapter that is more than LoRA's two matrices for each module."""
+    """Raise ModelError for an adapter that has more than LoRA's two matrices for each module."""
     weights, config = Path(adapter.path) / WEIGHTS, adapter_config(adapter.path) or {}
     names = load_file(weights) if weights.is_file() else [WEIGHTS]
     others = [name for name in names if not name.endswith(FACTORS) and not name.startswith(SCORE)]
     if config.get("peft_type") != "LORA" or config.get("target_parameters") or others:
         raise ModelError(
-            f"--fold: {adapter.path} is more than LoRA's two matrices for each module (DoRA, another kind of adapter, "
-            f"saved modules){f': it has {min(others)}' if others else ''}; leave out --fold"
+            f"--fold: {adapter.path} has more than LoRA's two matrices for each module (DoRA, another adapter type, "
+            f"saved modules){f', such as {min(others)}' if others else ''}; leave out --fold"
         )

@@ -1,4 +1,4 @@
-"""Exports a run's model, or any other, as a folder for plain transformers and vLLM: merged, checked, documented."""
+"""Exports a run's model, or any other, to a folder for plain transformers and vLLM: merged, checked, documented."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,23 +32,24 @@ from posttrain.training.job import set_pad_token
 
 log = logging.getLogger("posttrain")
 
-MARK = "export.json"  # only a folder with this file is ever replaced
+MARK = "export.json"  # a folder without this file is never replaced
 
 Say = Callable[[str], None]
 
 
 @sharing_cores()
 def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) -> Path:
-    """Write the folder, and upload it with `push_to_hub`; returns the folder. `say` gets the lines of the report.
+    """Write the folder, and upload it if `push_to_hub` is set. Returns the folder. `say` is called with each line of
+    the report.
 
-    The folder is complete or absent, and replaces an existing one only with `overwrite`. Raises PosttrainError; after
-    an error of the upload or of an engine's file, the folder is complete without it.
+    The folder is complete or absent, and replaces an existing one only with `overwrite`. Raises PosttrainError. If the
+    upload or an engine's file fails, the folder is still complete, apart from that file.
     """
     token = token_for(options.push_to_hub) if options.push_to_hub else ""
     source = find_source(path)
     for option, is_set in (("--base", options.base is not None), ("--fold", options.fold)):
         if is_set and not source.adapter:
-            raise ModelError(f"{option}: {source.model.path} is no adapter: leave out {option}")
+            raise ModelError(f"{option}: {source.model.path} is not an adapter: leave out {option}")
     if options.base is not None:
         source = replace(source, given_base=ModelConfig(path=options.base))
     target = (options.output or Path("exports") / source.name).expanduser()
@@ -65,7 +66,7 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
         ready = FoldedAdapters(source, options.prompts, devices, say)
         source = replace(source, given_base=ready.base)
         if options.push_to_hub and origin(ready.base) is None:
-            raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which no one else has")
+            raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which nobody else has")
     elif source.quantised is not None:
         ready = QuantisedCopy(source, target, devices)
         say(f"gate      {'passed' if source.quantised['gate']['passed'] else 'NOT passed: the model card says so'}")
@@ -93,7 +94,7 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
 
 
 def _refuse_unread(options: ExportOptions, what: str) -> None:
-    """Raise ModelError for options of new weights."""
+    """Raise ModelError for options that apply only to newly written weights."""
     flags = {"--dtype": "dtype", "--max-shard-size": "max_shard_size", "--prompts": "prompts", "--for": "engines"}
     for option, name in flags.items():
         if getattr(options, name) != getattr(ExportOptions(), name):
@@ -101,7 +102,7 @@ def _refuse_unread(options: ExportOptions, what: str) -> None:
 
 
 class _MergedModel:
-    """A whole model, merged and compared with its adapter before anything is written."""
+    """A full model. An adapter is merged, and the result compared with the adapter, before anything is written."""
 
     def __init__(self, source: Source, options: ExportOptions, target: Path, devices: DevicesConfig, say: Say):
         self._source, self._options, self._say = source, options, say
@@ -109,8 +110,8 @@ class _MergedModel:
         config = load_config(source.base)
         if method_of(config) is not None and not source.adapter:
             raise ModelError(
-                f"{source.base.path} is quantised, and not by posttrain quantize: export the model that it was made "
-                "from"
+                f"{source.base.path} is quantised, and not by posttrain quantize: export the model that it was "
+                "quantised from"
             )
         stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         self._dtype = options.dtype if options.dtype != "auto" else stored if stored in DTYPES else "float32"
@@ -140,13 +141,13 @@ class _MergedModel:
                 self.failed.append(f"{FILES[engine]} for {engine}: {error}")
         outputs = "rewards" if source.reward else "log-probabilities"
         check = (
-            f"Loaded by plain transformers, its {outputs} differ from those of the trained model by {difference:.2g} "
-            f"(root mean square, {self._prompts.compared})."
+            f"When loaded with plain transformers, the model's {outputs} differ from those of the trained model by "
+            f"{difference:.2g} (root mean square, {self._prompts.compared})."
         )
         return WrittenModel(dtype, check, (), served.chat)
 
     def _prepare(self, name: str) -> EngineFacts:
-        """Set the model's stop tokens, or a reward model's padding. Returns what engines need to know."""
+        """Set the model's stop tokens, or a reward model's padding token. Returns the facts that engines need."""
         source, model, tokenizer = self._source, self._whole.model, self._tokenizer
         config, chat = source.config, chats(source, tokenizer)
         stops: tuple[int, ...] = ()
@@ -158,7 +159,7 @@ class _MergedModel:
             set_eos_token_ids(model, stops)
             saved = model.generation_config.to_diff_dict()
             if known := {name: saved[name] for name in (*PLAIN, "repetition_penalty") if name in saved}:
-                sampling, origin_of = sampling | known, "of generation_config.json"
+                sampling, origin_of = sampling | known, "from generation_config.json"
             elif config is not None and config.method.samples_completions:
                 sampling = {key: getattr(config.rollout, key) for key in PLAIN}
                 origin_of = "as in training (rollout)"
@@ -178,16 +179,17 @@ class _MergedModel:
 
 
 def _named(source: Source, folder: Path) -> Mapping[str, Any]:
-    """An evaluation that the user names; warns if it is of other weights, as that of an exported model is."""
+    """An evaluation given by the user. Warns if it was measured on other weights, e.g. on an exported model."""
     summary = read_summary(folder)
     if summary["model"].get("content") != content_of(source.model):
-        log.warning("%s is an evaluation of %s, not of these files: the card says so", folder, summary["model"]["name"])
+        name = summary["model"]["name"]
+        log.warning("%s is an evaluation of %s, not of these files: the model card says so", folder, name)
         return {**summary, "of": summary["model"]["name"]}
     return summary
 
 
 def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
-    """The finished evaluations of these weights in their run."""
+    """The finished evaluations of these weights in the run's folder."""
     path = Path(source.model.path).absolute()
     folder = path.parent / "evaluation" / path.name
     if source.run is not None and (folder / SUMMARY).is_file():
@@ -195,4 +197,4 @@ def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
         if summary["model"].get("content") == content_of(source.model):
             yield summary
         else:
-            log.warning("%s is of other weights: it is left out of the model card", folder)
+            log.warning("%s was measured on other weights: it is omitted from the model card", folder)

@@ -1,8 +1,8 @@
-"""The gate of a quantised model: what changed, with intervals, and whether it is within the limits.
+"""The gate of a quantised model: measures how much it differs from the original, and whether that is within limits.
 
-Every check is a number that grows with the damage. It passes if the upper end of its 95 % interval is within the limit:
-this shows that the model is not worse, instead of merely not showing that it is. If only the value is within the limit,
-the check is `unsure`, which does not pass; more rows make the interval narrower.
+Every check is a number that grows with the damage. It passes if the upper end of its 95 % interval is within the limit.
+Passing thus shows that the model is not worse; it is not just a lack of evidence that it is. If only the value is
+within the limit, the check is `unsure` and does not pass; more rows make the interval narrower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ Verdict = Literal["passed", "unsure", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest accepted values; where they come from: docs/quantize.md."""
+    """The largest accepted values. docs/quantize.md explains where they come from."""
 
     weights: float  # |W' - W| / |W| of a layer
     kl: float  # nats per token
     flips: float  # share of tokens
     preferences: float  # share of pairs
-    drop: float  # of an accuracy
+    drop: float  # loss of accuracy
 
 
 LIMITS: dict[Precision, Limits] = {
@@ -54,7 +54,7 @@ LIMITS: dict[Precision, Limits] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number of the gate. If it is a difference, it is that of `before` and `after`."""
+    """One number of the gate. If it is a difference, `before` and `after` are the two values compared."""
 
     name: str
     value: float
@@ -62,30 +62,30 @@ class Check:
     high: float | None
     limit: float
     verdict: Verdict
-    of: str  # the measured rows in words
+    of: str  # what was measured, in words
     before: float | None = None
     after: float | None = None
 
 
 def verdict(value: float, high: float | None, limit: float) -> Verdict:
-    """Whether a value with the upper end of its interval is within the limit."""
-    if not value <= limit:  # NaN, too
+    """The verdict for a value; `high` is the upper end of its interval."""
+    if not value <= limit:  # also true for NaN
         return "failed"
     return "passed" if high is not None and high <= limit else "unsure"
 
 
 def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: float) -> Check:
-    """The largest relative error of a quantised layer's weights, which shows a wrong scale or layer exactly."""
+    """The largest relative weight error of a quantised layer, which reliably reveals a wrong scale or layer."""
     worst, value = max(weight_errors(original, other).items(), key=lambda item: item[1])
     return Check("weight error", value, None, None, limit, verdict(value, value, limit), f"largest: {worst}")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Two policies on the same tokens: for each prompt, a number for each of its tokens."""
+    """The differences between two policies on the same tokens: for each prompt, one number per token."""
 
     kl: list[list[float]]  # nats, KL(original ‖ quantised)
-    flips: list[list[float]]  # 1 where their most likely tokens differ
+    flips: list[list[float]]  # 1 where the most likely tokens of the two policies differ
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ def _flips(name: str, share: Estimate, limit: float, of: str) -> Check:
 
 
 def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -> list[float]:
-    """The reward of chosen minus that of rejected, for each pair."""
+    """The reward of the chosen completion minus that of the rejected one, for each pair."""
     margins = own_margins(model, model.device)
     return [
         margin
@@ -144,7 +144,8 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
 
 
 def drop(name: str, before: Sequence[float], after: Sequence[float], limit: float, of: str) -> Check:
-    """How much lower the mean of scores is, prompt by prompt, with the paired interval."""
+    """The decrease of the mean score, with the interval of the paired differences; `before` and `after` are scores of
+    the same prompts."""
     paired = paired_difference(before, after, CONFIDENCE)
     low, high = (None, None) if paired.low is None or paired.high is None else (-paired.high, -paired.low)
     value = -paired.value or 0.0  # not -0
@@ -152,7 +153,7 @@ def drop(name: str, before: Sequence[float], after: Sequence[float], limit: floa
 
 
 def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], limit: float) -> Check:
-    """The accuracy on a suite, over the items that are graded in both evaluations."""
+    """The loss of accuracy on a suite, over the items that are graded in both evaluations."""
     was, now = _scores(before), _scores(after)
     both = [item for item in was if item in now]
     lost = len({answer.item for answer in (*before, *after)}) - len(both)
@@ -170,7 +171,7 @@ def _scores(answers: Sequence[Answer]) -> Mapping[str, float]:
 
 
 def table(checks: Sequence[Check]) -> Table:
-    """The checks for a terminal."""
+    """The checks as a table for the terminal."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in TITLES:
         shown.add_column(name, justify="right" if name in TITLES[1:-1] else "left", overflow="fold")
@@ -180,13 +181,13 @@ def table(checks: Sequence[Check]) -> Table:
 
 
 def cells(check: Check) -> tuple[str, ...]:
-    """The cells of a check under TITLES."""
+    """The cells of a check, in the order of TITLES."""
     ends = [_number(check, end) for end in (check.low, check.high) if end is not None]
     return check.name, _number(check, check.value), " to ".join(ends), _number(check, check.limit), check.verdict
 
 
 def _number(check: Check, value: float) -> str:
-    """Nats and errors as they are, shares and accuracies in per cent."""
+    """Format a value: nats and weight errors as plain numbers, shares and accuracies in per cent."""
     if check.name in ("KL per token", "weight error"):
         return f"{value:.2g}" if abs(value) < 1 else f"{value:.3g}"
     return f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""Merges adapters into their base, and checks that the exported files are the trained model."""
+"""Merges adapters into their base, and checks that the exported files reproduce the trained model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,19 +29,19 @@ LIMITS = {**ROUNDING, torch.float16: ROUNDING[torch.bfloat16]}
 class Whole:
     """A model to write, in float32 with its adapter merged.
 
-    `outputs`: those before merging on each prompt, which the files must reproduce.
+    `outputs`: the outputs on each prompt before merging, which the written files must reproduce.
     """
 
     model: PreTrainedModel
     outputs: list[torch.Tensor]
-    merging: float | None = None  # root mean square of the differences by merging (nats, or rewards)
-    effect: float | None = None  # the same for leaving out the adapter (nats)
+    merging: float | None = None  # root mean square of the differences caused by merging (nats, or rewards)
+    effect: float | None = None  # root mean square of the differences without the adapter (nats)
 
 
 @torch.no_grad()
 def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward: bool) -> list[torch.Tensor]:
-    """The model's output for each prompt, by a plain call: the log-probabilities of all tokens but the first, or the
-    reward."""
+    """The model's outputs for each prompt, one call per prompt: the log-probabilities of all tokens except the first,
+    or the reward."""
     outputs = []
     device = next(model.parameters()).device
     for prompt in prompts:
@@ -54,7 +54,7 @@ def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward:
 
 
 def load_base(source: Source, device: torch.device) -> PreTrainedModel:
-    """The model, or an adapter's base, in float32, dequantised, with plain attention."""
+    """Load the model, or an adapter's base, in float32, dequantised, with the attention of plain transformers."""
     model = load_model(source.base, source.head, torch.float32, device, dequantised=True)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return model
@@ -66,13 +66,13 @@ def merge(
     prompts: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Whole:
-    """Merge the source's adapter, if it is one, into its base, and check that merged = adapter.
+    """Merge the source into its base if it is an adapter, and check that merged = adapter.
 
-    Raises VitalSignError if the merged model differs by more than float32 rounds.
+    Raises VitalSignError if the merged model differs by more than float32 rounding error.
     """
     adapted = with_adapter(base, source.model).eval() if source.adapter else base
     if tokenizer is not None:
-        check_embeddings(base, tokenizer, source.model.path)  # the adapter may have brought some
+        check_embeddings(base, tokenizer, source.model.path)  # after loading the adapter, which may add embeddings
     want = outputs_of(adapted, prompts, source.reward)
     if not is_adapted(adapted):
         return Whole(base, want)
@@ -82,17 +82,17 @@ def merge(
             effect = _rms(_differences(outputs_of(adapted, prompts, False), want))
     whole = merged(adapted).eval()
     got = outputs_of(whole, prompts, source.reward)
-    difference = check_equal(got, want, LIMITS[torch.float32], f"{source.model.path}: merged = adapter fails")
-    return Whole(whole, want, difference, effect)
+    what = f"{source.model.path}: the check merged = adapter fails"
+    return Whole(whole, want, check_equal(got, want, LIMITS[torch.float32], what), effect)
 
 
 def write_and_check(
     whole: Whole, folder: Path, source: Source, prompts: Sequence[Sequence[int]], dtype: torch.dtype, shard: str
 ) -> float:
-    """Write the model's weights and config, load them with plain transformers, and check that they are the model.
+    """Write the model's weights and config, load them with plain transformers, and check that they match the model.
 
-    `shard` is the maximum size of a file. Returns the root mean square of the differences from the model before
-    merging. Raises VitalSignError if a weight differs, or the outputs differ by more than the dtype explains.
+    `shard` is the maximum size of a file. Returns the root mean square of the differences from the outputs before
+    merging. Raises VitalSignError if a weight differs, or if outputs differ by more than the dtype's rounding explains.
     """
     model = whole.model
     to_dtype(model, dtype)
@@ -103,23 +103,23 @@ def write_and_check(
     want = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         if name not in want or not torch.equal(tensor, want[name].to(tensor.dtype)):
-            raise VitalSignError(f"{source.model.path}: the weight {name} is not in the written files as it was")
+            raise VitalSignError(f"{source.model.path}: the weight {name} is not in the written files, or has changed")
     got = outputs_of(loaded, prompts, source.reward)
     what = f"{source.model.path}: the written files fail the check in {str(dtype).removeprefix('torch.')}"
     return check_equal(got, whole.outputs, LIMITS[dtype], what)
 
 
-MERGING = "Weights too large for the dtype, or a kind of adapter that cannot be merged: try --dtype float32"
+MERGING = "Either weights are too large for the dtype (try --dtype float32), or this type of adapter cannot be merged"
 
 
 def check_equal(
     got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], limit: Noise, what: str, remedy: str = MERGING
 ) -> float:
-    """The root mean square of the differences. Raises VitalSignError if they exceed rounding."""
+    """The root mean square of the differences. Raises VitalSignError if they are larger than rounding explains."""
     difference = _differences(got, want)
     if excess := limit.excess(difference):
         raise VitalSignError(
-            f"{what}: a log-probability or reward {excess} from that of the trained model; nothing is exported. "
+            f"{what}: compared with the trained model, a log-probability or reward {excess}; nothing is exported. "
             f"{remedy}"
         )
     return _rms(difference)

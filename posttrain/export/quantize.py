@@ -1,4 +1,4 @@
-"""A model with quantised linear layers as a folder for plain transformers, and its gate."""
+"""Writes a model with quantised linear layers to a folder for plain transformers, and runs its gate."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ from posttrain.runs.provenance import now
 
 log = logging.getLogger("posttrain")
 
-MARK = QUANTISED  # file with the result; only a folder that has it is ever replaced
+MARK = QUANTISED  # the file with the result; a folder without it is never replaced
 SIDES = ("original", "quantized")
 
 Say = Callable[[str], None]
@@ -47,7 +47,7 @@ DtypeName = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A written folder, the checks of its gate, and the sizes."""
+    """A written folder, the checks of its gate, and its sizes."""
 
     folder: Path
     checks: list[gate.Check]
@@ -63,15 +63,16 @@ class Quantised:
 def quantize(
     path: str, options: QuantizeOptions, suites: Sequence[Items], devices: DevicesConfig, say: Say
 ) -> Quantised:
-    """Write the quantised model with its tokenizer and the result of its gate. `say` gets the lines of the report.
+    """Write the quantised model with its tokenizer and the result of its gate. `say` is called with each line of the
+    report.
 
-    The folder is complete or absent, and replaces an existing one only with `overwrite`; it is also written if the gate
-    is not passed. The gate measures the written files, loaded again. Raises PosttrainError.
+    The folder is complete or absent, and replaces an existing one only with `overwrite`. It is written even if the gate
+    is not passed. The gate loads the written files again and measures them. Raises PosttrainError.
     """
     need("bitsandbytes", "quant", f"posttrain quantize --to {options.precision}")
     source = find_source(path)
     if (method := method_of(load_config(source.model))) is not None:
-        raise ModelError(f"{source.model.path} is quantised already ({method}): give the model that it was made from")
+        raise ModelError(f"{source.model.path} is already quantised ({method}): give the model it was quantised from")
     generating = [items.suite.name for items in suites if items.suite.kind != "preference"]
     if source.reward and generating:
         raise ModelError(
@@ -87,7 +88,7 @@ def quantize(
 
 
 def default_target(source: Source, to: Precision) -> Path:
-    """`RUN/quantized_int8/final` for a model of a run, `quantized_models/NAME_int8` for any other."""
+    """The default folder: `RUN/quantized_int8/final` for a model of a run, otherwise `quantized_models/NAME_int8`."""
     folder = Path(source.model.path)
     if source.run is not None:
         return folder.parent / f"quantized_{to}" / folder.name
@@ -95,14 +96,14 @@ def default_target(source: Source, to: Precision) -> Path:
 
 
 def _warn_of_leftovers(target: Path) -> None:
-    """Warn of unfinished folders, of a killed process or of one that is still writing."""
+    """Warn of unfinished folders, left by a killed process or still being written."""
     for path in target.parent.glob(f"{target.name}.*"):
         if LEFTOVER.fullmatch(path.name):
-            log.warning("%s was being written when a process was killed: delete it if none is running", path)
+            log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", path)
 
 
 class _Work:
-    """Reads the original model and the rows of the gate before anything is written; then writes the folder."""
+    """Loads the original model and the rows of the gate before anything is written, then writes the folder."""
 
     result: Quantised
 
@@ -128,7 +129,7 @@ class _Work:
         self._model = source.model.model_copy(update={"dtype": kind})
         self._original = self._loaded(self._model)
         check_embeddings(self._original, self._tokenizer, source.model.path)
-        self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied ones count once
+        self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied weights count once
         refuse_full_disk(target, self._before // 2)
         format = None if options.format == "auto" else options.format
         wanted = RowOptions(tuple(options.gate), format, options.template, options.max_rows, options.seed)
@@ -151,7 +152,7 @@ class _Work:
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
-        """Bytes of the linear layers, in bfloat16 and as they are saved, and of all weights."""
+        """Sizes in bytes of the quantised linear layers, in bfloat16 and as saved, and of all weights."""
         saved, all_layers = stored_bytes(other), linear_layers(self._original)
         linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved)
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -176,7 +177,7 @@ class _Work:
         self._say(f"gate       {self._rows.origin}")
 
     def _checks(self, folder: Path) -> list[gate.Check]:
-        """How the written model differs from the original."""
+        """The checks that compare the written model with the original."""
         other = self._loaded(ModelConfig(path=str(folder), dtype=self._model.dtype))
         checks = [gate.check_weights(self._original, other, self._limits.weights)]
         examples = self._rows.examples
@@ -188,7 +189,7 @@ class _Work:
         return checks
 
     def _suite_checks(self, folder: Path) -> Iterator[gate.Check]:
-        """The accuracy on each suite, before and after; the records are in `evaluation/` of the folder."""
+        """Compare the accuracy on each suite before and after. The records are saved in `evaluation/` of the folder."""
         if not self._suites:
             return
         del self._original
@@ -199,7 +200,7 @@ class _Work:
         for side, model in zip(SIDES, models, strict=True):
             evaluate(model, side, self._suites, evaluation, self._devices, records / side)
         summary = load_json(records / SIDES[1] / SUMMARY)
-        summary["model"]["path"] = str(self._target)  # not that of the temporary folder
+        summary["model"]["path"] = str(self._target)  # instead of the temporary folder
         save_json(records / SIDES[1] / SUMMARY, summary)
         answers = [read_answers(records / side) for side in SIDES]
         for suite in (items.suite.name for items in self._suites):
@@ -239,7 +240,7 @@ def _limits(options: QuantizeOptions) -> gate.Limits:
 
 
 def notes(result: Quantised) -> Iterator[str]:
-    """Lines below the table of checks: the measured rows, and whether the gate is passed."""
+    """The lines below the table of checks: what was measured, and whether the gate is passed."""
     for of, checks in groupby(result.checks, key=lambda check: check.of):
         yield ", ".join(check.name + _change(check) for check in checks) + f": {of}"
     if len(result.checks) == 1:
@@ -248,7 +249,7 @@ def notes(result: Quantised) -> Iterator[str]:
     if "failed" in verdicts:
         yield f"The gate is not passed: the model differs from the original by more than the limits ({MARK})."
     elif "unsure" in verdicts:
-        yield "The gate is not passed: within the limits, but too few rows show it. Give more with --gate."
+        yield "The gate is not passed: values are within the limits, but too few rows show it. Give more with --gate."
     else:
         yield "The gate is passed."
 

@@ -1,4 +1,4 @@
-"""The rows on which a written model is compared with the original: the user's, the run's, or built-in prompts."""
+"""The rows on which a written model is compared with the original: rows of the user or the run, or built-in prompts."""
 
 import itertools
 import logging
@@ -34,9 +34,9 @@ log = logging.getLogger("posttrain")
 
 T = TypeVar("T")
 
-EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # prompts, and tokens of each, on which an export is compared
-GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # rows of the gate by default
-GATE_COMPLETIONS = 64  # of few prompts, at least this many in total
+EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # an export is compared on the first 512 tokens of each of 8 prompts
+GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # default number of rows for the gate
+GATE_COMPLETIONS = 64  # each prompt has 64 // (number of prompts) completions, but at least one
 BUILT_IN = (
     "Once upon a time, a fox and a crow lived at the edge of a dark forest. One winter the fox",
     "Explain in two sentences why the sky is blue during the day and red at sunset.",
@@ -49,19 +49,19 @@ BUILT_IN = (
 )
 
 
-# --- of an export -----------------------------------------------------------------------------------------------------
+# --- for an export ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of each prompt, and their origin in words."""
+    """The token ids of each prompt, and the prompts' origin in words."""
 
     tokens: list[list[int]]
     origin: str
 
     @property
     def compared(self) -> str:
-        """The prompts in words."""
+        """A description of the prompts: number, tokens and origin."""
         tokens = counted(sum(map(len, self.tokens)), "token")
         return f"{counted(len(self.tokens), 'prompt')} of {tokens}, {self.origin}"
 
@@ -69,7 +69,7 @@ class Prompts:
 def prompts_for(
     file: Path | None, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Prompts:
-    """The first prompts of `file`, else of the run's data, else built-in ones.
+    """The first prompts of `file`; without a file, of the run's data; if the run has none, built-in prompts.
 
     Raises DataError if `file` has no usable prompt.
     """
@@ -90,7 +90,7 @@ def prompts_for(
             prompts, _ = first_prompts(setup, model, tokenizer, EXPORT_PROMPTS)
             origin = "the run's data"
         except PosttrainError as error:
-            log.info("the run's own prompts cannot be read (%s): built-in ones are compared", error)
+            log.info("the run's own prompts cannot be read (%s): comparing on built-in prompts", error)
     if prompts is None:
         prompts = built_in(plain, tokenizer)
     longest = min(EXPORT_TOKENS, positions_of(model.config) or EXPORT_TOKENS)
@@ -98,17 +98,17 @@ def prompts_for(
 
 
 def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The usable built-in prompts, by the settings of `data`."""
+    """The built-in prompts that are usable with the settings `data`."""
     records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
     return [row for row in prompts_of(records, data, tokenizer, "built-in prompts") if isinstance(row, Prompt)]
 
 
-# --- of the gate of a quantised model ---------------------------------------------------------------------------------
+# --- for the gate of a quantised model --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """The user's choice of rows. Without a `format` or `template`: that of the run if it has one, else inferred."""
+    """The user's choice of rows. `format` and `template`: None for the run's value; inferred if there is no run."""
 
     files: tuple[Path, ...] = ()
     format: str | None = None
@@ -119,7 +119,7 @@ class RowOptions:
 
 @dataclass(frozen=True, slots=True)
 class GateRows:
-    """The rows as examples, and their origin in words. Without examples, nothing can be measured."""
+    """The rows as examples, and their origin in words. If there are no examples, `origin` says why."""
 
     examples: list[Example]
     origin: str
@@ -128,9 +128,10 @@ class GateRows:
 def pairs_for(
     options: RowOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
-    """Preference pairs of the files, else of the run's validation sets; evenly spread if there are more than wanted.
+    """Preference pairs from the files, or otherwise from the run's validation sets. At most `max_rows` (by default
+    1,000) pairs are taken, evenly spread.
 
-    Raises DataError for files without usable pairs.
+    Raises DataError if the files have no usable pair.
     """
     most, config = options.max_rows or GATE_PAIRS, source.config
     if options.files:
@@ -172,9 +173,9 @@ def completions_for(
     rollout: RolloutConfig,
     devices: DevicesConfig,
 ) -> GateRows:
-    """Prompts with completions that the original model samples: one for each prompt, or several for few prompts.
+    """Sample completions from the original model: one for each prompt, or several if there are few prompts.
 
-    An example is a prompt with its completions. Raises DataError for files without usable prompts.
+    An example is a prompt with its completions. Raises DataError if the files have no usable prompt.
     """
     prompts, origin = _prompts(options, source, model, tokenizer, devices)
     samples = max(1, GATE_COMPLETIONS // len(prompts))
@@ -196,17 +197,17 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     devices: DevicesConfig,
 ) -> tuple[list[Prompt], str]:
-    """The first usable prompts, numbered through, and their origin."""
+    """The first usable prompts, with consecutive row numbers, and their origin in words."""
     most, config = options.max_rows or GATE_PROMPTS, source.config
     if not options.files and config is not None:
         try:
             prompts, _ = first_prompts(_setup(source, config.data, devices), model, tokenizer, most)
             return prompts, "the run's own prompts"
         except PosttrainError as error:
-            log.warning("the run's own prompts cannot be read (%s): built-in ones are used", error)
+            log.warning("the run's own prompts cannot be read (%s): using built-in prompts", error)
     if not options.files:
         data = _settings(replace(options, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
-        half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the rest is for completions
+        half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the other half is for completions
         prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
         return prompts, "built-in prompts (your own: --gate FILE)"
     prompts, unused = list[Prompt](), 0
@@ -226,7 +227,7 @@ def _prompts(
 
 
 def _read(options: RowOptions, config: RunConfig | None, read: Callable[[RowOptions], T]) -> T:
-    """`read(options)` in the run's format, or in the inferred one if the files have another. Raises DataError."""
+    """Call `read` with the run's format, or with the inferred format if that fails. Raises DataError if both fail."""
     try:
         return read(options)
     except DataError:
@@ -249,7 +250,7 @@ def _version(config: RunConfig | None) -> int:
 def _settings(
     options: RowOptions, config: RunConfig | None, tokenizer: PreTrainedTokenizerBase, limits: dict[str, Any]
 ) -> DataConfig:
-    """The data settings of the run, or the defaults, for the gate's files."""
+    """The data settings for the gate's files, based on the settings of the run or on the defaults."""
     values: dict[str, Any] = (
         config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
     )
@@ -258,7 +259,7 @@ def _settings(
     values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None, "excluded": ()}
     values |= {"max_rows": None, "skip_rows": 0, **limits}
     if options.format is not None:
-        values |= {"format": options.format, "columns": {}}  # columns belong to the format of the run
+        values |= {"format": options.format, "columns": {}}  # the run's columns belong to the run's format
     if options.template not in (None, values["template"]):
         values |= {"template": options.template, "chat_template_kwargs": {}}
     if values["template"] != "tags":

@@ -1,6 +1,7 @@
 """`--for`: the files with which ollama, llama.cpp and vLLM serve an exported model as it was trained.
 
-Template, stop tokens and sampling are those of training. llama.cpp converts to GGUF; the scripts have the commands.
+They use the template, stop tokens and sampling of training. llama.cpp converts the model to GGUF; the files contain the
+commands.
 """
 
 import json
@@ -17,14 +18,14 @@ from posttrain.data.render import Message, Renderer, RenderRequest, rendered, re
 
 ENGINES = ("ollama", "llama.cpp", "vllm")
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
-MOST_CONTEXT = 8192  # tokens, for engines that reserve memory for all of them
+MOST_CONTEXT = 8192  # maximum context in tokens, for engines that reserve memory for the whole context
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts of an exported model for engines."""
+    """The facts about an exported model that engines need."""
 
     name: str
     dtype: str
@@ -32,7 +33,7 @@ class EngineFacts:
     positions: int | None
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]  # stop strings of the run
-    sampling: Mapping[str, float]  # as in PLAIN, and repetition_penalty
+    sampling: Mapping[str, float]  # the keys of PLAIN, and possibly repetition_penalty
     sampling_from: str  # its origin in words
     chat: bool  # whether training used the chat template
     system_prompt: str | None
@@ -54,7 +55,7 @@ class EngineFacts:
 
     @property
     def adds_begin(self) -> bool:
-        """Whether the tokenizer puts its beginning-of-text token before a text; so does the converted GGUF."""
+        """Whether the tokenizer, and thus the converted GGUF, puts its beginning-of-text token before every text."""
         begin = self.tokenizer.bos_token_id
         return begin is not None and list(self.tokenizer("a").input_ids)[:1] == [begin]
 
@@ -62,7 +63,7 @@ class EngineFacts:
 def refuse_engines(engines: Sequence[str], reward: bool) -> None:
     """Raise ModelError, before any work, for engines that cannot serve this kind of model."""
     if reward and (others := [name for name in engines if name != "vllm"]):
-        raise ModelError(f"--for {others[0]}: it serves models that generate, and this is a reward model: use vllm")
+        raise ModelError(f"--for {others[0]}: this engine cannot serve a reward model: use vllm")
 
 
 def write_for(engine: str, served: EngineFacts, folder: Path) -> None:
@@ -76,14 +77,14 @@ def write_for(engine: str, served: EngineFacts, folder: Path) -> None:
 
 # --- a chat template as a table ---------------------------------------------------------------------------------------
 #
-# Engines without Jinja get the text between two messages by their roles. Most chat templates (ChatML, Llama 2 to 3,
-# Zephyr, Gemma, Mistral, those of posttrain …) write each message's content unchanged, between texts that depend only
-# on the roles before and after. The table is found by rendering conversations with the template, and is compared with
-# it on others; a template of another kind is refused.
+# An engine without Jinja needs a table: for each pair of roles, the text between two messages. Most chat templates
+# (ChatML, Llama 2 to 3, Zephyr, Gemma, Mistral, those of posttrain …) write each message's content unchanged, between
+# texts that depend only on the roles before and after. To find the table, conversations are rendered with the template;
+# it is then compared with the template on other conversations. Templates that do not fit a table are refused.
 
 START, REPLY, LAST = "", "reply", "last"  # no message before; the opening of a reply; an unfinished reply
 ROLES = {"s": "system", "u": "user", "a": "assistant"}
-# The conversations that the table comes from, by the first letters of their roles. A template may refuse the others.
+# The conversations that the table comes from, as first letters of roles. A template may refuse those in OPTIONAL.
 NEEDED = ("u", "uau", "uauau")
 OPTIONAL = ("su", "suau", "suauau", "usu", "uasu", "uausu", "au", "sau", "auau")
 CONTENTS = (
@@ -95,23 +96,23 @@ THOUGHTS = ("Why?", "<think>\nBecause.\n</think>\n\nSo.", "And?")
 
 
 class InexpressibleError(ModelError):
-    """A chat template that is not a table of texts between roles."""
+    """The chat template (or another value) cannot be expressed in the engine's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTable:
     """The table: (role before, role after) -> the text between their contents.
 
-    The role before is START at the first message; the role after is REPLY for the text that opens a reply to generate,
-    and LAST for an unfinished reply at the end, if its opening differs from that of earlier ones. The template refuses
-    pairs that are missing. `notes` say what the table cannot express.
+    The role before is START at the first message. The role after is REPLY for the text that opens a reply to generate,
+    and LAST for an unfinished reply at the end, if its opening differs from that of earlier replies. The template
+    refuses pairs that are missing. `notes` lists what the table cannot express.
     """
 
     texts: Mapping[tuple[str, str], str]
     notes: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt for a reply, or the conversation up to its unfinished reply.
+        """The prompt for a reply, or the conversation including its unfinished reply.
 
         Raises KeyError for roles in an order that the template refuses.
         """
@@ -128,10 +129,10 @@ class TurnTable:
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase) -> TurnTable:
-    """The table of the tokenizer's chat template. Raises InexpressibleError, with the reason, if it has none."""
+    """The table of the tokenizer's chat template. Raises InexpressibleError with the reason if there is no table."""
     if "strftime_now" in tokenizer.get_chat_template(None, None):
         raise InexpressibleError("it writes today's date")
-    with rendering(tokenizer) as renderer:  # an error in it would end its process, which others can reuse
+    with rendering(tokenizer) as renderer:  # an error raised inside would end the reusable process: raise it afterwards
         try:
             return _proven(renderer)
         except InexpressibleError as error:
@@ -150,7 +151,7 @@ def _proven(renderer: Renderer) -> TurnTable:
 
 
 def _table(renderer: Renderer) -> dict[tuple[str, str], str]:
-    """The texts of all pairs of roles. Raises InexpressibleError if a needed conversation has none."""
+    """The texts for all pairs of roles. Raises InexpressibleError if a needed conversation does not fit a table."""
     texts: dict[tuple[str, str], str] = {}
     for roles in (*NEEDED, *OPTIONAL):
         try:
@@ -175,7 +176,8 @@ def _depends(before: str, after: str) -> InexpressibleError:
 
 
 def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str], str]:
-    """The texts between the messages of a conversation with these roles. Raises InexpressibleError without them."""
+    """The texts between the messages of a conversation with these roles. Raises InexpressibleError if they cannot be
+    determined."""
     names = [ROLES[letter] for letter in roles]
     contents = [f"content{index}of{roles}" for index in range(len(names))]
     messages = [{"role": name, "content": content} for name, content in zip(names, contents, strict=True)]
@@ -195,11 +197,11 @@ def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str
 
 
 def _differences(turns: TurnTable, renderer: Renderer) -> Iterator[str]:
-    """What the table cannot express, in sentences about the template."""
+    """Sentences about what the template does and the table cannot express."""
     if not all(_agrees(turns, renderer, roles, SPACES) for roles in ("u", "uau")):
-        yield "the chat template strips spaces and line breaks around a message, which are kept here"
+        yield "the chat template strips spaces and line breaks around a message, but they are kept here"
     if not _agrees(turns, renderer, "uau", THOUGHTS):
-        yield "the chat template leaves out the <think> part of earlier replies, which is kept here"
+        yield "the chat template omits the <think> part of earlier replies, but it is kept here"
     if (START, "system") not in turns.texts:
         yield "the chat template has no system message: conversations with one are refused"
 
@@ -221,13 +223,13 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], generate: bool) -
 
 
 def modelfile(served: EngineFacts) -> str:
-    """A Modelfile whose template writes the same text as training's.
+    """A Modelfile whose template writes the same text as the training template.
 
-    Raises InexpressibleError for a chat template, system prompt or stop string that it cannot express.
+    Raises InexpressibleError for a chat template, system prompt or stop string that a Modelfile cannot express.
     """
     template, notes = ollama_template(served)
     lines = [
-        "# For ollama. Here, with llama.cpp's sources and their requirements in $LLAMA_CPP:",
+        "# For ollama. Run in this folder, with llama.cpp's sources in $LLAMA_CPP and their requirements installed:",
         f"#   python $LLAMA_CPP/convert_hf_to_gguf.py . --outfile {served.gguf} --outtype {GGUF_TYPES[served.dtype]}",
         f"#   ollama create {served.name} -f Modelfile && ollama run {served.name}",
         *(f"# Differs from training: {note}." for note in notes),
@@ -240,16 +242,16 @@ def modelfile(served: EngineFacts) -> str:
     sampling = {name: served.sampling[name] for name in PLAIN}
     sampling["repeat_penalty"] = served.sampling.get("repetition_penalty", 1.0)
     lines += [
-        f"# {served.positions:,} positions; each token of the context takes memory." if served.positions else "",
+        f"# At most {served.positions:,} tokens; a longer context takes more memory." if served.positions else "",
         f"PARAMETER num_ctx {served.context}",
-        f"# {served.sampling_from}",
+        f"# Sampling: {served.sampling_from}",
         *(f"PARAMETER {name} {value:g}" for name, value in sampling.items()),
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
 def ollama_template(served: EngineFacts) -> tuple[str, list[str]]:
-    """The chat template in ollama's form, a Go template over `.Messages`; and its differences from training's."""
+    """The chat template as a Go template over ollama's `.Messages`, and its differences from the training template."""
     begin, adds = str(served.tokenizer.bos_token), served.adds_begin
     if not served.chat or served.tokenizer.chat_template is None:
         return "{{ .Prompt }}", []
@@ -258,8 +260,8 @@ def ollama_template(served: EngineFacts) -> tuple[str, list[str]]:
     notes = list(turns.notes)
     if adds and not written:
         notes.append(
-            f"the tokenizer puts {begin} before a text, training's template does not: set add_bos_token to false in "
-            "tokenizer_config.json before the conversion"
+            f"the tokenizer puts {begin} before a text, but the training template does not: set add_bos_token to false "
+            "in tokenizer_config.json before the conversion"
         )
     texts = {
         pair: text.removeprefix(begin) if adds and written and pair[0] == START else text
@@ -269,7 +271,7 @@ def ollama_template(served: EngineFacts) -> tuple[str, list[str]]:
 
 
 def go_template(turns: TurnTable) -> str:
-    """A table of turns as a Go template over ollama's `.Messages`, which refuses the same orders of roles."""
+    """The table as a Go template over ollama's `.Messages`. It refuses the same orders of roles."""
     cases = []
     for (before, after), text in sorted(turns.texts.items(), key=lambda item: item[0][1] != LAST):
         if after == REPLY:
@@ -299,17 +301,17 @@ def go_template(turns: TurnTable) -> str:
 
 
 def _go(text: str) -> str:
-    """A string literal of Go."""
+    """A Go string literal."""
     escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
     return '"' + "".join(escaped.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text) + '"'
 
 
 def _quoted(text: str, what: str) -> str:
-    """A value of a Modelfile, which has no escapes."""
+    """A quoted value for a Modelfile, whose syntax has no escapes. Raises InexpressibleError if quoting cannot work."""
     hidden = [character for character in text if not character.isprintable() and character != "\n"]
     if '"""' in text or text.endswith('"') or hidden:
         problem = repr(hidden[0]) if hidden else "its quotation marks"
-        raise InexpressibleError(f"{what} has {problem}, which a Modelfile cannot hold")
+        raise InexpressibleError(f"{what} contains {problem}, which a Modelfile cannot express")
     return f'"""{text}"""' if "\n" in text or '"' in text else f'"{text}"'
 
 
@@ -336,10 +338,10 @@ def llama_cpp(served: EngineFacts) -> str:
     left = [*override[1:], *served.stop]
     if left:
         shown = [str(served.tokenizer.convert_ids_to_tokens(id)) if isinstance(id, int) else id for id in left]
-        notes.append(f'# It stops at the end of text and one more token; requests need "stop": {json.dumps(shown)}.')
+        notes.append(f'# The server stops at two tokens at most; requests also need "stop": {json.dumps(shown)}.')
     return _script(
         [
-            "# For llama.cpp, with its sources and their requirements in $LLAMA_CPP.",
+            "# For llama.cpp, with its sources in $LLAMA_CPP and their requirements installed.",
             f'[ -f {shlex.quote(served.gguf)} ] || python "$LLAMA_CPP/convert_hf_to_gguf.py" . {convert}',
             f"# Sampling: {served.sampling_from}",
             *notes,
@@ -349,7 +351,7 @@ def llama_cpp(served: EngineFacts) -> str:
 
 
 def vllm(served: EngineFacts) -> str:
-    """A script that serves the model with vLLM; it reads stop tokens and sampling from generation_config.json."""
+    """A script that serves the model with vLLM, which reads stop tokens and sampling from generation_config.json."""
     serve = ["vllm", "serve", ".", "--served-model-name", served.name, "--dtype", served.dtype]
     if served.positions is not None:
         serve += ["--max-model-len", str(served.positions)]
@@ -370,15 +372,15 @@ def vllm(served: EngineFacts) -> str:
 
 
 def _of_prompts(served: EngineFacts) -> Iterator[str]:
-    """Comments on the prompts that requests need."""
+    """Comments on what requests must send as a prompt."""
     if not served.chat:
         yield "# Trained without a chat template: send prompts as in training to /v1/completions."
     elif served.system_prompt:
-        yield f"# Trained with a system message, which requests need: {json.dumps(served.system_prompt)}"
+        yield f"# Trained with a system message, which requests must send: {json.dumps(served.system_prompt)}"
 
 
 def _starts_with_begin(served: EngineFacts) -> bool:
-    """Whether training's template writes the beginning-of-text token itself."""
+    """Whether the training template itself writes the beginning-of-text token."""
     [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
     return text.startswith(str(served.tokenizer.bos_token))
 

@@ -1,4 +1,4 @@
-"""What is exported: a model's folder or hub id, and the run that made it."""
+"""What is exported: a model's folder or hub id, and the run that trained it."""
 
 import logging
 from dataclasses import dataclass, field
@@ -20,14 +20,15 @@ from posttrain.runs.summary import RunSummary, read_run
 
 log = logging.getLogger("posttrain")
 
-QUANTISED = "quantization.json"  # in the folders of `posttrain quantize`: how they were made, and their gate
+QUANTISED = "quantization.json"  # written by `posttrain quantize` into its folder: settings, sizes and the gate
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export, with its run's settings and results if it has one.
+    """A model to export. If a run trained it, also the run's settings and results.
 
-    `step` is that of its weights in the run; `quantised` has the facts of a model that `posttrain quantize` made.
+    `step` is the training step of the weights. `quantised`: the content of quantization.json, for a model written by
+    `posttrain quantize`.
     """
 
     model: ModelConfig
@@ -39,16 +40,16 @@ class Source:
     results: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     quantised: dict[str, Any] | None = None
-    given_base: ModelConfig | None = None  # in place of the base that the adapter names
+    given_base: ModelConfig | None = None  # replaces the base that the adapter names
 
     @property
     def is_last(self) -> bool:
-        """Whether its weights are those at the end of its run, which the run's results are about."""
+        """Whether these are the weights at the end of the run, to which the run's results belong."""
         return self.step is not None and self.step == self.results.get("steps")
 
     @property
     def head(self) -> Head:
-        """The head to load it with."""
+        """The head with which to load the model."""
         return "reward" if self.reward else "lm"
 
     @property
@@ -58,9 +59,10 @@ class Source:
 
 
 def find_source(name_or_path: str) -> Source:
-    """The model that a hub id or a folder names. That of a run is its final, else its best model, or newest checkpoint.
+    """The model that a hub id or a folder names. For a run: the final model, otherwise the best, otherwise the newest
+    checkpoint.
 
-    Raises RunError for a damaged or empty folder, ModelError if the base model of an adapter is missing.
+    Raises RunError for a damaged or empty folder, ModelError for a file or if the base of an adapter is missing.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_file():
@@ -90,7 +92,7 @@ def find_source(name_or_path: str) -> Source:
 
 
 def adapters_of(source: Source) -> tuple[list[ModelConfig], ModelConfig]:
-    """The adapters that were merged into an adapter's base in turn, then the adapter itself; and the original base."""
+    """All adapters of the original base in the order of merging, the source's own adapter last; and that base."""
     adapters, base = [source.model], source.base
     while (earlier := base if is_adapter(base) else _merged_in(base)) is not None and earlier not in adapters:
         adapters.insert(0, earlier)
@@ -99,9 +101,9 @@ def adapters_of(source: Source) -> tuple[list[ModelConfig], ModelConfig]:
 
 
 def _merged_in(base: ModelConfig) -> ModelConfig | None:
-    """The adapter that a run started from and merged into its `base/`; None for other models.
+    """The adapter that a run started from and merged into its `base/` folder; None if `base` is not such a folder.
 
-    Raises RunError if it has changed since.
+    Raises RunError if the adapter has changed since.
     """
     folder = Path(base.path).resolve()
     run = folder.parent
@@ -110,12 +112,12 @@ def _merged_in(base: ModelConfig) -> ModelConfig | None:
         return None
     adapter, before = config.models[0], recorded(run).get(START, {}).get("content")
     if before is not None and before.partition(",")[0] != content_of(adapter).partition(",")[0]:
-        raise RunError(f"{adapter.path} is no longer the adapter that was merged into {folder}: restore it")
+        raise RunError(f"{adapter.path} is no longer the adapter that was merged into {folder}: restore the original")
     return adapter
 
 
 def quantised_facts(folder: Path) -> dict[str, Any] | None:
-    """The facts that `posttrain quantize` saved in its folder; None for other folders. Raises RunError for damage."""
+    """The content of a folder's quantization.json; None without this file. Raises RunError if the file is damaged."""
     file = folder / QUANTISED
     if not file.is_file():
         return None
@@ -129,16 +131,17 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_reward_model(model: ModelConfig) -> bool:
-    """Whether it is a reward model. The error for a missing base model names the adapter."""
+    """Whether it is a reward model. Raises ModelError, which names the adapter, if its base model cannot be read."""
     try:
-        load_config(base_settings(model))  # an adapter's own files would be enough, but its base must exist
+        load_config(base_settings(model))  # the adapter's own files would suffice, but its base must exist, too
         return is_reward_model(model)
     except ModelError as error:
         if not is_adapter(model):
             raise
         raise ModelError(
             f"{model.path} is an adapter, and its base model cannot be read: {error}. Put the base model's path or hub "
-            "id in its adapter_config.json (base_model_name_or_path), or the base itself in a folder `base` next to it"
+            "id in adapter_config.json (base_model_name_or_path), or the base itself in a folder `base` next to the "
+            "adapter"
         ) from error
 
 
@@ -151,5 +154,5 @@ def _settings(run: Path) -> RunConfig | None:
 
 
 def chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether training used the chat template; for a model without a run, whether it has one."""
+    """Whether training used the chat template; for a model without a run, whether the tokenizer has a template."""
     return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")

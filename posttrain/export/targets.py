@@ -1,6 +1,6 @@
-"""Where an export goes: a folder that is complete or absent, and a repository on the hub.
+"""Where an export is written: a folder that is complete or absent, and a repository on the hub.
 
-A folder of ours has a file that marks it, such as `export.json`; only such a folder is replaced, and only with
+Each written folder is marked by a file such as `export.json`. Only a folder with this file is replaced, and only with
 `--overwrite`.
 """
 
@@ -26,7 +26,7 @@ NO_ROOM = "nothing was written, and the model is intact: free some space, or giv
 
 
 def refuse_target(target: Path, overwrite: bool, mark: str) -> None:
-    """Raise RunError unless the folder is absent, empty, or has the mark and is replaced with `overwrite`."""
+    """Raise RunError unless the folder is absent or empty, or contains the file `mark` and `overwrite` is set."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir():
@@ -38,21 +38,21 @@ def refuse_target(target: Path, overwrite: bool, mark: str) -> None:
 
 
 def put(target: Path, write: Callable[[Path], None], overwrite: bool, mark: str) -> None:
-    """Make the folder atomically from the files that `write` writes. Raises RunError if the disk refuses."""
+    """Create the folder atomically from the files that `write` writes. Raises RunError if a file cannot be written."""
 
     def readable(folder: Path) -> None:
         write(folder)
-        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+        for path in folder.glob("*.safetensors"):  # safetensors creates files that only their owner can read
             path.chmod((folder / mark).stat().st_mode)
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        settle(target.parent, target.name)  # of an export that was killed
+        settle(target.parent, target.name)  # leftovers of a killed export
         put_folder(target, readable, replace=overwrite)
     except (OSError, SafetensorError) as error:
         raise cannot_write(target, error, NO_ROOM) from error
     if not (target / mark).is_file():
-        raise RunError(f"{target} has appeared meanwhile and is not replaced: give another folder with --output")
+        raise RunError(f"{target} was created meanwhile and is not replaced: give another folder with --output")
 
 
 def refuse_full_disk(target: Path, size: int) -> None:
@@ -63,15 +63,15 @@ def refuse_full_disk(target: Path, size: int) -> None:
         raise cannot_write(target, full, NO_ROOM)
 
 
-# Files that the hub makes; a repository with any other is not empty.
+# Files that the hub creates. A repository with other files is not empty.
 MADE_BY_THE_HUB = {".gitattributes", "README.md"}
-# Files of an earlier model, which would be loaded beside or instead of the new ones.
+# Files of an earlier model that would be loaded together with the new files, or instead of them.
 EARLIER = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json"]
 EARLIER += ["chat_template.jinja", "generation_config.json", "quantization.json"]
 
 
 def token_for(repo: str) -> str:
-    """The token of the upload. Raises ModelError, before any work, for an invalid name or without a token."""
+    """The token for the upload. Raises ModelError, before any work, if the name is invalid or no token is found."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -88,7 +88,7 @@ def token_for(repo: str) -> str:
 def push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, message: str) -> str:
     """Upload the folder as one commit to the model repository, which is created if missing; returns the commit's URL.
 
-    Raises ModelError if the hub cannot be reached or refuses; the local folder stays unchanged.
+    Raises ModelError if the hub cannot be reached or refuses the upload; the local folder is left unchanged.
     """
     later = ["hf", "upload", repo, str(folder), *(["--private"] if private else [])]
     remedy = f"The export in {folder} is complete; upload it later with: {shlex.join(later)}"
@@ -114,8 +114,8 @@ def _push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, m
     files = {file.rfilename for file in info.siblings or ()} - MADE_BY_THE_HUB
     if files and not overwrite:
         raise ModelError(
-            f"{repo} has files already ({min(files)} …): nothing was uploaded. Replace them with --overwrite (the hub "
-            "keeps the old ones in its history), or choose another name"
+            f"{repo} already has files ({min(files)} …): nothing was uploaded. Replace them with --overwrite (the hub "
+            "keeps the old files in the repository's history), or choose another name"
         )
     commit = api.upload_folder(
         repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=EARLIER if files else None
@@ -129,11 +129,11 @@ def _reason(error: BaseException, repo: str) -> str:
         if status in (401, 403):
             return (
                 f"the hub refused the upload to {repo} ({status}): the token in HF_TOKEN is invalid, has no write "
-                "access, or is of another account"
+                "access, or belongs to another account"
             )
         return f"the hub refused the upload to {repo} ({status}: {error.server_message or first_line(error)})"
-    if isinstance(error, OfflineModeIsEnabled | HTTPError):  # the second is httpx's; with huggingface_hub 2, httpx2's
+    if isinstance(error, OfflineModeIsEnabled | HTTPError):  # HTTPError of httpx, or of httpx2 with huggingface_hub 2
         return f"the hub cannot be reached ({first_line(error)})"
-    if error.__cause__ is not None:  # of a large file's transfer
+    if error.__cause__ is not None:  # the transfer of a large file wraps the error
         return _reason(error.__cause__, repo)
     return f"the upload to {repo} failed ({first_line(error)})"

@@ -1,4 +1,4 @@
-"""Requests to a model behind an OpenAI-compatible address: paced, retried, and stored in `judge.sqlite`."""
+"""Requests to a model behind an OpenAI-compatible API: paced and retried, with replies stored in `judge.sqlite`."""
 
 import concurrent.futures
 import hashlib
@@ -27,10 +27,10 @@ from posttrain.judges.post import Answer, Pace, Post
 
 log = logging.getLogger("posttrain")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before the first retry, doubled for each further one
-CHARACTERS_PER_TOKEN = 3  # for the limit of tokens per minute, until the server has counted them
-SLICE_S = 0.5  # of the wait for a reply
-FEWEST_FAILURES = 4  # in a row, each after all its retries, before the judge counts as down
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause before the first retry, doubled for each further retry; longest pause
+CHARACTERS_PER_TOKEN = 3  # estimates a request's tokens for the limit per minute, until the server has counted them
+SLICE_S = 0.5  # seconds of one wait for a reply; signals are handled between two waits
+FEWEST_FAILURES = 4  # minimum of consecutive failures, each after all retries, before the judge counts as down
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 NAME = "judge.sqlite"
 BUSY_S = 30.0  # seconds to wait for another program's lock on the file
@@ -46,11 +46,11 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A judge's reply, or why there is none.
+    """A judge's reply, or the reason why there is none.
 
     `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses), invalid (not a chat
-    completion) or unreadable (no verdict). `requests`: number of HTTP requests; 0 for a stored reply, or for one shared
-    with an equal question.
+    completion) or unreadable (no verdict). `requests`: number of HTTP requests; 0 for a stored reply, or for a reply
+    shared with an equal question.
     """
 
     content: str = ""
@@ -72,8 +72,8 @@ class _Task:
 
 
 class JudgeClient:
-    """Threads that send requests; each reply is a future. Raises RewardError without the key or the cache folder.
-    The API key is read from the environment and goes into the request's header, nowhere else."""
+    """Sends requests in threads; each reply is a future. Raises RewardError if the API key is missing or the cache
+    folder cannot be used. The key is read from the environment and written only to the header of requests."""
 
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
@@ -82,7 +82,7 @@ class JudgeClient:
         self._key = _key(settings)
         self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_cache() / "judge")
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
-        self._random = random.Random()  # its own: a run's random numbers stay as they are
+        self._random = random.Random()  # separate, so that a run's random numbers do not change
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class JudgeClient:
         self._failed_in_row, self._answered = 0, False
 
     def submit(self, messages: Sequence[Message]) -> Future[Reply]:
-        """Ask; equal questions share one request. `gather` waits for the reply."""
+        """Ask a question; equal questions share one request. `gather` waits for the reply."""
         text = json.dumps(self._request(messages), sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         shared = self._pending.get(key)
@@ -112,7 +112,7 @@ class JudgeClient:
         return future
 
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
-        """Wait for the replies, with a progress bar if there is a title. Interrupting the wait cancels the requests."""
+        """Wait for the replies, with a progress bar if `title` is given. An interrupted wait cancels the requests."""
         try:
             return [_result(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
@@ -127,8 +127,8 @@ class JudgeClient:
         for _ in self._workers:
             self._tasks.put(None)
         for worker in self._workers:
-            if worker.is_alive():  # not one whose start was interrupted
-                worker.join(1.0)  # one that is still connecting ends with the process
+            if worker.is_alive():  # False if its start was interrupted
+                worker.join(1.0)  # a worker that is still connecting ends with the process
         self._workers.clear()
         self._cache.close()
 
@@ -157,11 +157,11 @@ class JudgeClient:
                 task.future.set_exception(error)
 
     def _tried(self, task: _Task) -> Reply:
-        """The reply after as many tries as the settings allow."""
+        """The reply, after as many tries as needed and allowed by the settings."""
         started, last = time.monotonic(), Reply(failure="outage", reason="interrupted")
         pause = PAUSE_S
         for tries in range(1, self.settings.retries + 2):
-            # After so many failures in a row, further questions of this call are not asked.
+            # After this many consecutive failures, no further question of this call is asked.
             if self._failed_in_row >= max(FEWEST_FAILURES, self.settings.concurrency):
                 return replace(last, reason=f"the judge is down: {last.reason}" if tries > 1 else "the judge is down")
             estimate = len(task.body) // CHARACTERS_PER_TOKEN + self.settings.max_tokens
@@ -178,7 +178,7 @@ class JudgeClient:
             if reply.failure == "refused":
                 return last
             if wait is not None and wait > self.settings.timeout:
-                return replace(last, reason=f"{last.reason}; it asks to wait {wait:.0f} s, longer than timeout")
+                return replace(last, reason=f"{last.reason}; the server asks to wait {wait:.0f} s, longer than timeout")
             if wait is not None:
                 self._pace.hold(wait)
             elif tries <= self.settings.retries:
@@ -189,7 +189,7 @@ class JudgeClient:
         return last
 
     def _once(self, task: _Task) -> tuple[Reply, float | None]:
-        """The reply to one request, and the wait that the server requests."""
+        """The reply to one request, and the seconds to wait before a retry, if the server sets them."""
         post = Post(self.url, self._key)
         with self._lock:
             self._open.add(post)
@@ -209,7 +209,7 @@ class JudgeClient:
         return self._read(answer), answer.retry_after if answer.status != 200 else None
 
     def _read(self, answer: Answer) -> Reply:
-        """A reply from an answer. Raises RewardError if the first answers show that the settings are wrong."""
+        """The reply in an HTTP answer. Raises RewardError if the first answers show that the settings are wrong."""
         text = answer.body.decode(errors="replace")
         try:
             value = json.loads(text)
@@ -221,19 +221,19 @@ class JudgeClient:
         reason = f"HTTP {answer.status}{': ' + message if message else ''}"
         if answer.status in MISTAKES and not self._answered:
             raise RewardError(
-                f"the judge at {self.url} cannot be used, {MISTAKES[answer.status]} ({reason}); check base_url, model "
+                f"the judge at {self.url} cannot be used: {MISTAKES[answer.status]} ({reason}); check base_url, model "
                 f"({self.settings.model}) and api_key_env ({self.settings.api_key_env or 'not set'})"
             )
         again = answer.status in (408, 409, 425, 429) or answer.status >= 500
         return Reply(failure="outage" if again else "refused", reason=reason)
 
     def _short(self, text: str) -> str:
-        """The start of a server's message, without the key."""
+        """The start of a server's message, without the API key."""
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
 
 
 def _result(future: Future[Reply]) -> Reply:
-    """The future's result. Waits in slices, since a signal just before a wait is noticed only when the wait ends."""
+    """The future's result. Waits in slices, because a signal just before a wait is handled only when the wait ends."""
     while not future.done():
         concurrent.futures.wait([future], SLICE_S)
     return future.result()
@@ -246,17 +246,17 @@ def _key(settings: JudgeSettings) -> str | None:
     if not key:
         raise RewardError(f"the judge's key is missing: set the environment variable {settings.api_key_env}")
     if not key.isascii() or not key.isprintable():
-        raise RewardError(f"the value of {settings.api_key_env} has characters that no API key has")
+        raise RewardError(f"the value of {settings.api_key_env} has characters that an API key cannot have")
     return key
 
 
 def _clean(message: Message) -> Message:
-    """The message with lone surrogates, which servers refuse, as escapes."""
+    """The message with lone surrogates, which servers reject, escaped."""
     return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
 
 
 def _without_cost(shared: Future[Reply]) -> Future[Reply]:
-    """The reply of another question, whose tokens are counted there."""
+    """A future for the reply to an equal question, without its costs, which are counted for that question."""
     future: Future[Reply] = Future()
 
     def copy(done: Future[Reply]) -> None:
@@ -288,7 +288,7 @@ def _completion(value: Any) -> Reply | None:
 
 
 def _message(value: Any) -> str:
-    """The message of an error answer, by OpenAI's schema and its relatives'; else empty."""
+    """The message in an error answer with OpenAI's or a similar schema; otherwise empty."""
     for name in ("error", "message", "detail"):
         if isinstance(value, dict) and name in value:
             value = value[name]
@@ -299,10 +299,10 @@ def _message(value: Any) -> str:
 
 
 class ReplyCache:
-    """The replies in a folder, by the hash of the request, so that no question is asked twice.
+    """Replies stored in a folder, by the hash of the request, so that no question is asked twice.
 
     Several threads and several runs may use one folder. Raises RewardError if the file cannot be used. A reply that
-    cannot be stored is used all the same.
+    cannot be stored is still used.
     """
 
     def __init__(self, folder: Path):
@@ -319,7 +319,7 @@ class ReplyCache:
             raise self._refusal(error) from error
 
     def get(self, key: str) -> Reply | None:
-        """The reply, whose tokens are not counted again."""
+        """The stored reply, without token counts, since they are not counted again; None if there is none."""
         query = "SELECT content, finish_reason, seconds FROM replies WHERE key = ?"
         with self._lock:
             try:
@@ -346,7 +346,7 @@ class ReplyCache:
             self._connection.close()
 
     def _refusal(self, error: Exception) -> RewardError:
-        remedy = "set another folder (cache), or fix that"
+        remedy = "fix this, or set a different folder (cache)"
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            remedy = "rename it (and its -wal and -shm files): a new one is made, and the judge is asked again"
+            remedy = "rename it (and its -wal and -shm files): a new file is created, and the judge is asked again"
         return RewardError(f"the judge's stored replies in {self.path} cannot be used: {error}; {remedy}")

@@ -1,7 +1,7 @@
 """Judges: `SingleJudge` scores one completion (`type: judge`), `PairJudge` says which of two is better.
 
-A pair is judged in both orders, because judges favour a position (arXiv 2306.05685, 3.3). A reply that cannot be read
-is followed by a second question in the same conversation.
+A pair is judged in both orders, because judges favour a position (arXiv 2306.05685, section 3.3). A reply that cannot
+be read is followed by a second question in the same conversation.
 """
 
 import logging
@@ -32,7 +32,7 @@ COSTS = ("requests", "prompt_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation that ends with the question, and its reply to come."""
+    """A conversation that ends with a question, and the future of its reply."""
 
     messages: tuple[Message, ...]
     future: Future[Reply]
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[Value]):
-    """A judge's answer: `value` as read from `reply`; None if it did not reply, or the reply cannot be read."""
+    """A judge's answer. `value` is read from `reply`; None if there is no reply, or if it cannot be read."""
 
     value: Value | None
     reply: Reply
@@ -67,7 +67,7 @@ class _Judge:
     def _answers(
         self, questions: Sequence[Question], read: Callable[[str], Value | None], wanted: str, title: str
     ) -> list[Answered[Value]]:
-        """The answers, in order. `wanted` tells the judge what a readable reply has; failures are logged by kind."""
+        """The answers, in order. `wanted` tells the judge what a reply must contain; failures are logged by kind."""
         replies = self._client.gather([question.future for question in questions], title)
         found = [_read(reply, read) for reply in replies]
         again = {
@@ -107,7 +107,7 @@ def _reminded(messages: Sequence[Message], reply: Reply, wanted: str) -> list[Me
 
 
 def _both(first: Reply, second: Answered[Value]) -> Answered[Value]:
-    """The second answer, at the cost of both."""
+    """The second answer, with the costs of both."""
     costs = {name: getattr(first, name) + getattr(second.reply, name) for name in (*COSTS, "seconds")}
     content = f"{first.content}\n{second.reply.content}" if second.reply.content else first.content
     return replace(second, reply=replace(second.reply, content=content, **costs))
@@ -118,7 +118,7 @@ def _both(first: Reply, second: Answered[Value]) -> Answered[Value]:
 
 @dataclass(frozen=True, slots=True)
 class JudgeInput:
-    """A completion to be judged; `answer` is the right one, if it is known."""
+    """A completion to judge; `answer` is the right answer, if it is known."""
 
     prompt: prompts.Prompt
     completion: str
@@ -127,10 +127,10 @@ class JudgeInput:
 
 @dataclass(frozen=True, slots=True)
 class Judged(Grade):
-    """A judge's verdict: `scored`, or without a score timeout, crashed (any other failure) or bad_gold (no answer).
+    """A judge's verdict: `scored`; or, without a score, timeout, crashed (any other failure) or bad_gold (no answer).
 
-    `extracted` is the end of the reply. `unreadable`: the judge replied twice, without a score. `requests`: 0 if the
-    reply was stored.
+    `extracted` is the end of the reply. `unreadable`: the judge replied twice, but without a score. `requests`: 0 if
+    the reply was stored.
     """
 
     unreadable: bool = False
@@ -140,30 +140,30 @@ class Judged(Grade):
 
 
 class SingleJudge(_Judge):
-    """Scores completions. Between `start` and `finish` the judge works, and the caller may do other things.
+    """Scores completions. The judge works between `start` and `finish`, while the caller may do other things.
 
-    Raises RewardError if the judge cannot be asked at all."""
+    Raises RewardError if no request can be made (missing API key, unusable cache, wrong settings)."""
 
     def __init__(self, settings: ScoreSettings):
         super().__init__(settings)
         self.settings = settings
 
     def __call__(self, inputs: Sequence[JudgeInput], title: str = "") -> list[Judged]:
-        """The verdict on each completion, in order; a title shows a progress bar."""
+        """The verdict on each completion, in order; shows a progress bar if `title` is given."""
         return self.finish(self.start(inputs), title)
 
     def start(self, inputs: Sequence[JudgeInput]) -> list[Question | None]:
-        """Ask about every completion; None where the prompt needs an answer that is missing."""
+        """Ask about every completion; None for a completion without the answer that the judge's prompt needs."""
         needs_answer = "{answer}" in (self.settings.prompt or "")
         return [None if one.answer is None and needs_answer else self._ask(self._messages(one)) for one in inputs]
 
     def finish(self, started: Sequence[Question | None], title: str = "") -> list[Judged]:
-        """The verdicts on the completions of `start`."""
+        """The verdicts on the completions given to `start`."""
         settings = self.settings
         wanted = '"[[rating]]"' if settings.read == "rating" else "the score in the form that was asked for"
         questions = [question for question in started if question is not None]
         found = iter(self._answers(questions, lambda text: prompts.read_score(text, settings), wanted, title))
-        missing = Judged("bad_gold", reason="the row has no answer, and the judge's prompt has {answer}")
+        missing = Judged("bad_gold", reason="the row has no answer, but the judge's prompt has {answer}")
         return [missing if question is None else self._judged(next(found)) for question in started]
 
     def _messages(self, judged: JudgeInput) -> list[Message]:
@@ -192,7 +192,7 @@ class SingleJudge(_Judge):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two completions of a prompt; `answer` is the right one, if it is known."""
+    """Two completions of a prompt; `answer` is the right answer, if it is known."""
 
     prompt: prompts.Prompt
     a: str
@@ -202,10 +202,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The verdict on a pair, from the side of `a`; None if the judge gave none in one of the orders.
+    """The verdict on a pair, from the side of `a`. `result` is None if the judge gave no verdict in one of the orders.
 
-    A win or a loss needs both orders to agree, anything else is a tie. `a_first` and `b_first` are the better
-    completion according to each order, `replies` the judge's words; the costs are those of both questions.
+    A win or a loss needs both orders to agree; anything else is a tie. `a_first` and `b_first` are the judge's verdicts
+    with A, or B, shown first; `replies` are its replies, in the same order. Costs are the sums of both questions.
     """
 
     result: Result | None
@@ -222,8 +222,9 @@ class Preference:
 class Summary:
     """Counts of preferences. `win_rate` = (wins + ties / 2) / verdicts, NaN without a verdict.
 
-    Position bias: `agree` pairs have the same verdict in both orders; of the others, `first` prefer whatever comes
-    first and `second` whatever comes second (the rest call one order a tie). `bias_p` is the exact two-sided binomial
+    Position bias: `agree` counts pairs with the same verdict in both orders. Of the other pairs, `first` counts those
+    for which the judge prefers the completion shown first, whichever it is, and `second` those for which it prefers the
+    completion shown second; in the rest, one order is a tie. `bias_p` is the p-value of the exact two-sided binomial
     test of first = second.
     """
 
@@ -242,10 +243,10 @@ class Summary:
 
 
 class PairJudge(_Judge):
-    """Compares completions in pairs. Raises RewardError if the judge cannot be asked at all."""
+    """Compares completions in pairs. Raises RewardError if no request can be made, like `SingleJudge`."""
 
     def compare(self, pairs: Sequence[Pair], title: str = "") -> list[Preference]:
-        """The preference for each pair, in order; a title shows a progress bar."""
+        """The preference for each pair, in order; shows a progress bar if `title` is given."""
         questions = [self._ask(_messages(pair, swapped)) for pair in pairs for swapped in (False, True)]
         found = self._answers(questions, prompts.read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
         return [_preference(found[at], found[at + 1]) for at in range(0, len(found), 2)]

@@ -1,8 +1,8 @@
-"""One HTTP request with a deadline from connecting to the last byte; limits of requests per minute.
+"""One HTTP request with a deadline from connecting to the last byte, and the limits on requests per minute.
 
-Not by httpx, whose timeouts apply to single reads, so that a server that sends a byte now and then never exceeds them,
-and whose requests no other thread can end. Its asyncio client does both, but waits for the resolution of a name at the
-end of the loop, however long that takes; and the core's dependencies do not include it.
+httpx is not used: its timeouts apply to single reads, so a server that sends a byte now and then never exceeds them,
+and no other thread can end its requests. Its asyncio client could do both, but at the end of the loop it waits for name
+resolution, however long this takes. Nor is httpx one of the core dependencies.
 """
 
 import base64
@@ -19,8 +19,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-MAX_BYTES = 16 << 20  # of an answer
-PERIOD_S = 60.0
+MAX_BYTES = 16 << 20  # maximum size of an answer
+PERIOD_S = 60.0  # seconds to which the limits apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Post:
-    """A POST of JSON to `url`, through the environment's proxy if there is one. `cut`, from any thread, ends it."""
+    """A POST request with JSON, through the environment's proxy if there is one. Any thread can end it with `cut`."""
 
     def __init__(self, url: str, key: str | None):
         parts = urlsplit(url)
@@ -46,7 +46,8 @@ class Post:
         self._is_cut = False
 
     def send(self, body: bytes, timeout: float) -> Answer:
-        """The answer. Raises TimeoutError after `timeout` seconds, OSError or HTTPException if the connection fails."""
+        """Send the request and return the answer. Raises TimeoutError after `timeout` seconds, and OSError or
+        HTTPException if the connection fails."""
         until = time.monotonic() + timeout
         watch = threading.Timer(timeout, self.cut)  # a socket's own timeout starts again with each byte
         watch.daemon = True
@@ -55,7 +56,7 @@ class Post:
         try:
             connection.connect()
             self._socket = connection.sock
-            if self._is_cut:  # while connecting
+            if self._is_cut:  # `cut` was called while connecting
                 raise ConnectionAbortedError("the request was cut off")
             connection.request("POST", self._path, body, self._headers)
             response = connection.getresponse()
@@ -102,7 +103,7 @@ class Post:
         return HTTPConnection(host, port, timeout=timeout)
 
 
-@functools.cache  # reading the authorities takes a while
+@functools.cache  # reading the certificate authorities takes a while
 def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
@@ -120,14 +121,14 @@ def _seconds(header: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Entry:
-    """A request: when it was sent, and its tokens, estimated until it is answered."""
+    """A request: when it was sent, and its number of tokens, which is an estimate until the answer arrives."""
 
     when: float
     tokens: int
 
 
 class Pace:
-    """Delays requests so that no period of PERIOD_S exceeds the limits. Threads share one."""
+    """Delays requests so that no period of PERIOD_S seconds exceeds the limits. Threads share one instance."""
 
     def __init__(self, requests: int | None, tokens: int | None):
         self._requests, self._tokens = requests, tokens
@@ -136,7 +137,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def enter(self, tokens: int, stop: threading.Event) -> Entry | None:
-        """Wait for room for a request of about `tokens` tokens; None once `stop` is set."""
+        """Wait until the limits allow a request of about `tokens` tokens; return None once `stop` is set."""
         while not stop.is_set():
             with self._lock:
                 now = time.monotonic()
@@ -153,12 +154,12 @@ class Pace:
             self._held_until = max(self._held_until, time.monotonic() + seconds)
 
     def _wait(self, now: float, tokens: int) -> float:
-        """Seconds until there may be room: 0 or less if there is room now."""
+        """Seconds until the limits may allow the request; 0 or less if they allow it now."""
         while self._sent and self._sent[0].when <= now - PERIOD_S:
             self._sent.popleft()
         wait = self._held_until - now
         full = self._requests is not None and len(self._sent) >= self._requests
-        # A request larger than the whole limit passes when it is alone.
+        # A request larger than the whole limit is allowed if it is the only one in the period.
         used = sum(entry.tokens for entry in self._sent) if self._tokens is not None else 0
         full |= self._tokens is not None and bool(self._sent) and used + tokens > self._tokens
         return max(wait, self._sent[0].when + PERIOD_S - now) if full else wait

@@ -1,5 +1,5 @@
-"""The questions to a judge, in the style of MT-Bench (Zheng et al. 2023, arXiv 2306.05685, figures 5 to 10): a short
-explanation first, then the verdict in double square brackets. And the readers of replies: a score, or a preference."""
+"""The questions to a judge, in the style of MT-Bench (Zheng et al. 2023, arXiv 2306.05685, figures 5 to 10): they ask
+for a short explanation, then the verdict in double square brackets. Also reads the score or preference in a reply."""
 
 import json
 import math
@@ -49,13 +49,13 @@ REFERENCE_RULE = " A reference answer is given, which is correct: compare with i
 
 Prompt = str | Sequence[Mapping[str, Any]]
 _RATING = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
-_OUT_OF = re.compile(r"\s*/\s*\d+(?:\.\d+)?")  # 7/10 is a 7
+_OUT_OF = re.compile(r"\s*/\s*\d+(?:\.\d+)?")  # 7/10 means 7
 _PREFERENCE = re.compile(r"\[\[([ABC])\]\]")
-MOST_OBJECTS = 100  # braces of a reply that may open a JSON object
+MOST_OBJECTS = 100  # maximum number of braces in a reply at which a JSON object is sought
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with `{name}` replaced for every name of `values`. Other braces stay, as do those inside values."""
+    """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
 
@@ -67,7 +67,7 @@ def with_reference(template: str, answer: str | None) -> str:
 
 
 def as_text(prompt: Prompt) -> str:
-    """A prompt as one string: a conversation of one user message is that message, a longer one has its roles."""
+    """A prompt as one string. A single user message becomes its content; other conversations include the roles."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and prompt[0].get("role") == "user":
@@ -76,7 +76,7 @@ def as_text(prompt: Prompt) -> str:
 
 
 def read_score(text: str, settings: ScoreSettings) -> float | None:
-    """The score in a reply, after its thinking; None if there is none from min_score to max_score."""
+    """The score in a reply, after its thinking; None if it has no score from min_score to max_score."""
     text = after_thinking(text)
     match settings.read:
         case "rating":
@@ -93,12 +93,12 @@ def read_score(text: str, settings: ScoreSettings) -> float | None:
 
 
 def read_preference(text: str) -> str | None:
-    """A, B, or C for a tie: the last one in double brackets after the thinking; None if there is none."""
+    """The last verdict in double brackets after the thinking: A, B, or C for a tie; None if there is no verdict."""
     return next(reversed(_PREFERENCE.findall(after_thinking(text))), None)
 
 
 def _field(text: str, name: str) -> Any:
-    """The field of the last JSON object in the text that has it."""
+    """The value of this field in the last JSON object of the text that has it."""
     decoder, found, at = json.JSONDecoder(), None, text.find("{")
     for _ in range(MOST_OBJECTS):
         if at < 0:

@@ -1,8 +1,8 @@
-"""Heartbeats between the ranks of a run, beside their exchanges: that they live, and where they wait.
+"""Heartbeats between the ranks of a run, separate from their exchanges: which ranks are alive, and where each waits.
 
-Each rank writes a line to a common store every second; the first rank reads all lines, the others read its line. A rank
-that dies is usually noticed earlier, by the exchange that it misses. One that hangs blocks the exchange, and with it
-the main thread of the others; so do two ranks that wait for one another in different exchanges.
+Each rank writes a line to a shared store every second. The first rank reads every line; the other ranks read only the
+first rank's line. A rank that dies is usually noticed earlier, because an exchange fails. A rank that hangs blocks the
+exchange and the main threads of all other ranks; so do two ranks that wait for each other in different exchanges.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from posttrain.base.terminal import say
 
 log = logging.getLogger("posttrain")
 
-BEAT_S = 1.0  # between two heartbeats
-SILENCE_S = 30.0  # without a heartbeat, a rank counts as lost; apart for so long, two ranks count as out of step
+BEAT_S = 1.0  # seconds between two heartbeats
+SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step
 
 
 class Store(Protocol):
-    """torch's store of keys and values, in the process of the launcher or of the first rank."""
+    """torch's key-value store, hosted by the launcher or the first rank."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -40,10 +40,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a rank is: its number of exchanges, the exchange that it waits in, and its step of training."""
+    """A rank's progress: the number of exchanges it has entered, the one it is waiting in, and its training step."""
 
     exchanges: int = 0
-    kind: str = ""  # of the exchange that it waits in; empty outside
+    kind: str = ""  # kind of the exchange that the rank is waiting in; empty outside an exchange
     step: int = 0
 
     def __str__(self) -> str:
@@ -67,9 +67,9 @@ class Beat:
 
 
 class RankWatch:
-    """Reports to the other ranks that this one lives, and ends the process when another does not.
+    """Reports to the other ranks that this rank is alive; ends the process if a rank is lost or out of step.
 
-    One thread talks to the store, which may be in a process that hangs; a second thread judges what the first heard.
+    One thread talks to the store, whose process may hang; a second thread judges the heartbeats that the first reads.
     """
 
     def __init__(self, store: Store, index: int, size: int):
@@ -78,8 +78,8 @@ class RankWatch:
         self._heard = time.monotonic()  # the last time that the store answered
         self._beats = {rank: Beat("", self._heard, Position(), self._heard, "") for rank in self._others}
         self.ended_together = False
-        self.reported: Exception | None = None  # the error of this rank that the others know of
-        self.in_step = False  # exchanges are part of every pass: no rank can continue without the others
+        self.reported: Exception | None = None  # this rank's error, once the other ranks know it
+        self.in_step = False  # every pass over the model includes exchanges: no rank can continue without the others
         self.position, self._since = Position(), self._heard
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         self._threads: list[threading.Thread] = []
@@ -92,21 +92,21 @@ class RankWatch:
             self._threads[-1].start()
 
     def end(self) -> None:
-        """Stop watching. A thread that is still in the store's code when the interpreter exits would abort it."""
+        """Stop watching. A thread that is still in the store's code at interpreter exit would abort the process."""
         self._handled.set()
         self._ended.set()
         for thread in self._threads:
-            thread.join(2 * BEAT_S)  # a store that hangs does not hold up the end
+            thread.join(2 * BEAT_S)  # a store that hangs must not delay the exit
 
     def enter(self, kind: str) -> None:
-        """The main thread starts to wait for the other ranks."""
+        """Record that the main thread starts to wait for the other ranks."""
         self._move(replace(self.position, exchanges=self.position.exchanges + 1, kind=kind))
 
     def leave(self) -> None:
         self._move(replace(self.position, kind=""))
 
     def at_step(self, step: int) -> None:
-        """The main thread starts a step of training."""
+        """Record that the main thread starts a training step."""
         self._move(replace(self.position, step=step))
 
     def _move(self, position: Position) -> None:
@@ -115,18 +115,18 @@ class RankWatch:
     # Messages
 
     def blame(self, error: BaseException) -> str:
-        """A message that names the rank that is lost, once its heartbeats stop."""
+        """Wait 5 s to see whose heartbeats stop. Return a message that names the lost ranks, or else those behind."""
         if lost := self.lost(error):
             return lost
         counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}
         behind = [f"rank {rank}" for rank, count in counts.items() if count < self.position.exchanges]
         first = " ".join(str(error).split())[:200]
-        return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
+        return f"the ranks can no longer exchange data; ranks behind: {', '.join(behind) or 'none'} ({first})"
 
     def lost(self, error: BaseException) -> str | None:
-        """A message that names the ranks whose heartbeats stop after this error; None if all go on."""
+        """A message that names the ranks whose heartbeats stop after this error; None if all continue."""
         log.debug("an exchange between ranks failed: %s", error)
-        self._handled.set()  # the main thread ends the run
+        self._handled.set()  # the main thread now ends the run itself
         self.in_step = False
         self.leave()
         since = time.monotonic()
@@ -138,7 +138,7 @@ class RankWatch:
 
     def _named(self, ranks: Sequence[int]) -> str:
         names = [self._name(rank) for rank in ranks]
-        if ranks == [self._index]:  # the store is gone, which is in the launcher or in this process
+        if ranks == [self._index]:  # the store is gone, and this process is alive: the launcher hosted it
             return "the launcher of the first rank is lost: its process has ended, or is stopped"
         lost = "is lost: its process has ended, or is stopped" if len(names) == 1 else "are lost"
         return f"{', '.join(names)} {lost}"
@@ -150,7 +150,7 @@ class RankWatch:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def _out_of_step(self) -> str | None:
-        """A message that names the ranks that have long waited in another exchange than this one; None without any."""
+        """A message that names the ranks that have waited too long in a different exchange; None if there are none."""
         here, now = self.position, time.monotonic()
         if not here.kind or now - self._since < SILENCE_S:
             return None
@@ -168,11 +168,11 @@ class RankWatch:
             while not self._ended.wait(BEAT_S):
                 self._set()
                 for key, rank in ((f"posttrain/{rank}", rank) for rank in self._others):
-                    if self._store.check([key]):  # reading a missing key would wait for it
+                    if self._store.check([key]):  # `get` would wait for a missing key
                         self._note(rank, self._store.get(key).decode())
                 self._heard = time.monotonic()
-        except RuntimeError as error:  # the store went with its process
-            log.debug("the store of the ranks does not answer: %s", error)
+        except RuntimeError as error:  # the store's process has ended
+            log.debug("the ranks' store does not answer: %s", error)
             self._heard = -math.inf
 
     def _set(self) -> None:
@@ -191,7 +191,7 @@ class RankWatch:
         last = time.monotonic()
         while not self._handled.wait(BEAT_S):
             now = time.monotonic()
-            if now - last > SILENCE_S / 2:  # this process was itself stopped
+            if now - last > SILENCE_S / 2:  # this process itself was suspended
                 self._start_again(now)
             last = now
             lost = [rank for rank, beat in list(self._beats.items()) if now - beat.heard > SILENCE_S]
@@ -206,7 +206,7 @@ class RankWatch:
                 return
 
     def _start_again(self, now: float) -> None:
-        """Count every silence anew."""
+        """Restart the silence counts of the store and of all ranks."""
         self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
         for beat in list(self._beats.values()):
             beat.heard = beat.since = now
@@ -226,7 +226,7 @@ class RankWatch:
 
 @contextmanager
 def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
-    """A watch over the other ranks until the block ends."""
+    """Watch the other ranks until the block ends."""
     watch = RankWatch(store, index, size)
     watch.start()
     try:
@@ -236,9 +236,9 @@ def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
 
 
 def out_of_step(positions: dict[str, Position]) -> str:
-    """A message for ranks at different positions, by their names."""
+    """An error message about ranks at different positions, given by name."""
     at = [f"{name} is at step {rank.step}, exchange {rank.exchanges} ({rank.kind})" for name, rank in positions.items()]
     return (
-        f"the ranks are out of step: {'; '.join(at)}. Code of yours that runs on every rank, such as a reward, must "
-        "return or raise on all of them alike; if none does so, please report this"
+        f"the ranks are out of step: {'; '.join(at)}. Your own code that runs on every rank, such as a reward, must "
+        "either return on all ranks or raise on all ranks; if you have no such code, please report this"
     )

@@ -1,16 +1,16 @@
-"""The processes that train one model together: what each does, and how they exchange it.
+"""The processes that train one model together: how they share the work and exchange results.
 
-Every rank has the whole model, or its rows of every tensor (models/sharding.py), and packs the whole batch; it scores
-its own packs, and gradients, metrics and log-probabilities are summed over the ranks. As all denominators are those of
-the whole step, sums are exact: the number of ranks changes no gradient but for the order of its terms.
+Every rank holds the whole model, or its rows of every tensor (models/sharding.py), and packs the whole batch. It scores
+only its own packs; gradients, metrics and log-probabilities are summed over the ranks. All denominators are those of
+the whole step, so the sums are exact: the number of ranks only changes the order in which a gradient's terms are added.
 
-    with joined() as ranks:              # of torchrun's environment; ALONE without it
+    with joined() as ranks:              # from torchrun's environment; ALONE without it
         mine = ranks.mine(packs)
         ranks.sum_(gradients)
         metrics = ranks.together(lambda: scored(mine))     # every rank's result, or the error of one
 
 gloo sends every number through the loopback interface. Ranks on the CPU of one machine sum in shared memory instead
-(`SharedSums`): each writes its numbers where all read them, sums one part of all, and writes the sums for the others.
+(`SharedSums`): each rank writes its numbers where all can read them, sums one part, and writes the sums for the others.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step, watc
 from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
 
 T = TypeVar("T")
-CONNECT_S = 120.0  # for connections between ranks that have all started
+CONNECT_S = 120.0  # seconds in which ranks that have all started must connect
 PATIENCE = timedelta(days=7)  # timeout of exchanges: the first rank may tokenise for hours while others wait
-MOST_LISTED, LONGEST_SHOWN = 20, 120  # differences in a message, and characters of a value there
-ROOM = 1 << 25  # bytes of one exchange
-LEAST_SHARED = 1 << 16  # numbers to sum in shared memory: its two barriers take longer than an exchange of fewer
+MOST_LISTED, LONGEST_SHOWN = 20, 120  # maximum differences in a message, and characters of each value
+ROOM = 1 << 25  # maximum bytes of one exchange
+LEAST_SHARED = 1 << 16  # minimum numbers to sum in shared memory: its two barriers take longer than a small exchange
 
 
 @dataclass(frozen=True)
@@ -53,50 +53,50 @@ class Ranks:
 
     index: int = 0
     size: int = 1
-    local: int = 0  # number on this machine
-    locals: int = 1  # ranks on this machine
+    local: int = 0  # this rank's number on its machine
+    locals: int = 1  # number of ranks on this machine
     in_step: bool = False  # whether a pass over the model is a collective operation, which all ranks call equally often
     _watch: RankWatch | None = field(default=None, repr=False, compare=False)
-    _objects: Any = field(default=None, repr=False, compare=False)  # the group that exchanges objects
-    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # of ranks on one machine, on its CPU
+    _objects: Any = field(default=None, repr=False, compare=False)  # the process group for objects
+    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # if all ranks use one machine's CPU
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's items, every `size`-th one."""
+        """This rank's items: every `size`-th item, from `index` on."""
         return items if self.size == 1 else items[self.index :: self.size]
 
     def keeping_step(self, in_step: bool) -> Ranks:
-        """The ranks of a run whose passes over the model are collective operations, or are not."""
+        """Copy these ranks with `in_step`: whether passes over the model are collective operations."""
         if self._watch is not None:
             self._watch.in_step = in_step
         return replace(self, in_step=in_step and self.size > 1)
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:
-        """Context in which the failure of a collective pass is a RankError, if a rank is lost."""
+        """Context that turns the failure of a collective pass into a RankError if a rank is lost."""
         try:
             yield
         except RuntimeError as error:
             watch = self._watch
             if watch is None or not watch.in_step or is_out_of_memory(error):
                 raise
-            with handling(lambda number, frame: None, signal.SIGTERM):  # from the launcher, which has noticed too
+            with handling(lambda number, frame: None, signal.SIGTERM):  # the launcher sends it when a rank has ended
                 lost = watch.lost(error)
             if lost:
                 raise RankError(lost) from error
             raise
 
     def spare(self, items: Sequence[T]) -> Sequence[T]:
-        """Further items, whose results are ignored, where all ranks must make equally many passes over the model."""
+        """Extra items that give all ranks equally many passes, if passes are collective. Their results are ignored."""
         if not self.in_step or not items:
             return ()
         return [items[0]] * (-(-len(items) // self.size) - len(self.mine(items)))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Raises RankError if a rank is lost, or calls this in another step."""
+        """Every rank's value, by rank. Raises RankError if a rank is lost, or is at a different step or exchange."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -107,12 +107,12 @@ class Ranks:
         return [value for _, value in gathered]
 
     def at_step(self, step: int) -> None:
-        """This rank starts a step of training."""
+        """Record that this rank starts a training step."""
         if self._watch is not None:
             self._watch.at_step(step)
 
     def differences(self, facts: Mapping[str, Any]) -> list[str]:
-        """A line for every fact that is not the same on all ranks, with its values by rank; every rank returns the same
+        """One line for each fact that differs between ranks, with its values by rank; every rank returns the same
         lines. Only digests are exchanged, unless they differ."""
         text = json.dumps(facts, sort_keys=True, default=str)
         digests = self.gather(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
@@ -123,14 +123,14 @@ class Ranks:
         return lines[:MOST_LISTED] + more
 
     def passes(self, work: Callable[[], T]) -> list[T]:
-        """As `together`, for work that makes passes over the model. If these are collective, a failed rank cannot be
-        waited for; it is reported as lost."""
+        """Like `together`, for work that makes passes over the model. If passes are collective, the other ranks cannot
+        wait for the error of a failed rank; it is reported as lost."""
         return self.gather(work()) if self.in_step else self.together(work)
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result of `work`. An error on one rank is raised there, and a RankError on the others.
+        """Every rank's result of `work`. An error on one rank is raised there, and as a RankError on the other ranks.
 
-        `work` may itself call `together`, on all ranks alike.
+        `work` may itself call `together`, if it does so on every rank.
         """
         if self.size == 1:
             return [work()]
@@ -164,12 +164,13 @@ class Ranks:
         return flag if self.size == 1 else any(self.gather(flag))
 
     def first(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which only the first rank does."""
+        """The result of `work`, which only the first rank runs."""
         return self.together(lambda: work() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
 
     @contextmanager
     def ahead(self, of_machine: bool = False) -> Iterator[None]:
-        """A block that the first rank, or the first of each machine, leaves before others enter it: it fills caches."""
+        """Let the first rank (`of_machine`: the first of each machine) finish the block, which fills caches, before the
+        other ranks enter it."""
         first = self.local == 0 if of_machine else self.is_first
         if not first:
             self.gather(None)
@@ -179,7 +180,7 @@ class Ranks:
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype and device by their sums over the ranks; the same bits on every rank."""
+        """Replace tensors of one dtype and device by their sums over the ranks, bit for bit the same on every rank."""
         if self.size == 1 or not tensors:
             return
         whole = [tensor.contiguous() for tensor in tensors]
@@ -191,7 +192,7 @@ class Ranks:
                 tensor.copy_(total)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of parameters; one without a gradient on this rank but on another counts as 0."""
+        """Sum the gradients of parameters over the ranks. A gradient that only other ranks have counts as 0 here."""
         if self.size == 1:
             return
         has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
@@ -207,7 +208,7 @@ class Ranks:
     def spread(
         self, items: Sequence[T], shapes: Sequence[Sequence[int]], of: Callable[[T], Tensor], device: torch.device
     ) -> list[Tensor]:
-        """`of` every item, float32 tensors of these shapes on this device, each computed by one rank."""
+        """The results of `of` for all items, each computed by one rank: float32 tensors of these shapes on `device`."""
         if self.size == 1:
             return [of(item) for item in items]
         results = [torch.zeros(*shape, device=device) for shape in shapes]
@@ -219,7 +220,7 @@ class Ranks:
         return results
 
     def _sum(self, pieces: Sequence[Tensor]) -> None:
-        """Sum flat tensors that fit one exchange."""
+        """Sum flat tensors that together fit into one exchange."""
         if self._memory is not None and sum(piece.numel() for piece in pieces) >= LEAST_SHARED:
             self._memory.sum_(pieces)
             return
@@ -232,7 +233,7 @@ class Ranks:
             piece.copy_(total)
 
     def on_lost(self, end: Callable[[BaseException], None]) -> None:
-        """Call `end(error)` before this process ends because another one is lost while the main thread waits for it."""
+        """Call `end(error)` before this process ends because the main thread waits for a rank that is lost."""
         if self._watch is not None:
             self._watch.on_lost = end
 
@@ -252,7 +253,7 @@ ALONE = Ranks()
 
 
 def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat tensors of one dtype in groups of at most ROOM bytes, longer ones in several parts."""
+    """Group flat tensors of one dtype into exchanges of at most ROOM bytes; longer tensors are split."""
     room = ROOM // tensors[0].element_size()
     group: list[Tensor] = []
     for part in (part for tensor in tensors for part in tensor.split(room)):
@@ -264,7 +265,7 @@ def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """`each` has the host and the facts of every rank."""
+    """A line for each fact that differs; `each` has the host and the facts of every rank."""
     for name in sorted({name for _, facts in each for name in facts}):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, (_, facts) in enumerate(each):
@@ -282,7 +283,7 @@ def _shown(value: Any) -> str:
 
 
 def _having(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
-    """Ranks with their machines, and the verb."""
+    """The subject and verb of a difference: `ranks 0, 1 on node-a have`."""
     hosts = ", ".join(dict.fromkeys(each[rank][0] for rank in ranks))
     names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return f"{names} on {hosts} {'has' if len(ranks) == 1 else 'have'}"
@@ -290,9 +291,9 @@ def _having(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun or `accelerate launch` started, connected inside the block; ALONE without them.
+    """Connect the ranks that torchrun or `accelerate launch` started, for the block; yields ALONE if there are none.
 
-    Raises RankError if they do not find one another in time, or were started with different numbers of ranks.
+    Raises RankError if the ranks do not find one another in time, or were started with different numbers of ranks.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
@@ -305,7 +306,7 @@ def joined() -> Iterator[Ranks]:
     try:
         with ExitStack() as stack:
             with meeting(index, size) as store:
-                # The watch's thread has its own connection: a thread that waits in a connection holds it up.
+                # The watch's thread has its own connection: a waiting thread blocks the connection that it uses.
                 watch = stack.enter_context(watching(connected(index, as_client=True), index, size))
                 objects = _connect(store, watch, index, size)
             ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
@@ -318,10 +319,10 @@ def joined() -> Iterator[Ranks]:
 
 
 def _connect(store: dist.Store, watch: RankWatch, index: int, size: int) -> Any:
-    """Connect the ranks for tensors on their devices. Returns the group for objects, which times out by itself."""
+    """Connect the ranks for tensors on their devices. Returns the process group for objects, with its own timeout."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or "the one that the name of the machine leads to"
-    failed = f"rank {index} on {socket.gethostname()} cannot connect to the others"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or "that of the address to which the host name resolves"
+    failed = f"rank {index} on {socket.gethostname()} cannot connect to the other ranks"
     advice = (
         "another rank has ended, or not all ports are open between the machines; GLOO_SOCKET_IFNAME names the network "
         f"interface to use (now {interface})"
@@ -339,16 +340,16 @@ def _connect(store: dist.Store, watch: RankWatch, index: int, size: int) -> Any:
 
 
 class SharedSums:
-    """Memory of every rank, by rank, that all have mapped. `meet()` returns once all ranks have called it."""
+    """Sums in shared memory: `rooms` has each rank's memory, mapped by all ranks. `meet()` returns once all ranks have
+    called it."""
 
     def __init__(self, index: int, rooms: Sequence[Tensor], meet: Callable[[], object]):
         self._index, self._meet, self._turn = index, meet, 0
         self._halves = [room.view(2, ROOM) for room in rooms]
 
     def sum_(self, pieces: Sequence[Tensor]) -> None:
-        """Replace flat tensors of one dtype, together at most ROOM bytes, by their sums; the same bits on every rank.
-
-        The halves are used in turn: all ranks meet between the last read of one and the next write to it.
+        """Replace flat tensors of one dtype, together at most ROOM bytes, by sums that are bit for bit the same on all
+        ranks. The two halves of the memory alternate, so all ranks meet between a half's last read and its next write.
         """
         lengths, dtype, self._turn = [piece.numel() for piece in pieces], pieces[0].dtype, 1 - self._turn
         each = [halves[self._turn].view(dtype)[: sum(lengths)] for halves in self._halves]
@@ -366,15 +367,15 @@ class SharedSums:
 
 
 def shared_sums(index: int, meet: Callable[[], object], gather: Callable[[Any], Sequence[Any]]) -> SharedSums | None:
-    """The SharedSums of rank `index`; every rank calls this. None if they do not see one another's memory.
+    """The SharedSums of rank `index`; None if the ranks cannot map one another's memory. Every rank must call this.
 
-    `gather` returns the argument of every rank. The memory has no name in a file system: nothing is left of it, however
-    the processes end.
+    `gather` returns the arguments of all ranks. The memory has no name in a file system, so nothing of it remains,
+    however the processes end.
     """
     name = uuid.uuid4().bytes
     try:
         file = os.memfd_create("posttrain-sums")
-    except (AttributeError, OSError):  # another system than Linux, or one that forbids it
+    except (AttributeError, OSError):  # not Linux, or a system that forbids it
         file = None
     if file is not None:
         os.truncate(file, 2 * ROOM)
@@ -389,7 +390,7 @@ def shared_sums(index: int, meet: Callable[[], object], gather: Callable[[Any], 
 
 
 def _mapped(path: str, name: bytes) -> Tensor | None:
-    """Another rank's memory, which starts with this name; None if it is not there, as on another machine."""
+    """Map another rank's memory, which starts with `name`; None if it is not there (on another machine, say)."""
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), 2 * ROOM)

@@ -1,6 +1,6 @@
-"""How the ranks of a run are started, by torchrun's agent, and find one another: a store in which all check in.
+"""Starts the ranks of a run with torchrun's agent, and connects them through a store in which every rank checks in.
 
-Importing this module loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from posttrain.base.terminal import say
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-GRACE_S = 120  # for the checkpoint after a signal, before processes are killed
-NODE_PATIENCE_S = 900  # until all machines must have joined
-JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
-MARGIN_S = 10.0  # beyond that, for a connection that hangs
-ANSWER_S = 30.0  # for a launcher that listens
-POLL_S = 0.05  # between two checks for a rank that starts
-READ_S = 1.0  # for the others to read what this rank wrote, before it ends
-ELSEWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the default route leads there
+GRACE_S = 120  # seconds for a checkpoint after a signal, before processes are killed
+NODE_PATIENCE_S = 900  # seconds in which all machines must join
+JOIN_S = 300.0  # seconds in which all ranks must start: they import torch, perhaps from a slow file system
+MARGIN_S = 10.0  # seconds in addition to JOIN_S, for a connection that hangs
+ANSWER_S = 30.0  # seconds in which a listening launcher must answer
+POLL_S = 0.05  # seconds between two checks for a rank that starts
+READ_S = 1.0  # seconds in which the other ranks can read this rank's entry before it ends
+ELSEWHERE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), reached over the default route
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
 OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTHERWISE
 
 
 @contextmanager
 def meeting(index: int, size: int) -> Iterator[Store]:
-    """A connection to the store that all ranks share, once every rank has checked in; the block is part of joining.
+    """Connect to the store that all ranks share, and wait for every rank to check in. The time limit also covers the
+    block.
 
-    Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
-    the connection itself hangs, as with another program at the port.
+    Raises RankError if a rank does not start in time or expects a different number of ranks. Ends the process if
+    the connection itself hangs, for example because another program has the port.
     """
-    with in_time(f"rank {index} got no answer from the others {OTHER_PROGRAM}", JOIN_S + MARGIN_S):
+    with in_time(f"rank {index} got no answer from the store of the ranks {OTHER_PROGRAM}", JOIN_S + MARGIN_S):
         store = connected(index)
         try:
             _check_in(store, index, size)
@@ -57,7 +58,7 @@ def meeting(index: int, size: int) -> Iterator[Store]:
 
 @contextmanager
 def in_time(problem: str, seconds: float) -> Iterator[None]:
-    """End the process with a message if the block takes longer than `seconds`; `{}` in `problem` becomes the time."""
+    """End the process with a message if the block takes longer than `seconds`, which replaces `{}` in `problem`."""
 
     def give_up() -> None:
         say(f"error: {problem.format(f'within {seconds:.0f} seconds')}", error=True)
@@ -73,9 +74,9 @@ def in_time(problem: str, seconds: float) -> Iterator[None]:
 
 
 def choose_network() -> None:
-    """Let gloo connect machines over the interface that leads to the first one, unless GLOO_SOCKET_IFNAME names one.
+    """Let gloo connect machines over the interface that leads to the first machine, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself gloo takes the address of the host name, which is the loopback's on many machines.
+    By default, gloo uses the address of the host name, which is a loopback address on many machines.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -90,7 +91,7 @@ def choose_network() -> None:
     interfaces = {
         address: name for address, name in interfaces.items() if not ipaddress.ip_address(address).is_loopback
     }
-    # The name of the first machine may lead to its own loopback: then the default route's interface, or the only one.
+    # The first machine's own name may resolve to its loopback: then use the default route's interface, or the only one.
     hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
     names = [interfaces[address] for address in map(_own_address, hosts) if address in interfaces]
     if not names and len(set(interfaces.values())) == 1:
@@ -100,7 +101,7 @@ def choose_network() -> None:
 
 
 def _own_address(host: str) -> str | None:
-    """The address from which this machine would send to a host; nothing is sent."""
+    """The address from which this machine would send packets to `host` (none are sent); None without a route."""
     try:
         family, kind, *_, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as unused:
@@ -113,7 +114,7 @@ def _own_address(host: str) -> str | None:
 def refuse_port_in_use(port: int) -> None:
     """Raise RankError if this machine cannot listen on a port."""
     with socket.socket() as listener, socket.socket() as free:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were just closed do not count
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections that were just closed
         free.bind(("", 0))
         try:
             listener.bind(("", port))
@@ -121,7 +122,7 @@ def refuse_port_in_use(port: int) -> None:
         except OSError as error:
             raise RankError(
                 f"port {port} of --address cannot be used on this machine ({error.strerror}): another run or program "
-                f"may have it. Give a free one, such as {free.getsockname()[1]}, the same on every machine"
+                f"may be using it. Give a free one, such as {free.getsockname()[1]}, the same on every machine"
             ) from None
 
 
@@ -150,14 +151,14 @@ def reach(host: str, port: int, seconds: float) -> None:
 
 
 def connected(index: int, as_client: bool = False) -> Store:
-    """A connection to the ranks' store, which is in the launcher, or else in the first rank."""
+    """Connect to the ranks' store, which the launcher or else the first rank hosts."""
     from torch.distributed import PrefixStore, TCPStore
 
     variables = os.environ
     if "MASTER_ADDR" not in variables or not variables.get("MASTER_PORT", "").isdecimal():
         raise RankError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start ranks by `posttrain launch`, "
-            "or unset these variables to train in one process"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start the ranks with `posttrain "
+            "launch`, or unset RANK and WORLD_SIZE to train in one process"
         )
     host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     hosts = index == 0 and not as_client and variables.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
@@ -170,13 +171,13 @@ def connected(index: int, as_client: bool = False) -> Store:
                 f"port {port} (MASTER_PORT) is in use on this machine: set it to a free port, the same for every rank"
             ) from None
         raise RankError(
-            f"rank {index} does not reach the first rank at {host}:{port} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
+            f"rank {index} cannot reach the first rank at {host}:{port} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
         ) from error
     return PrefixStore(f"posttrain/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _check_in(store: Store, index: int, size: int) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have checked in, with the same number of ranks."""
     host, deadline = socket.gethostname(), time.monotonic() + JOIN_S
     store.set(f"here/{index}", f"{size} {host}")
     missing = list(range(size))
@@ -185,8 +186,8 @@ def _check_in(store: Store, index: int, size: int) -> None:
             if time.monotonic() > deadline:
                 late = [str(rank) for rank in missing if not store.check([f"here/{rank}"])]
                 raise RankError(
-                    f"rank {', '.join(late)} of {size} did not start within {JOIN_S:.0f} seconds: look at the output "
-                    f"of its machine; {OTHERWISE}"
+                    f"rank {', '.join(late)} of {size} did not start within {JOIN_S:.0f} seconds: check the output "
+                    f"on its machine; {OTHERWISE}"
                 )
             time.sleep(POLL_S)
             continue
@@ -206,12 +207,12 @@ def is_rank() -> bool:
 
 
 def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int = 0, address: str | None = None) -> None:
-    """`posttrain train ARGUMENTS` as `processes` ranks on each of `nodes` machines, of which this is number `node`.
+    """Run `posttrain train ARGUMENTS` as `processes` ranks on each of `nodes` machines; this one is number `node`.
 
     `address` is HOST:PORT of the first machine; on one machine a free port is chosen. Raises RunError if a rank fails,
     the port is in use, or the machines do not join.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are named by posttrain
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # posttrain itself reports lost connections
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -224,7 +225,7 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
             reach(host.strip("[]"), int(port), NODE_PATIENCE_S)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its reports have a page
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its error reports fill a page
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     settings = {
         "min_nodes": nodes,
@@ -237,7 +238,7 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
         "max_restarts": 0,
         "shutdown_timeout": GRACE_S,
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # of the installed version of torch
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # settings that the installed torch knows
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
     try:
         elastic_launch(config, sys.executable)("-m", "posttrain", "train", *arguments)
@@ -246,15 +247,15 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
         code = failure.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         raise RunError(
-            f"rank {rank} {how}, and the other ranks with it. The reason is above, or in training.log and logs/ of the "
+            f"rank {rank} {how}; the other ranks were stopped. The reason is above or in training.log and logs/ in the "
             "run folder; posttrain launch … --resume continues from the last checkpoint"
         ) from error
     except SignalException as error:
-        raise SystemExit(128 + error.sigval) from error  # the first rank has said what was saved
+        raise SystemExit(128 + error.sigval) from error  # the first rank has reported what was saved
     except (RuntimeError, ValueError, OSError) as error:
         if "waiting for clients" in str(error):
             raise RunError(
-                f"not all of {nodes} machines joined within {NODE_PATIENCE_S} seconds: run the same command on each, "
+                f"not all {nodes} machines joined within {NODE_PATIENCE_S} seconds: run the same command on each, "
                 f"with --node-rank 0 to {nodes - 1} and the same --address"
             ) from None
         raise RunError(f"the ranks could not be started: {error}") from error

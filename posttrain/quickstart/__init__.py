@@ -1,8 +1,8 @@
-"""The whole chain on a small task: a model from random weights, fine-tuned, rewarded and preference-tuned in minutes.
+"""The whole chain on a small task: a model with random weights is trained by SFT, DPO, PPO and GRPO within minutes.
 
-Three of four demonstrations show the working, the fourth only states the answer. SFT imitates both. The preference
-pairs are the model's own replies, a right and a wrong one, without a label for working: the reward model and DPO learn
-from them that showing the working helps. PPO and GRPO learn it from their own completions.
+Three of four demonstrations show the working; the fourth only states the answer. SFT imitates both. The preference
+pairs are the model's own replies, a right and a wrong one, and nothing labels the working: the reward model and DPO
+learn from the pairs that showing the working helps. PPO and GRPO learn this from their own completions.
 """
 
 import json
@@ -24,31 +24,31 @@ from posttrain.runs.files import save_rows
 
 __all__ = ["Size", "quickstart"]
 
-HELD_OUT = 0.15  # share of the problems whose pairs are for validation
+HELD_OUT = 0.15  # share of the problems whose pairs are used for validation
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The sizes of data and runs."""
+    """Sizes of the data and numbers of steps."""
 
     worked: int = 27_000  # demonstrations that show their working
     bare: int = 9_000  # demonstrations that only state the answer
     sft_steps: int = 1800
-    problems: int = 2000  # whose sampled replies become preference pairs
-    samples: int = 6  # replies to each of these problems
+    problems: int = 2000  # problems whose sampled replies become preference pairs
+    samples: int = 6  # replies sampled for each of these problems
     reward_steps: int = 100
     dpo_steps: int = 100
     ppo_steps: int = 16
     grpo_steps: int = 30
-    held_out: int = 1000  # problems of the final measurement
+    held_out: int = 1000  # problems for the final evaluation
 
 
 def quickstart(
     folder: Path, *, seed: int = 0, overwrite: bool = False, size: Size | None = None, console: Console | None = None
 ) -> dict[str, Measured]:
-    """Make, train and evaluate everything in `folder`; returns each model's results on held-out problems.
+    """Make, train and evaluate all models in `folder`. Returns each model's results on held-out problems.
 
-    Raises RunError if the folder is not empty (with `overwrite`: if it is not a quickstart).
+    Raises RunError if the folder is not empty (with `overwrite`: if it does not contain a quickstart).
     """
     size, console, began = size or Size(), console or PlainConsole(), time.perf_counter()
     claim(folder, overwrite)
@@ -74,7 +74,7 @@ def quickstart(
     write_bare_demonstrations(folder, size, seed)
     sft = train("sft")
 
-    head(3, "Preference pairs", "Of the model's own replies to a problem, a right one is preferred to a wrong one.")
+    head(3, "Preference pairs", "Pair a right reply of the model with one of its wrong replies to the same problem.")
     console.print(f"     {write_pairs(folder, sft, size, seed)}")
 
     head(4, "Reward model", "Learn from the pairs to score how good a reply is.")
@@ -86,10 +86,10 @@ def quickstart(
     head(6, "PPO", "Sample replies, score them with the reward model, make the better ones more likely.")
     ppo = train("ppo")
 
-    head(7, "GRPO", "The same with a rule as the judge: right or wrong, compared with other replies to the problem.")
+    head(7, "GRPO", "The same, but a rule grades replies as right or wrong, compared with others to the same problem.")
     grpo = train("grpo")
 
-    head(8, "Results", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
+    head(8, "Results", f"Sampled and greedy replies to {size.held_out:,} problems that no model was trained on.")
     problems = list(arithmetic_problems("test", size.held_out, seed))
     models = {"untrained": untrained, "SFT": sft, "DPO": dpo, "PPO": ppo, "GRPO": grpo}
     paths = models.items()
@@ -104,14 +104,14 @@ def quickstart(
 
 
 def claim(folder: Path, overwrite: bool) -> None:
-    """Make the folder, or with `overwrite` reuse an earlier quickstart's, whose results are deleted."""
+    """Create the folder. With `overwrite`, reuse the folder of an earlier quickstart and delete its results."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file: give another --output-dir")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / "sft.yaml").is_file():
-            raise RunError(f"{folder} is not empty and not a quickstart: give another --output-dir")
+            raise RunError(f"{folder} is not empty, and not a quickstart: give another --output-dir")
         if not overwrite:
-            raise RunError(f"{folder} has a quickstart: replace it (--overwrite), or give another --output-dir")
+            raise RunError(f"{folder} contains a quickstart: replace it with --overwrite, or give another --output-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "answers.jsonl", "curves.svg", "report.html"):
@@ -121,19 +121,19 @@ def claim(folder: Path, overwrite: bool) -> None:
 
 
 def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
-    """Write `bare.jsonl`: demonstrations without working; `sft.yaml` takes those with it from `builtin:arithmetic`."""
+    """Write `bare.jsonl`: demonstrations without working. Those with working come from `builtin:arithmetic`."""
     rows = arithmetic_problems("train", size.bare, seed + 1)
     save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
 
 
 def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
-    """Write preference pairs from the model's own replies: for training, and of other problems for validation."""
+    """Write preference pairs from the model's own replies: for training, and, from other problems, for validation."""
     problems = list(arithmetic_problems("train", size.problems, seed + 2))
     replies = sample_replies(model, problems, "sampling", samples=size.samples, seed=seed)
     cut = size.samples * round(size.problems * (1 - HELD_OUT))
     train, test = make_pairs(replies[:cut], size.samples), make_pairs(replies[cut:], size.samples)
     if not train or not test:
-        raise RunError(f"{model} gave no right reply to prefer: give another --seed")
+        raise RunError(f"{model} gave too few right replies for preference pairs: give another --seed")
     save_rows(folder / "pairs" / "train.jsonl", train)
     save_rows(folder / "pairs" / "test.jsonl", test)
     right = sum(reply.right for reply in replies)
@@ -141,7 +141,7 @@ def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
 
 
 def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
-    """Name of each stage -> its YAML, which users can change and train with; other settings have their defaults."""
+    """The YAML settings of each stage, by name. Users can change and train them; other settings have their defaults."""
     common = f"output_dir: {json.dumps(str(folder))}\nseed: {seed}\ndevices: {{type: cpu}}"
     return _offline(common, size) | _online(common, size)
 
@@ -164,20 +164,20 @@ data:
   source:
     - {{source: "builtin:arithmetic", max_rows: {size.worked}}}   # a worked solution to each problem
     - {{source: "${{output_dir}}/bare.jsonl"}}                # only the answer, for other problems
-  template: tags                       # the working between tags, then the solution between tags
+  template: tags                       # the working between two tags, then the solution between two tags
   max_length: 128
   validation: {{rows: 200}}
 training:
   batch_size: 20
   tokens_per_pack: 2048
-  learning_rate: 2.5e-3                # high: a tiny model that starts from nothing
+  learning_rate: 2.5e-3                # high, because the model is tiny and starts from random weights
   adam_beta2: 0.95
   max_steps: {size.sft_steps}
 evaluation: {{eval_steps: {max(1, size.sft_steps // 6)}}}
 tracking: {{logging_steps: {max(1, size.sft_steps // 16)}}}
 """,
         "reward": f"""\
-# A reward model: learns from pairs which of two replies is better, and then scores any reply.
+# A reward model: learns from pairs which of two replies is better, and can then score any reply.
 name: reward
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}    # starts from the SFT model, with a new head
@@ -215,7 +215,7 @@ rollout: {{max_completion_length: 56}}"""
 # PPO: the model samples replies, the reward model scores them, and a value head predicts the expected reward.
 name: ppo
 {common}
-model: {{path: "${{output_dir}}/sft/final"}}    # initial policy, and reference of the KL penalty
+model: {{path: "${{output_dir}}/sft/final"}}    # initial policy, and reference model for the KL penalty
 method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.3}}
 rewards:
   - {{type: model, path: "${{output_dir}}/reward/final"}}
@@ -225,13 +225,13 @@ evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
 tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
 """,
         "grpo": f"""\
-# GRPO: of eight replies to a problem, those with above-average rewards become more likely; a rule gives the reward.
+# GRPO: eight replies to a problem; those with above-average rewards become more likely. A rule gives the reward.
 name: grpo
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}
 method: {{type: grpo, num_generations: 8, beta: 0.02}}
 rewards:
-  - {{type: check_numbers}}              # 3 for the right number in the solution tags, else -1.5
+  - {{type: check_numbers}}              # 3 for the right number in the solution tags, otherwise -1.5
 {problems}
 training: {{batch_size: 32, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.grpo_steps}}}
 evaluation: {{eval_steps: {max(1, size.grpo_steps // 4)}}}

@@ -1,5 +1,5 @@
-"""The models of the quickstart: a small Qwen3 with random weights and a tokenizer made for the task; the replies of
-a model to problems, graded, as preference pairs, and counted on held-out problems."""
+"""The quickstart's model, a small Qwen3 with random weights and a tokenizer made for the task. Also samples a model's
+replies to problems, grades them, makes preference pairs of them, and counts right replies on held-out problems."""
 
 import math
 import re
@@ -29,18 +29,18 @@ from posttrain.models.load import load_model, load_tokenizer
 
 PAD, STOP = "<pad>", "<stop>"
 EXAMPLES = 1000  # strings that the tokenizer is trained on
-VOCABULARY = 512  # maximum: all 256 bytes, so that any string can be encoded, and phrases of the task
-LONGEST = 56  # tokens of a reply; a right one has at most 45
+VOCABULARY = 512  # maximum size: all 256 bytes, so that any string can be encoded, and phrases of the task
+LONGEST = 56  # maximum tokens of a reply; a right reply has at most 45
 ROWS = 256  # replies scored at a time
-PER_PROBLEM = 2  # maximum pairs of one problem
+PER_PROBLEM = 2  # maximum number of pairs per problem
 TAGS = TagsConfig()
 Problem = dict[str, str]  # problem, solution (the working), answer
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """Write a model folder that transformers reads; returns the number of weights.
+    """Write a model folder that transformers can read. Returns the number of weights.
 
-    The tokenizer has the chat template `tags`: a reply is its working between two tags, then its solution between two.
+    The tokenizer has the chat template `tags`: a reply has its working between two tags, then its solution between two.
     """
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def make_model(folder: Path, seed: int) -> int:
             head_dim=32,
             max_position_embeddings=512,
             rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short sequences
-            initializer_range=0.05,  # larger than usual: so small a model learns faster
+            initializer_range=0.05,  # larger than usual, because such a small model learns faster
             tie_word_embeddings=True,
             pad_token_id=tokenizer.get_vocab()[PAD],
             eos_token_id=tokenizer.get_vocab()[STOP],
@@ -67,7 +67,7 @@ def make_model(folder: Path, seed: int) -> int:
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerBase:
-    """Byte-level BPE trained on the task. Every digit is a token, as is every tag."""
+    """A byte-level BPE tokenizer trained on the task. Every digit and every tag is a token."""
     data = DataConfig(source="builtin:arithmetic", template="tags")
     blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token=STOP)
     template = choose_template(data, blank)
@@ -99,14 +99,14 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A model's reply to a problem. `text` starts with the tag that the prompt ends with."""
+    """A model's reply to a problem. `text` starts with the tag at the end of the prompt."""
 
     problem: str
     text: str
     formatted: bool  # working, then solution, each between its tags, and nothing else
-    worked: bool  # formatted, with a working
+    worked: bool  # formatted, and the working is not empty
     right: bool  # formatted, and the solution is exactly the answer
-    finished: bool  # the model stopped by itself
+    finished: bool  # the reply ended with the stop token
 
 
 PARTS = [re.escape(tag) for tag in TAGS.model_dump().values()]
@@ -114,7 +114,7 @@ FORMAT = re.compile("{}((?:(?!{tag}).)*){}{}((?:(?!{tag}).)*){}".format(*PARTS, 
 
 
 def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
-    """Whether a reply follows the format (every tag once, in order), shows working, and gives the answer."""
+    """Whether a reply follows the format (every tag once, in order), shows its working, and gives the answer."""
     match = FORMAT.fullmatch(text)
     return (True, match[1] != "", match[2] == answer) if match else (False, False, False)
 
@@ -122,7 +122,7 @@ def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
 def sample_replies(
     model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
 ) -> list[Reply]:
-    """`samples` replies to every problem, grouped by problem; greedy, or at temperature 1 with a seed."""
+    """Generate `samples` replies to every problem, grouped by problem; greedy, or at temperature 1 with a `seed`."""
     settings = ModelConfig(path=str(model))
     tokenizer = load_tokenizer(settings)
     policy = load_model(settings, "lm", torch.float32, torch.device("cpu"))
@@ -149,7 +149,7 @@ def sample_replies(
 
 @torch.inference_mode()
 def rewards(model: Path, replies: Sequence[Reply], what: str) -> list[float]:
-    """The reward model's score of each reply."""
+    """The reward model's score for each reply."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     judge = AutoModelForSequenceClassification.from_pretrained(model).eval()
     values: list[float] = []
@@ -168,9 +168,9 @@ def turns(problem: str, reply: str | None = None) -> list[dict[str, str]]:
 
 
 def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
-    """Preferences from a model's own replies: a right one is better than a wrong one to the same problem.
+    """Make preference pairs from a model's own replies: a right reply is preferred to a wrong one to the same problem.
 
-    A problem gives at most PER_PROBLEM pairs, each with another wrong reply; unfinished replies are dropped.
+    A problem gives at most PER_PROBLEM pairs, each with a different wrong reply. Unfinished replies are dropped.
     """
     pairs = []
     for start in range(0, len(replies), samples):
@@ -184,7 +184,7 @@ def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`count` of `total` with the 95 % interval of the true share (Wilson's score interval, 1927)."""
+    """The share `count` / `total`, with the 95 % interval for the true share (Wilson's score interval, 1927)."""
 
     count: int
     total: int
@@ -208,7 +208,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One model on the held-out problems."""
+    """One model's results on the held-out problems."""
 
     right: Share
     right_greedy: Share
@@ -218,7 +218,7 @@ class Measured:
 
 
 def measure(replies: Sequence[Reply], greedy: Sequence[Reply], rewards: Sequence[float]) -> Measured:
-    """Count right replies, sampled and greedy; `rewards` are those of the sampled ones."""
+    """Count right replies, sampled and greedy. `rewards` are the rewards of the sampled replies."""
     total = len(replies)
     return Measured(
         right=Share(sum(reply.right for reply in replies), total),
@@ -230,7 +230,7 @@ def measure(replies: Sequence[Reply], greedy: Sequence[Reply], rewards: Sequence
 
 
 def paired(before: Sequence[Reply], after: Sequence[Reply]) -> tuple[int, int]:
-    """The numbers of problems that only the first model solves, and only the second."""
+    """The number of problems that only the first model solves, and the number that only the second model solves."""
     both = list(zip(before, after, strict=True))
     return sum(b.right and not a.right for b, a in both), sum(a.right and not b.right for b, a in both)
 
@@ -239,7 +239,7 @@ COLUMNS = ("right answer", "right, greedy", "working", "format", "reward")
 
 
 def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
-    """The table of results: a row per model, in COLUMNS."""
+    """The rows of the results table: one per model, with the cells in the order of COLUMNS."""
     return [
         [name, str(model.right), str(model.right_greedy), f"{model.worked.value:.1%}", f"{model.formatted.value:.1%}",
          f"{model.reward:+.2f}"]
@@ -248,7 +248,7 @@ def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
 
 
 def contrasting(replies: Mapping[str, Sequence[Reply]], first: str, second: str) -> list[int]:
-    """Indices of up to four problems to show: solved by the second model only, both, the first only, neither."""
+    """Indices of up to four example problems: solved by only the second model, by both, by only the first, by none."""
     kinds = ((False, True), (True, True), (True, False), (False, False))
     pairs = [(b.right, a.right) for b, a in zip(replies[first], replies[second], strict=True)]
     return [pairs.index(kind) for kind in kinds if kind in pairs]

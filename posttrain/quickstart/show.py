@@ -1,4 +1,4 @@
-"""The quickstart's output: results, `curves.svg`, report, table, next steps."""
+"""The quickstart's output: results, `curves.svg`, report, table and next steps."""
 
 import platform
 import shlex
@@ -22,19 +22,19 @@ from posttrain.reports.series import Series
 from posttrain.runs.files import load_json, save_json, save_rows
 from posttrain.runs.progress import duration
 
-LONGEST = 60  # characters of a reply shown
+LONGEST = 60  # maximum characters shown of a reply
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
 WHAT = """\
-A model with random weights learned arithmetic. Three of four demonstrations show the working, the fourth only states \
-the answer; SFT imitates both. Then the model answered problems several times, and right replies were paired with \
-wrong ones to the same problem. From these pairs a reward model learned to score replies, and DPO to prefer the better \
-ones. PPO sampled replies and was trained on the reward model's scores; GRPO sampled several per problem, rewarded by \
-a rule for right answers. No label says that showing the working helps."""
+A model with random weights learned arithmetic. Three of four demonstrations show the working; the fourth only states \
+the answer. SFT imitates both. Then the model answered problems several times, and right replies were paired with \
+wrong replies to the same problem. From these pairs, a reward model learned to score replies, and DPO learned to \
+prefer the better ones. PPO sampled replies and was trained on the reward model's scores. GRPO sampled several \
+replies per problem and was rewarded by a rule for right answers. No label says that showing the working helps."""
 HOW = """\
 Replies are sampled at temperature 1, like those in the pairs; greedy takes the most likely token each time. A share \
-is followed by its 95 % interval (Wilson). Working: the reply shows it; format: the reply follows it. The reward is \
-the reward model's mean: only differences are meaningful."""
-# Stage -> its title, and the plotted metric
+is followed by its 95 % interval (Wilson). Working: the reply shows its working; format: the reply follows the format. \
+Reward: the mean score by the reward model; only differences are meaningful."""
+# Stage -> title of its plot, and the plotted metric
 STAGES = {
     "sft": ("1. SFT: loss", "loss"),
     "reward": ("2. Reward model: pairs in the right order", "accuracy"),
@@ -46,7 +46,7 @@ STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All results. The mappings have an entry for each model: `untrained`, `SFT`, `DPO` …"""
+    """All results. The mappings have one entry per model: `untrained`, `SFT`, `DPO` …"""
 
     folder: Path
     seed: int
@@ -94,7 +94,7 @@ def figures(outcome: Outcome) -> Iterator[Drawing]:
 
 
 def tell(outcome: Outcome, console: Console) -> None:
-    """The table, a few examples, and what to try next, in 80 columns."""
+    """Print the table, a few examples, and what to try next, in 80 columns."""
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", style="bold")
@@ -103,7 +103,7 @@ def tell(outcome: Outcome, console: Console) -> None:
     for row in rows(outcome.measured):
         table.add_row(*row)
     console.print(table)
-    console.print("In brackets: 95 % intervals (Wilson). Sampled at temperature 1 unless greedy.", style="dim")
+    console.print("95 % intervals (Wilson) in brackets; sampled at temperature 1 unless greedy.", style="dim")
     console.print(in_short(outcome), highlight=False)
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Examples", title_justify="left", title_style="bold")
@@ -122,7 +122,7 @@ def tell(outcome: Outcome, console: Console) -> None:
 
 
 def answers(outcome: Outcome) -> list[dict[str, Any]]:
-    """A row per problem: every model's reply, whether it is right, and its reward."""
+    """One row per problem: every model's reply, whether the reply is right, and its reward."""
     return [
         {"problem": problem["problem"], "answer": problem["answer"]}
         | {
@@ -134,7 +134,7 @@ def answers(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
-    """`results.json`."""
+    """The content of `results.json`."""
     models = {
         name: asdict(model) | {"right_share": model.right.value, "right_interval": list(model.right.interval)}
         for name, model in outcome.measured.items()
@@ -152,23 +152,23 @@ def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_short(outcome: Outcome) -> str:
-    """The comparison of models on the same problems, and the reward model's accuracy, in words."""
+    """Sentences that compare the models on the same problems and state the reward model's accuracy."""
     accuracy = load_json(outcome.folder / "reward" / "results.json")["final"]["eval_accuracy"]
     lines = [
-        f"From SFT to {name}: {after:,} problems that only {name} gets right, {before:,} that only SFT does."
+        f"SFT and {name}: only {name} solves {after:,} problems, only SFT solves {before:,}."
         for name, (before, after) in changes(outcome).items()
     ]
-    return "\n".join([*lines, f"Reward model: {accuracy:.1%} of the held-out pairs in the right order."])
+    return "\n".join([*lines, f"The reward model puts {accuracy:.1%} of the held-out pairs in the right order."])
 
 
 def changes(outcome: Outcome) -> dict[str, tuple[int, int]]:
-    """For each model that started from SFT: problems that only SFT solves, and that only the model solves."""
+    """For each model that started from SFT: how many problems only SFT solves, and how many only the model solves."""
     after = {name: replies for name, replies in outcome.replies.items() if name not in ("untrained", "SFT")}
     return {name: paired(outcome.replies["SFT"], replies) for name, replies in after.items()}
 
 
 def examples(outcome: Outcome) -> list[list[str]]:
-    """A few problems with the answer and the replies of SHOWN, marked as right or wrong."""
+    """A few problems with the answer and the replies of the models in SHOWN, marked as right or wrong."""
     shown = [outcome.replies[name] for name in SHOWN]
     return [
         [
@@ -181,7 +181,7 @@ def examples(outcome: Outcome) -> list[list[str]]:
 
 
 def readable(reply: str) -> str:
-    """A reply with line breaks and an arrow instead of tags; an untrained model's reply is truncated."""
+    """A reply with line breaks and an arrow instead of tags, truncated if it is long."""
     text = reply.removeprefix(TAGS.reasoning_start).removesuffix(TAGS.solution_end)
     text = text.replace(f"{TAGS.reasoning_end}{TAGS.solution_start}", "\n→ ").strip("\n")
     text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
@@ -189,12 +189,12 @@ def readable(reply: str) -> str:
 
 
 def next_steps(folder: Path) -> list[tuple[str, str]]:
-    """Commands to try next, with their purpose."""
+    """Commands to try next, each with its purpose."""
     sft, dpo = (shlex.quote(str(folder / name)) for name in ("sft.yaml", "dpo.yaml"))
     return [
-        (f"posttrain explore {sft}", "which tokens are trained, in colour"),
-        (f"posttrain train {dpo} name=ipo method.loss_type=ipo", "another preference loss"),
-        (f"posttrain train {sft} name=longer training.max_steps=4000", "a better start: train longer"),
-        (f"posttrain plan {dpo} model.lora=true", "the memory and steps of a run, here with adapters"),
-        ("posttrain config new dpo", "a commented settings file for your own model and data"),
+        (f"posttrain explore {sft}", "show which tokens are trained, in colour"),
+        (f"posttrain train {dpo} name=ipo method.loss_type=ipo", "try another preference loss"),
+        (f"posttrain train {sft} name=longer training.max_steps=4000", "train longer, for a better start"),
+        (f"posttrain plan {dpo} model.lora=true", "show the memory and steps of a run, here with LoRA"),
+        ("posttrain config new dpo", "print a commented settings file for your own model and data"),
     ]

@@ -1,6 +1,6 @@
 """Charts: curves, dots, and means with their intervals.
 
-The script of pages (`hover.js`) reads the attribute `data-points` to show the values under the pointer.
+The pages' script (`hover.js`) reads the attribute `data-points` to show the values under the pointer.
 """
 
 import json
@@ -15,13 +15,13 @@ from posttrain.reports.drawing import Drawing, Key, Scale, labels, scale_of, tic
 from posttrain.reports.markup import Markup, el, short
 from posttrain.reports.series import smoothed, thinned
 
-HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for charts inside the variable `element`
-COLOURS = len(LIGHT.series)  # classes c0 … of the style sheet
-POINTS = 400  # of a line
+HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for the charts in the constant `element`
+COLOURS = len(LIGHT.series)  # number of the classes c0, c1 … in the style sheet
+POINTS = 400  # maximum points of a line
 SIZE = (460, 200)  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 8, 22
 INTERVALS, ROW, EDGE = 380, 38, 8  # pixels: width of the figure, height of a row, margin
-LONGEST = 34  # characters of a label
+LONGEST = 34  # maximum characters of a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Line:
     ys: Sequence[float]
     colour: int = 0
     dashed: bool = False
-    bars: Sequence[tuple[float, float]] = ()  # an interval for each value
+    bars: Sequence[tuple[float, float]] = ()  # the interval (low, high) of each value
 
 
 def chart(
@@ -48,10 +48,10 @@ def chart(
     size: tuple[int, int] = SIZE,
     zero: Sequence[float] = (),
 ) -> Drawing:
-    """Lines over an axis, smoothed over faint raw ones; dashed lines, which have few points, are not smoothed.
+    """A line chart: smoothed lines in front of faint raw ones. Dashed lines, which have few points, are not smoothed.
 
-    `go`: the address of a click, to which the point's x is appended. `share`: the values lie between 0 and 1. `keys`:
-    name the lines; `ends`: and their last values. `most`: points of a line. `zero`: values that the y axis includes.
+    `go`: the address that a click opens, with the point's x appended. `share`: the values lie between 0 and 1. `keys`:
+    show a legend; `ends`: with last values. `most`: maximum points of a line. `zero`: values that the y axis includes.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     named = [_key(line, ends, len(shown) > 1 or line.label != "train") for line in shown if ends or len(shown) > 1]
@@ -93,7 +93,7 @@ def chart(
 def scatter(
     points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str], size: tuple[int, int] = SIZE
 ) -> Drawing:
-    """Dots at x and y, hollow where the third value is false; `marks` are the labels of the x axis."""
+    """Dots at (x, y), hollow if the third value is false. `marks`: the labels of the x axis, by x."""
     if not points:
         return Drawing(title, size, [], "no values yet")
     width, height = size
@@ -108,7 +108,7 @@ def scatter(
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
-    """A small line without axes; nothing for fewer than two values."""
+    """A small line without axes; empty for fewer than two finite values."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return Markup("")
@@ -120,7 +120,7 @@ def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
 
 
 def usual(values: Sequence[float]) -> list[float]:
-    """The finite values, sorted, without rare spikes that would flatten the rest: they are cut at the top."""
+    """The finite values, sorted. Rare high spikes, which would flatten the rest of a plot, become one lower value."""
     finite = sorted(filter(math.isfinite, values))
     if len(finite) < 60:
         return finite
@@ -131,14 +131,14 @@ def usual(values: Sequence[float]) -> list[float]:
 
 
 def _middle(values: Sequence[float]) -> list[float]:
-    """The values between the 2nd and the 98th percentile: the usual noise around a smoothed line."""
+    """The values between the 2nd and 98th percentiles: the usual noise around a smoothed line."""
     finite = sorted(filter(math.isfinite, values))
     rare = len(finite) // 50
     return finite[rare : len(finite) - rare]
 
 
 def _axes(x: Scale, y: Scale, width: int, height: int, marks: Sequence[float] | Mapping[float, str]) -> list[Markup]:
-    """Grid lines with their values, and the ticks of the x axis, with their labels in a mapping."""
+    """Grid lines with their values, and x-axis labels at `marks`; a mapping also gives the text of the labels."""
     parts = []
     levels = ticks(y.low, y.high, 4)
     for value, label in zip(levels, labels(levels), strict=True):
@@ -176,7 +176,7 @@ def _described(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value with its interval, if any. `colour` None: the quiet colour."""
+    """A value with its interval, if any. `colour` None: the colour of labels and notes."""
 
     label: str
     value: float
@@ -184,11 +184,11 @@ class Interval:
     high: float | None
     colour: int | None = None
     band: float | None = None  # half the width of a grey band around 0
-    dots: Sequence[float] = ()  # of single runs
+    dots: Sequence[float] = ()  # the values of single runs
 
 
 def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Drawing:
-    """A figure with a row for each value: label, number and interval; with `zero` a line at 0."""
+    """A figure with a row for each value: label, number and interval. `zero`: draw a line at 0."""
     reach = [value for row in rows for value in (row.value, row.low, row.high, *row.dots) if value is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
     x = scale_of([*reach, 0.0] if zero else reach, EDGE, INTERVALS - EDGE, pad=0.05)

@@ -12,9 +12,9 @@ from posttrain.runs.logs import harmless
 from posttrain.runs.rollouts import NAME
 from posttrain.runs.stored_rollouts import StoredRun
 
-SHOWN = 3  # completions at each end
-LONGEST, LONGEST_PROMPT = 4_000, 1_500  # characters of a completion, of a prompt
-# The defaults of `data.tags`, and the tags of r1_zero.
+SHOWN = 3  # number of best completions, and of worst
+LONGEST, LONGEST_PROMPT = 4_000, 1_500  # maximum characters of a completion, and of a prompt
+# The defaults of `data.tags`, and below the tags of r1_zero.
 TAGS = {"reasoning_end": "<end_working_out>", "solution_start": "<SOLUTION>", "solution_end": "</SOLUTION>"}
 TAGGED = ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers")
 R1_ZERO = ("</think>", "<answer>", "</answer>")
@@ -24,9 +24,9 @@ Span = tuple[int, int, str]  # from, to, class
 
 
 def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Html]:
-    """A section for the last stored step, and for each data set's last evaluation. A run without rollouts has none.
+    """Yield a section for the last stored step and for each data set's last evaluation; none without stored rollouts.
 
-    Messages about what cannot be read are added to `missing`.
+    A message about what cannot be read is added to `missing`.
     """
     if not (folder / NAME).is_file():
         return
@@ -43,7 +43,7 @@ def completions(folder: Path, config: Mapping[str, Any], missing: list[str], cou
             for name, rows in zip(("Best", "Worst"), ends, strict=True)
         ]
         body = el("div", *sides, class_="columns")
-        yield Html(f"Completions, {when}", body, f"By reward, of different prompts.{NOTE if '<mark' in body else ''}")
+        yield Html(f"Completions, {when}", body, f"By reward, one per prompt.{NOTE if '<mark' in body else ''}")
 
 
 def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]]:
@@ -77,7 +77,7 @@ def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
         about.append(f"advantage {row['advantage']:+.3g}")
     if isinstance(facts.get("answer"), str):
         about.append(f"right answer {facts['answer'][:80]}")
-    text = harmless(str(row["completion"]))  # before it is cut, perhaps within a secret
+    text = harmless(str(row["completion"]))  # before the text is cut: a cut may split a secret
     head = [
         el("span", "reward ", el("span", number(row["reward"]), class_="reward")),
         el("span", " · ".join(about), class_="quiet"),
@@ -121,7 +121,7 @@ def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]
 
 
 def marked(text: str, matches: Sequence[Span]) -> Markup:
-    """The string with its spans marked, cut between them where it is long; of overlapping spans, the first."""
+    """The string with its spans marked; long parts between them are cut. Of overlapping spans, the first is marked."""
     pieces: list[object] = []
     done, room = 0, LONGEST
     for start, end, kind in sorted(set(matches)):

@@ -1,4 +1,4 @@
-"""The curves of a run: the panels, which metrics share a chart on pages and in pictures, and `curves.png`."""
+"""The curves of a run: `curves.png`, and the panels, which group the metrics that share a chart on pages and plots."""
 
 import io
 import math
@@ -15,20 +15,20 @@ from posttrain.runs.atomic import write_file
 if TYPE_CHECKING:  # listing runs must not import matplotlib
     from matplotlib.axes import Axes
 
-SMOOTH_FROM = 60  # points; with fewer the raw line is clear
-# Inches: a panel and its margins, fixed since an automatic layout takes time.
+SMOOTH_FROM = 60  # minimum points of a smoothed line; with fewer, the raw line is clear enough
+# The size of a panel and its margins, in inches; fixed, because automatic layout is slow.
 WIDE, HIGH = 4.2, 2.75
 LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel: its metrics, and the scale of its axis."""
+    """One panel: its metrics, and the scale of its y axis."""
 
     title: str
     metrics: tuple[str, ...]
-    share: bool = False  # between 0 and 1
-    small: bool = False  # numbers such as 1e-6
+    share: bool = False  # the values lie between 0 and 1
+    small: bool = False  # the values are numbers such as 1e-6
 
 
 PANELS = (
@@ -54,9 +54,9 @@ KNOWN = {name for panel in PANELS for name in panel.metrics}
 
 
 def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
-    """The panel's training metrics, and the same metrics of validation, dashed.
+    """Yield the lines of the panel's training metrics, and dashed lines of the same metrics in validation.
 
-    `eval_{name}_{metric}` is that metric on the data set `name`, `eval_{metric}` on the validation set.
+    `eval_{name}_{metric}` is the metric on the data set `name`; `eval_{metric}`, on the validation set.
     """
     names = series.names
     metrics = KNOWN.union(name for name in names if not name.startswith("eval_"))
@@ -74,7 +74,7 @@ def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
 
 
 def _validated(logged: str, metrics: Iterable[str]) -> str | None:
-    """The metric that a validation line is about: the longest that its name ends with (nll_loss before loss)."""
+    """The metric that a validation name ends with (the longest: nll_loss, not loss); None for a training metric."""
     if not logged.startswith("eval_"):
         return None
     return max((metric for metric in metrics if logged.endswith(f"_{metric}")), key=len, default=None)
@@ -86,9 +86,9 @@ def write_curves(folder: Path, path: Path, title: str) -> None:
 
 
 def curves_png(series: Series, title: str) -> bytes:
-    """A grid of curves over the steps: training lines, smoothed where there are many points; validation dashed.
+    """A PNG with a grid of curves over the steps: training, smoothed if there are many points; validation, dashed.
 
-    Values that are null (not finite) leave a gap. Without any known metric the picture says so.
+    Null values (not finite) leave a gap. If no known metric was logged, the plot says so.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -144,7 +144,7 @@ def _draw(axes: "Axes", panel: Panel, lines: Sequence[Line]) -> None:
 
 
 def _style(axes: "Axes") -> None:
-    """The project's ink, a faint grid, and spines on the left and below only."""
+    """Apply the project's colours, a faint grid, and spines only on the left and at the bottom."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_facecolor(LIGHT.ground)
@@ -159,7 +159,7 @@ def _style(axes: "Axes") -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a twentieth of the points, without the highest and lowest tenth."""
+    """A centred trimmed mean over about a twentieth of the points, without their highest and lowest tenths."""
     reach = max(2, len(values) // 40)
     smooth = []
     for index, value in enumerate(values):
@@ -171,5 +171,5 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """The name with $ escaped, which matplotlib would read as the start of a formula."""
+    """The text with $ escaped, because matplotlib reads $ as the start of a formula."""
     return text.replace("$", r"\$")

@@ -1,11 +1,11 @@
-"""The design of all pages and pictures: colours, type, spacing, and one style sheet for pages.
+"""The design of all pages and plots: colours, type, spacing, and one style sheet for pages.
 
-Plain constants for the report, the comparison page, the pictures and the browser pages; `parts.css` and `page.css` have
-the rules. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
+Plain constants for the report, the comparison page, the plots and the browser pages; the rules are in `parts.css` and
+`page.css`. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
 distances of the series colours for readers with normal sight, deuteranopia and protanopia.
 
-Calm on purpose: one accent, hairlines instead of boxes, colour for data and states alone, system fonts. Colour never
-carries meaning alone: lines also differ by dashes and labels, states by words.
+The design is calm on purpose: one accent colour, hairlines instead of boxes, colour only for data and states, system
+fonts. Colour never carries meaning by itself: lines also differ in dashes and labels, states in words.
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Colours for one background. Text colours are readable on `ground`, `raised` and the ground of the same name."""
+    """Colours for one background. Text colours are readable on `ground`, `raised` and their own ground (`bad_ground`
+    for `bad`)."""
 
     ground: str  # the page
     raised: str  # cards, code, hovered rows
@@ -64,12 +65,12 @@ DARK = Scheme(
     mark_ground="#1f3a57",
     series=("#71a8fd", "#ef972b", "#76c0ad", "#a1557c", "#3a7ad4", "#ae6f00", "#aae6fd", "#baf090"),
 )
-# Values from -1 to 1 (cosines, advantages), through white: the ends are as far apart for colour-blind readers.
+# For values from -1 to 1 (cosines, advantages), through white; colour-blind readers tell the ends apart equally well.
 DIVERGING = ("#0f5592", "#ffffff", "#a85a00")
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
-# Type scale in rem: the browser's own text size is 1, so that readers can enlarge it.
+# Type sizes in rem: multiples of the browser's text size, which readers can enlarge.
 SIZES = {"small": 0.8, "table": 0.88, "text": 0.95, "section": 1.2, "number": 1.35, "title": 1.8}
 SPACES = {"xs": 0.25, "s": 0.5, "m": 1.0, "l": 1.6, "xl": 2.8}  # rem
 
@@ -93,7 +94,7 @@ def text_on(ground: str) -> str:
 
 
 def diverging(value: float) -> str:
-    """The colour of a value from -1 to 1."""
+    """The colour of a value from -1 to 1 (`DIVERGING`)."""
     low, middle, high = ([int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in DIVERGING)
     share = min(1.0, abs(value))
     mixed = (round(m + share * (e - m)) for m, e in zip(middle, high if value > 0 else low, strict=True))
@@ -110,8 +111,8 @@ def _variables(scheme: Scheme) -> str:
 _SIZES = " ".join(f"--size-{name}: {size}rem;" for name, size in SIZES.items())
 _SPACES = " ".join(f"--space-{name}: {size}rem;" for name, size in SPACES.items())
 
-# Custom properties. Dark follows the system, or the attribute data-theme of the root element (`light`, `dark`), or a
-# class `dark` around (Gradio's); paper is light.
+# Custom properties. Dark colours follow the system, the attribute data-theme of the root element (`light`, `dark`), or
+# an enclosing element of class `dark` (Gradio's); print is always light.
 TOKENS = f"""
 :root {{ color-scheme: light; {_variables(LIGHT)} {_SIZES} {_SPACES} --font: {FONT}; --mono: {MONO};
   --for: var(--c0); --against: var(--c1); }}
@@ -121,8 +122,8 @@ TOKENS = f"""
 @media screen {{ :root[data-theme="dark"], .dark {{ color-scheme: dark; {_variables(DARK)} }} }}
 """
 
-# Rules of the parts that reports and browser pages share (tables, charts …), inside an element of class `view`.
+# Rules for the parts that reports and browser pages share (tables, charts …), inside an element of class `view`.
 PARTS = Path(__file__).with_name("parts.css").read_text(encoding="utf-8")
-# Rules of a whole page: margins, headings, paper.
+# Rules for a complete page: margins, headings, print.
 PAGE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 CSS = TOKENS + PARTS + PAGE

@@ -1,4 +1,4 @@
-"""Drawings in SVG: figures of pages and reports, and picture files. Scales and the labels of axes."""
+"""SVG drawings, for pages, reports and image files; scales and axis labels."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +9,11 @@ from posttrain.reports.design import FONT, LIGHT
 from posttrain.reports.markup import Markup, el, join, short
 from posttrain.runs.atomic import write_file
 
-UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels, from ten units on
-MARGIN, HEAD, LINE = 14, 24, 16  # pixels of a picture: around and between drawings, a title, a line of keys
-CHARACTER = 6.4  # mean width in pixels, in a key
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # units of axis labels, used from ten units on
+MARGIN, HEAD, LINE = 14, 24, 16  # pixels in an image file: margin of drawings, height of a title and of a legend line
+CHARACTER = 6.4  # mean width of a legend's characters in pixels
 
-# Pictures are for any viewer: their colours are literal, where pages have custom properties.
+# Image files must work in any viewer, so their colours are literal; pages use custom properties.
 _SERIES = "".join(
     f".line.c{n} {{ stroke: {colour} }} .dot.c{n} {{ fill: {colour} }} " for n, colour in enumerate(LIGHT.series)
 )
@@ -29,7 +29,7 @@ text {{ font: 11.5px {FONT}; fill: {LIGHT.quiet} }} .title {{ font-size: 13px; f
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An entry of a legend: a line's name, its last value, the number of its colour."""
+    """An entry of a legend: a line's name, its last value and the number of its colour."""
 
     name: str
     value: str
@@ -39,9 +39,9 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A drawing with its title and keys: in pages a figure, in files a part of a picture.
+    """A drawing with its title and legend: a figure on a page, or part of an image file.
 
-    `parts` are elements of SVG in a box of `size` pixels; `described` is their content in words.
+    `parts` are SVG elements in a box of `size` pixels; `described` is their content in words.
     """
 
     title: str
@@ -50,8 +50,8 @@ class Drawing:
     described: str
     keys: Sequence[Key] = ()
     note: str = ""
-    hover: Sequence[Markup] = ()  # further parts, for the script of pages
-    attributes: Mapping[str, object] = field(default_factory=dict)  # of the figure
+    hover: Sequence[Markup] = ()  # additional parts for the pages' script
+    attributes: Mapping[str, object] = field(default_factory=dict)  # HTML attributes of the figure
 
     def __html__(self) -> Markup:
         def shown(key: Key) -> Markup:
@@ -72,12 +72,12 @@ class Drawing:
 
 
 def write_drawings(path: Path, drawings: Sequence[Drawing], columns: int = 2) -> None:
-    """Write the drawings to an SVG file, atomically, in `columns` columns."""
+    """Write the drawings in `columns` columns to an SVG file, atomically."""
     write_file(path, picture(drawings, columns))
 
 
 def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
-    """The drawings as an SVG file in `columns` columns, with titles and keys above them."""
+    """The content of an SVG file with the drawings in `columns` columns, their titles and legends above them."""
     parts, top, whole = [], MARGIN, 0.0
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -105,7 +105,7 @@ def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
 
 
 def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
-    """The keys of a picture's drawing and its note, in lines as wide as the drawing."""
+    """The legend and the note of a drawing in an image file, in lines as wide as the drawing."""
     line, x = [], 0.0
     for key in drawing.keys:
         text = f"{short(key.name, 40)} {key.value}".strip()
@@ -136,7 +136,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """About `about` round values from `low` to `high`."""
+    """About `about` round numbers from `low` to `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, about)
@@ -158,7 +158,7 @@ def scale_of(values: Sequence[float], start: float, end: float, pad: float, shar
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Short labels that tell the values apart."""
+    """Short labels that distinguish the values."""
     largest = max(map(abs, values), default=0.0)
     size, unit = next(((size, unit) for size, unit in UNITS if largest >= 10 * size), (1.0, ""))
     clean = [0.0 if abs(value) < 1e-9 * largest else value / size for value in values]

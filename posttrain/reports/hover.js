@@ -1,4 +1,4 @@
-// Values of a chart's lines under the pointer, or, by the arrow keys, at the next point; for the charts inside `element`.
+// Shows the values of a chart's lines under the pointer, or at the next point for an arrow key, in charts inside `element`.
 const points = new WeakMap();
 const pointsOf = (figure) => {
   if (points.get(figure)?.text !== figure.dataset.points) {
@@ -25,7 +25,7 @@ const hide = () => {
 const point = (figure, x) => {
   const data = pointsOf(figure), box = figure.querySelector('svg').getBoundingClientRect();
   figure.dataset.x = x;
-  for (const other of figure.parentElement.querySelectorAll(':scope > figure[data-points]')) {  // all of a group
+  for (const other of figure.parentElement.querySelectorAll(':scope > figure[data-points]')) {  // all charts of a group
     const theirs = pointsOf(other), inside = x >= theirs.scale[0] && x <= theirs.scale[1];
     cross(other, inside && theirs.label === data.label ? pixelOf(theirs, x) : -9);
   }

@@ -1,4 +1,4 @@
-"""HTML that escapes every string (of models, rows, names, notes) except `Markup`."""
+"""HTML elements; every string in them (from models, rows, names, notes) is escaped, except `Markup`."""
 
 import html
 import math
@@ -20,7 +20,7 @@ VOID = ("input", "br")
 
 
 def text(value: object) -> Markup:
-    """A value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut with a count."""
+    """A value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut, with a count."""
     if isinstance(value, Markup):
         return value
     if not isinstance(value, str) and (html_of := getattr(value, "__html__", None)):  # a drawing
@@ -36,7 +36,7 @@ def join(children: Iterable[Child], between: str = "") -> Markup:
 
 
 def el(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """An element. `class_` is the attribute class, `data_go` is data-go; True: without a value; None: omitted."""
+    """An element. `class_` is the attribute class, `data_go` is data-go. True: only a name; None or False: omitted."""
     written = "".join(
         f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(harmless(str(value)))}"'
         for key, value in attributes.items()
@@ -50,7 +50,7 @@ def el(name: str, /, *children: Child, **attributes: object) -> Markup:
 def table(
     header: Sequence[Child], rows: Iterable[Sequence[Child]], numbers: Sequence[int] = (), class_: str = ""
 ) -> Markup:
-    """A table that scrolls sideways where it is wide; columns in `numbers` are aligned to the right."""
+    """A table that scrolls sideways if it is too wide; the columns with an index in `numbers` are right-aligned."""
     right = ["number" if index in numbers else None for index in range(len(header))]
     head = [el("th", cell, class_=align, scope="col") for cell, align in zip(header, right, strict=True)]
     body = [el("tr", *(el("td", cell, class_=align) for cell, align in zip(row, right, strict=True))) for row in rows]

@@ -1,7 +1,7 @@
 """Self-contained HTML files, built from sections.
 
-A page needs no network and no script: its curves are inline SVG, and a small script, allowed by its hash in the page's
-policy, adds the values under the pointer. All strings are escaped; control characters are shown, secrets hidden.
+A page works without network and scripts: its curves are inline SVG. A small script, whose hash the page's policy
+allows, adds the values under the pointer. All strings are escaped; control characters are shown, secrets are hidden.
 """
 
 import base64
@@ -20,13 +20,13 @@ from posttrain.runs.atomic import cannot_write, write_file
 from posttrain.runs.files import flat
 
 MOST_BYTES = 2_000_000
-# Most characters of a string, and ten times the most rows of a table; smaller ones where a page exceeds MOST_BYTES.
+# Maximum characters of a string; tables have at most a tenth as many rows. A page above MOST_BYTES uses the next limit.
 LIMITS = (20_000, 5_000, 1_000, 200)
-NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # in a cell
+NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # a number as written in a cell
 
 
 def script_in(element: str, *sources: str) -> str:
-    """One script without global names, in which `element` is the value of an expression."""
+    """Join the sources into one script without global names; the expression `element` gives its constant `element`."""
     return f"(() => {{\nconst element = {element};\n{''.join(sources)}}})();\n"
 
 
@@ -41,7 +41,7 @@ POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values; nested mappings become dotted names. `folded`: only the title is shown at first."""
+    """Names and values; nested mappings become dotted names. `folded`: initially only the title is shown."""
 
     title: str
     facts: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of strings and numbers; strings may have many lines."""
+    """Rows of strings and numbers; a string may have several lines."""
 
     title: str
     header: Sequence[str]
@@ -94,8 +94,8 @@ def messages(title: str, warnings: Iterable[str]) -> Html:
 def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Mapping[str, str] | None = None) -> None:
     """Write a page atomically; sections without content are omitted.
 
-    `numbers`: the most important ones, at the top. Long strings and tables are cut, with a count, so that the page
-    stays under 2 MB. Raises RunError if the file cannot be written.
+    `numbers`: the most important values, shown at the top. Long strings and tables are cut, with a count, to keep the
+    page under 2 MB. Raises RunError if the file cannot be written.
     """
     shown = [section for section in sections if not _is_empty(section)]
     html = ""
@@ -111,7 +111,7 @@ def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Map
 
 
 def cut(text: str, limit: int) -> str | list[Markup | str]:
-    """The string, or its beginning and end around the number of characters that were cut."""
+    """The string; if it is too long, its beginning and end, with the number of characters cut between them."""
     more = len(text) - limit
     if more <= 0:
         return text
@@ -129,7 +129,7 @@ def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], l
     links = [el("a", section.title, href=f"#s{number}") for number, section in enumerate(sections)]
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = el("header", el("h1", title), el("p", f"posttrain report, {written}"))
-    less = f"This page would be large: strings are cut to {limit:,} characters, tables to {limit // 10:,} rows."
+    less = f"To keep this page small, strings are cut to {limit:,} characters and tables to {limit // 10:,} rows."
     body = [
         head,
         el("p", less, class_="note") if limit < LIMITS[0] else None,
@@ -142,7 +142,7 @@ def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], l
 
 
 def document(title: str, body: Markup, style: str, script: str, head: Markup, class_: str = "") -> str:
-    """A whole page with its style sheet and script."""
+    """A complete HTML page with its style sheet and script."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -203,7 +203,7 @@ def _cell(value: Any, limit: int) -> object:
 
 
 def _are_numbers(column: Iterable[object]) -> bool:
-    """Whether all cells of a column that have a value are numbers or written numbers."""
+    """Whether all non-empty cells of a column are numbers or formatted numbers."""
     cells = [cell for cell in column if cell not in ("", "-", None)]
     numeric = (NUMBER.fullmatch(cell) if isinstance(cell, str) else isinstance(cell, int | float) for cell in cells)
     return bool(cells) and all(numeric)

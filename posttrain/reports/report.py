@@ -27,15 +27,15 @@ from posttrain.runs.progress import duration
 from posttrain.runs.summary import CONFIG, NOTES, RESULTS, SETTINGS, STATE, RunSummary
 
 REPORT = "report.html"
-POINTS = 40_000  # of all curves of a page; a curve has 60 to 400
-SMOOTHED = "Faint: as logged; in front of it smoothed (moving average)."
-SIZE = (380, 180)  # of a chart, in its own units: as wide as a column of three, or a phone
+POINTS = 40_000  # points of all curves of a page; a single curve has 60 to 400
+SMOOTHED = "Faint: logged values; in front: smoothed values (moving average)."
+SIZE = (380, 180)  # size of a chart in SVG units: fits one of three columns, or a phone
 INCIDENTAL = ("name", "output_dir")  # settings that always differ
-LOG_HEAD = 1 << 16  # bytes of training.log that may have messages about the data
+LOG_HEAD = 1 << 16  # bytes at the start of training.log that may have messages about the data
 
 
 class ReportedRun(RunSummary):
-    """A run with its curves. `missing` has a sentence for each file that cannot be read; others add to it."""
+    """A run with its curves. `missing` has a sentence for each file that cannot be read; sections add more."""
 
     def __init__(self, folder: Path, name: str = ""):
         super().__init__(folder, name)
@@ -45,9 +45,9 @@ class ReportedRun(RunSummary):
         self.missing = [f"{what} not shown: {' '.join(problem.split())}." for what, problem in unread if problem]
         metrics, damaged = folder / NAME, self.series.damaged
         if damaged:
-            self.missing.append(f"{counted(damaged, 'line')} of {metrics} cannot be read: not in the curves.")
+            self.missing.append(f"The curves omit {counted(damaged, 'line')} of {metrics} that cannot be read.")
         if self.series.cut_short:
-            self.missing.append(f"The last line of {metrics} is incomplete: not in the curves.")
+            self.missing.append(f"The last line of {metrics} is incomplete and is not in the curves.")
 
     @property
     def step(self) -> int:
@@ -60,7 +60,7 @@ class ReportedRun(RunSummary):
 
 
 def write_report(folder: Path, title: str = "", path: Path | None = None) -> Path:
-    """Write a report about the run in `folder`, to its report.html or to `path`, atomically; returns the path.
+    """Write a report about the run in `folder` to its report.html, or to `path`, atomically; returns the path.
 
     Raises RunError if the page cannot be written.
     """
@@ -85,7 +85,7 @@ def run_page(run: ReportedRun) -> list[Section]:
 
 
 def cards(run: ReportedRun) -> dict[str, str]:
-    """The most important numbers."""
+    """The most important numbers of a run, by name."""
     time = {} if run.seconds is None else {"time": duration(run.seconds)}
     headlines = {name: number(value) for name, value in run.headlines.items()}
     return {"state": run.state, "steps": f"{run.step:,}", **time, **headlines}
@@ -123,7 +123,7 @@ def alarms(runs: Sequence[ReportedRun]) -> Html:
 
 
 def alarms_of(series: Series) -> Iterator[str]:
-    """Every alarm that was raised: how often, since when, and the remedy."""
+    """A sentence for each alarm that was raised: in how many steps, since which step, and the remedy."""
     for name in (name for name in series.names if name.startswith("alarms/")):
         raised = [(step, count) for step, count in zip(*series.points(name), strict=True) if count > 0]
         if raised:
@@ -132,7 +132,7 @@ def alarms_of(series: Series) -> Iterator[str]:
 
 
 def checks(run: ReportedRun) -> Table:
-    """Every vital check with its result."""
+    """Every check of the run with its result."""
     rows = [[check.what, check.outcome, check.found] for check in run.checks]
     return Table("Checks", ["check", "outcome", "found"], rows)
 
@@ -150,18 +150,18 @@ def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
 
 
 def points_of(lines: int) -> int:
-    """Points of a line, so that all curves of a page have at most POINTS."""
+    """The maximum points of one of `lines` lines (60 to 400), so that they have about POINTS in all."""
     return max(60, min(400, POINTS // max(1, lines)))
 
 
 def smoothing(lines: Sequence[Line], small: bool = False) -> float:
-    """The weight of the moving average over about a fifteenth of the points; 0 for short lines."""
+    """The weight of the past for a moving average over about a fifteenth of the points; 0 for short lines."""
     longest = max((len(line.xs) for line in lines if not line.dashed), default=0)
     return 0.0 if small or longest < SMOOTH_FROM else 1 - 15 / longest
 
 
 def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
-    """First and last value of every metric, of training and validation."""
+    """The first and last values of every metric, in training and in validation."""
     ends = {}
     for name in series.names:
         values = [value for value in series.points(name)[1] if math.isfinite(value)]
@@ -189,13 +189,13 @@ def data_messages(folder: Path) -> str:
 
 
 def below(root: Path) -> list[ReportedRun]:
-    """The runs below the folder of a pipeline, its stages and models, in the order in which they started."""
+    """The runs below a pipeline's folder (its stages and models), in the order in which they started."""
     runs = [ReportedRun(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
     return sorted(runs, key=lambda run: (not run.facts, run.started, run.name))
 
 
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
-    """Write a report about all runs below `root`, to its report.html or to `path`; returns the path.
+    """Write a report about all runs below `root` to its report.html, or to `path`; returns the path.
 
     Raises RunError if the page cannot be written.
     """
@@ -214,7 +214,7 @@ def _pipeline_page(root: Path, runs: Sequence[ReportedRun], path: Path) -> list[
 
 
 def _of_run(run: ReportedRun, most: int) -> Html:
-    """The curves of a run, and its best and worst completion."""
+    """The curves of a run, and its best and worst completions."""
     figures = curves(run, run.name, most)
     extremes = (
         [el("h3", section.title), el("p", section.note, class_="note"), section.body]
@@ -232,7 +232,7 @@ def not_complete(runs: Sequence[ReportedRun]) -> Html:
 
 
 def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
-    """Write a page about these runs side by side: results, settings that differ, overlaid curves, alarms."""
+    """Write a page that shows runs side by side: results, settings that differ, overlaid curves, alarms."""
     runs = [ReportedRun(folder, name) for name, folder in folders.items()]
     sections: list[Section] = [
         runs_table(runs, path),
@@ -246,7 +246,7 @@ def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
 
 
 def runs_table(runs: Sequence[ReportedRun], path: Path) -> Table:
-    """A row for each run, with a link to its report if there is one."""
+    """A table with a row for each run, linked to its report if there is one."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.headlines))
     tagged = ["tags"] if any(run.tags for run in runs) else []
     rows = [
@@ -274,7 +274,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _longest(run: ReportedRun) -> int:
-    """Points of the longest curve of training."""
+    """The number of points of the longest training curve."""
     return max((len(run.series.points(name)[0]) for name in run.series.names if name[:5] != "eval_"), default=0)
 
 
@@ -300,7 +300,7 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
 
 
 def _provenance(runs: Sequence[ReportedRun]) -> list[Section]:
-    """The provenance of each run: a table of the facts that differ, and a list of the others."""
+    """The provenance of the runs: a table of the facts that differ, and a list of the facts that are equal."""
     facts = [flat(run.provenance) for run in runs]
     names = dict.fromkeys(name for values in facts for name in values)
     rows = [[name, *(values.get(name, "") for values in facts)] for name in names]
@@ -308,5 +308,5 @@ def _provenance(runs: Sequence[ReportedRun]) -> list[Section]:
     others = [row for row in rows if row[0] not in same]
     return [
         Table("Provenance", ["", *(run.name for run in runs)], others, folded=True),
-        Facts("Provenance, the same in all", same, folded=True),
+        Facts("Provenance, equal in all runs", same, folded=True),
     ]

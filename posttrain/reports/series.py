@@ -14,7 +14,7 @@ from posttrain.runs.metrics import NAME, line_of
 
 AXES = ("step", "tokens", "hours")
 FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # entries of a line that are not metrics
-HEADLINE_POINTS = 48  # of a sparkline
+HEADLINE_POINTS = 48  # maximum points of a sparkline
 
 Points = tuple[Sequence[float], Sequence[float]]  # x, y
 
@@ -32,7 +32,7 @@ class Series:
         self.cut_short = False  # whether the last line is incomplete
         self._read, self._file = 0, None
         self._line = {name: array("d") for name in AXES}
-        self._columns: dict[str, tuple[array, array]] = {}  # metric -> numbers of its lines, values
+        self._columns: dict[str, tuple[array, array]] = {}  # metric -> line numbers, values
 
     def refresh(self) -> Series:
         with self._lock:
@@ -80,14 +80,14 @@ class Series:
         return self._line["step"]
 
     def points(self, metric: str, axis: str = "step") -> Points:
-        """The metric over the axis; hours count from the run's first line. Values that are not finite are NaN."""
+        """The points of a metric over an axis. Hours count from the run's first line; non-finite values are NaN."""
         numbers, values = self._columns.get(metric, (array("l"), array("d")))
         line = self._line[axis]
         start = line[0] if axis == "hours" and line else 0.0
         return [line[number] - start for number in numbers], list(values)
 
     def at(self, step: int) -> dict[str, float]:
-        """The training metrics of a step: of the first line from the step on that has a loss or a reward."""
+        """The training metrics from the first line with a loss or a reward, at the step or soon after it."""
         steps = self._line["step"]
         first = bisect.bisect_left(steps, step)
         for number in range(first, min(first + 50, len(steps))):
@@ -110,19 +110,19 @@ class Series:
 
 
 def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
-    """At most HEADLINE_POINTS values, from the whole file, of the first of the metrics that the run has."""
+    """At most HEADLINE_POINTS values, spread over the whole file, of the first metric that has at least two."""
     try:
         lines = read_regular(folder / NAME).split(b"\n")[:-1]
     except OSError:
         return []
     every = max(1, math.ceil(len(lines) / HEADLINE_POINTS))
-    read = [line_of(raw) or {} for raw in lines[(len(lines) - 1) % every :: every]]  # with the last line
+    read = [line_of(raw) or {} for raw in lines[(len(lines) - 1) % every :: every]]  # includes the last line
     curves = ([float(line[name]) for line in read if isinstance(line.get(name), int | float)] for name in metrics)
     return next((values for values in curves if len(values) > 1), [])
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average with this weight of the past, corrected for the start; gaps stay."""
+    """The exponential moving average with this weight of the past, with bias correction; gaps are kept."""
     if not 0 < weight < 1:
         return list(values)
     smooth, mean, share = [], 0.0, 0.0
@@ -134,7 +134,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> Points:
-    """About `most` points: the first, the last, and the lowest and highest of every stretch."""
+    """About `most` points: the first, the last, and the lowest and highest of each segment."""
     if len(xs) <= most:
         return xs, ys
     stretch, kept = math.ceil(2 * len(xs) / most), {0, len(xs) - 1}

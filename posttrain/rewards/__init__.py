@@ -1,6 +1,6 @@
-"""Rewards of completions, with the reason of every number.
+"""Rewards of completions, with the reason for every value.
 
-`tagged` and `maths` are rules graded in worker processes (posttrain.grading), `rules` lists them; `learned` is a
-trained reward model, `python` a function of the user's, called by `calls`; `compose` has the rewards of the tokens
-alone, adds all of them up and keeps every part.
+`tagged` and `maths` are rules, graded in worker processes (posttrain.grading) and listed in `rules`; `learned` is a
+trained reward model; `python` is a user's function, called through `calls`; `compose` defines the rewards that depend
+only on tokens, adds up all rewards and keeps every part.
 """

@@ -1,8 +1,8 @@
-"""Calls of the user's functions: deadlines and coroutines, output, and settings that they must not change.
+"""Calls to the user's functions: deadlines and coroutines, output, and settings that functions must not change.
 
-A call with a deadline, and a call of an async function, runs in another thread. The main thread waits, so that it
-handles signals at once. Threads cannot be killed: an abandoned call continues in a daemon thread, which does not
-prevent the process from ending.
+Calls with a deadline and calls to async functions run in another thread. The main thread waits, so that it handles
+signals at once. Threads cannot be killed: an abandoned call continues in a daemon thread, which does not prevent the
+process from ending.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger("posttrain")
 
 MOST_LATE = 4  # maximum number of a function's calls that run beyond their deadline
 GRACE_S = 0.25  # time for a cancelled async function to end
-# The function whose output is written, in any thread or task; PASSING while one of its lines goes through the log.
+# The function that writes output in this thread or task; PASSING while a line of its output is being logged.
 _writer: ContextVar[str | None] = ContextVar("writer", default=None)
 PASSING = ""
 
@@ -35,14 +35,14 @@ class OverdueError(RewardError):
 
 
 class ChangedError(RewardError):
-    """A function of the user's has changed a setting of the process that training relies on."""
+    """A user's function has changed a process setting that training relies on."""
 
 
 class Caller:
     """Calls one function in another thread, one call at a time.
 
-    As long as deadlines are met, it is the same thread and event loop, so that resources of the function, such as a
-    client's connections, stay usable.
+    As long as deadlines are met, all calls run in the same thread and event loop, so that resources of the function,
+    such as a client's connections, remain usable.
     """
 
     def __init__(self, name: str):
@@ -51,10 +51,10 @@ class Caller:
         self._late: set[Future[Any]] = set()
 
     def call(self, function: Callable[[], Any], timeout: float | None) -> Any:
-        """The function's result, awaited if necessary; its exceptions are raised here.
+        """Return the function's result, awaited if necessary; exceptions of the function are raised here.
 
-        Raises OverdueError after `timeout` seconds. A coroutine is cancelled then; a plain call continues. While
-        MOST_LATE such calls are running, a further call waits for one of them to end, within its own deadline.
+        Raises OverdueError after `timeout` seconds. A coroutine is then cancelled, but a plain call continues. While
+        MOST_LATE late calls are running, a new call waits for one of them to end, within the new call's deadline.
         """
         until = None if timeout is None else time.monotonic() + timeout
         self._wait_for_room(until)
@@ -74,7 +74,7 @@ class Caller:
                 worker.leave()
                 self._late.add(call)
         if late:
-            raise OverdueError(f"{self._name} gave no answer within {timeout:g} s")
+            raise OverdueError(f"{self._name} did not return within {timeout:g} s")
         return call.result()
 
     def _wait_for_room(self, until: float | None) -> None:
@@ -94,7 +94,7 @@ def _left(until: float | None) -> float | None:
 
 
 class _Worker(threading.Thread):
-    """Makes calls in order until it is abandoned. Started by the first call."""
+    """A thread that makes calls in order until it is abandoned. The first call starts it."""
 
     def __init__(self) -> None:
         super().__init__(name="posttrain-reward", daemon=True)
@@ -110,7 +110,7 @@ class _Worker(threading.Thread):
         return call
 
     def cancel(self, call: Future[Any]) -> bool:
-        """Whether the call has ended or never started; cancels a coroutine and waits a moment."""
+        """Cancel a call; a coroutine has GRACE_S seconds to end. Returns whether the call ended or never started."""
         if call.cancel():
             return True
         if self._cancel_task():
@@ -118,7 +118,7 @@ class _Worker(threading.Thread):
         return call.done()
 
     def leave(self) -> None:
-        """Cancel the coroutine, and end after the current call."""
+        """Cancel a running coroutine, and end the thread after the current call."""
         self._cancel_task()
         self._calls.put(None)
 
@@ -154,9 +154,10 @@ class _Worker(threading.Thread):
 
 @contextmanager
 def output_logged(name: str) -> Iterator[None]:
-    """Log each line that this context writes to `sys.stdout` or `sys.stderr` as "name: line": progress bars stay whole.
+    """Log each line that this context writes to `sys.stdout` or `sys.stderr` as "name: line", to keep progress bars
+    intact.
 
-    Other threads write as before. Without our log handlers (posttrain/runs/logs.py), as in a notebook, nothing changes.
+    Other threads write as before. Without the handlers of posttrain/runs/logs.py, as in a notebook, nothing changes.
     """
     if not any(handler.level <= logging.INFO for handler in log.handlers):
         yield
@@ -168,7 +169,7 @@ def output_logged(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.stdout is lines[0]:  # else the function has replaced the stream
+        if sys.stdout is lines[0]:  # otherwise the function has replaced the stream
             sys.stdout = before[0]
         if sys.stderr is lines[1]:
             sys.stderr = before[1]
@@ -197,7 +198,7 @@ class _Lines:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether only a logger of the user's still has it, which would log the line twice."""
+        """Whether only a user's logger still holds this stream, and would log the line twice."""
         return self is not sys.stdout and self is not sys.stderr
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -236,12 +237,14 @@ def _log(writer: str, line: str) -> None:
 
 @contextmanager
 def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Around code of the user's: restore the working directory (to `home`), and end a forked child that returns.
+    """Run a user's code in this context: restores the working directory (to `home`), and ends a forked child that
+    returns.
 
-    A call that ends when all is `over`, long after its deadline, leaves the directory, which may be right by then.
+    If `over()` is true at the end, the call ended long after its deadline; the directory, which may be right by then,
+    is left unchanged.
 
-    Raises ChangedError, after restoring them, for settings of Python and torch with which the run would compute other
-    numbers or fail far from the cause.
+    Settings of Python and torch with which the run would compute different numbers or fail far from the cause are
+    restored as well; then ChangedError is raised.
     """
     process, folder, before = os.getpid(), home or os.getcwd(), _state()
     failed = True
@@ -249,14 +252,14 @@ def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lam
         yield
         failed = False
     finally:
-        if os.getpid() != process:  # it would continue as a second trainer in the same folder
+        if os.getpid() != process:  # the child would continue as a second trainer in the same folder
             os.write(
-                2, f"{name} has forked a process that returned; the process ends (it should call os._exit)\n".encode()
+                2, f"{name} has forked a process that returned; it is ended here (it should call os._exit)\n".encode()
             )
             os._exit(1)
         if (now := folder_of_process()) != folder and not over():
             os.chdir(folder)
-            log.warning("%s changed the working directory to %s: it is set back", name, now or "a deleted folder")
+            log.warning("%s changed the working directory to %s: it is restored", name, now or "a deleted folder")
         after = _state()
         changed = [what for what in before if after[what][0] != before[what][0]]
         for what in changed:
@@ -265,7 +268,7 @@ def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lam
         raise ChangedError(
             f"{name} changed "
             + ", ".join(f"{what} from {before[what][0]} to {after[what][0]}" for what in changed)
-            + ", which the run relies on: let the function set it back, or run that code in a process of its own"
+            + ", which the run relies on: restore it in the function, or run that code in a separate process"
         )
 
 

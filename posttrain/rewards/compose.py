@@ -36,14 +36,14 @@ from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of,
 
 log = logging.getLogger("posttrain")
 
-CLASSES = ("00", "01", "10", "11")  # format right or not, answer right or not
+CLASSES = ("00", "01", "10", "11")  # first digit: format right; second digit: answer right
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """A completion to be rewarded. `prompt` is a string or a list of messages; `columns` the rest of the row.
+    """A completion to reward. `prompt` is a string or a list of messages; `columns` are the row's other columns.
 
-    `truncated`: it reached the length limit. `thinking`: its prompt ends with `<think>`."""
+    `truncated`: the completion reached the length limit. `thinking`: its prompt ends with `<think>`."""
 
     text: str
     tokens: Sequence[int] = ()
@@ -56,31 +56,31 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward of a completion, unweighted. A value of None: it does not apply, or there is no verdict."""
+    """One unweighted reward of a completion. A value of None: the reward does not apply, or has no verdict."""
 
     name: str
     weight: float
     value: float | None
-    grade: Grade | None = None  # of rules and judges
-    overdue: bool | None = None  # whether the call exceeded its deadline; None: a reward without one
-    may_not_apply: bool = False  # a user's function, which may return None
+    grade: Grade | None = None  # for rules and judges
+    overdue: bool | None = None  # whether the call exceeded its deadline; None: the reward has no deadline
+    may_not_apply: bool = False  # whether it is a user's function, which may return None
 
     @property
     def counts(self) -> bool:
-        """Whether it has a verdict: False after a missed deadline or for a grade without one. Not applicable counts."""
+        """Whether the reward has a verdict, or does not apply: False for a missed deadline or a missing verdict."""
         return not self.overdue and (self.grade is None or self.grade.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionReward:
-    """The weighted sum of a completion's rewards, and its parts. A total of None is no reward: drop this completion."""
+    """The weighted sum of a completion's rewards, and its parts. With a total of None, the completion is dropped."""
 
     total: float | None = None
     parts: tuple[RewardPart, ...] = ()
 
     @property
     def lacks_verdict(self) -> bool:
-        """Whether there is no reward because a verdict is missing, and not because no reward applies."""
+        """Whether there is no reward because a verdict is missing, rather than because no reward applies."""
         return self.total is None and not all(part.counts for part in self.parts if part.weight)
 
 
@@ -92,11 +92,11 @@ class Rewarded(tuple[CompletionReward, ...]):
         return tuple(reward.total for reward in self)
 
     def metrics(self) -> dict[str, float]:
-        """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
+        """Metrics of a step under TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
 
-        Also: the number of dropped completions, for each rule the number of each verdict, and for `r1_zero` and
-        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11. Empty
-        without rewards.
+        Also the number of dropped completions; per rule, the count of each verdict; and for `r1_zero` and
+        `question_only` the shares of the classes 00, 01, 10 and 11 (first digit: format right; second: answer right).
+        Empty if there are no rewards.
         """
         columns = list(zip(*(reward.parts for reward in self), strict=True))
         if not columns:
@@ -114,10 +114,10 @@ class Rewarded(tuple[CompletionReward, ...]):
 
 
 def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
-    """The metrics of one reward of all completions.
+    """The metrics of one reward over all completions.
 
-    Mean and standard deviation; for a rule the number of each verdict, and the shares of its parts; for a judge the
-    number of each failure, and its costs; for a function, to how many completions it does not apply.
+    Mean and standard deviation; for a rule, the count of each verdict and the shares of its classes; for a judge, the
+    count of each failure and the costs; for a function, the number of completions that it does not apply to.
     """
     values = [part.value for part in parts if part.value is not None]
     grades = [part.grade for part in parts if part.grade is not None]
@@ -146,11 +146,11 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
 class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
-    `pool`: grading workers to share; without it, rules get their own workers until `close`.
-    `max_completion_length`: the rollout's, for `overlong`. `date`: that of the run, which the chat templates of reward
-    models write. `sampled_ids`: reward models with the policy's tokenizer score the sampled tokens after a string
-    prompt. As in runs of behaviour version 1: without `sampled_ids` they score the text; with `zeros_count` a reward of
-    weight 0 adds 0 to totals, and drops completions without its verdict.
+    `pool`: grading workers to share; without it, rules start workers that `close` ends. `max_completion_length`: the
+    rollout's limit, for `overlong`. `date`: the run's date, which the chat templates of reward models write.
+    `sampled_ids`: reward models with the policy's tokenizer score the sampled tokens after a string prompt. Two
+    settings reproduce behavior_version 1: without `sampled_ids`, reward models score the text; with `zeros_count`, a
+    reward of weight 0 adds 0 to totals, and a completion without its verdict is dropped.
 
     Raises RewardError, before the first rollout, if a reward cannot work.
     """
@@ -172,7 +172,7 @@ class Rewards:
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise RewardError(f"two rewards are called {twice}: give one of them another `name`")
+            raise RewardError(f"two rewards are called {twice}: give one of them a different `name`")
         if settings and not any(term.weight for term in settings):
             raise RewardError(f"{ALL_ZERO} ({', '.join(names)})")
         self.settings, self._zeros_count = tuple(settings), zeros_count
@@ -213,7 +213,8 @@ class Rewards:
         return Rewarded(CompletionReward(self._total(parts), parts) for parts in rows)
 
     def _started(self, term: Reward, completions: Sequence[RewardInput]) -> Callable[[], list[RewardPart]]:
-        """Start to grade or judge the completions, or compute their rewards; the function returns one part each."""
+        """Start to grade or judge the completions, or compute their rewards. The returned function returns their parts,
+        one per completion."""
         name = term_name(term)
         if isinstance(term, RuleReward | JudgeReward):
             grades = self._graded(term, completions)
@@ -239,7 +240,7 @@ class Rewards:
         return lambda: pool.collect(jobs)
 
     def _total(self, parts: Sequence[RewardPart]) -> float | None:
-        """The weighted sum; None if one of the parts has no verdict, or none applies."""
+        """The weighted sum; None if a part has no verdict, or if no part applies."""
         summed = [part for part in parts if part.weight or self._zeros_count]
         if not all(part.counts for part in summed):
             return None
@@ -247,9 +248,9 @@ class Rewards:
         return sum(weight * value for weight, value in applicable) if applicable else None
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
-        """Whether `format` and `answer` of each completion are right, None without a verdict.
+        """Whether `format` and `answer` of each completion are right; None if there is no verdict.
 
-        Each comes from the first rule that grades it; without such a rule it is missing."""
+        Each of the two comes from the first rule that grades it, and is missing if there is no such rule."""
         right: dict[str, list[bool | None]] = {}
         for index, term in enumerate(self.settings):
             grades = [grade for reward in rewarded if (grade := reward.parts[index].grade) is not None]
@@ -267,14 +268,14 @@ class Rewards:
         return right
 
     def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
-        """`format_accuracy` and `answer_accuracy`: shares of the completions with a verdict."""
+        """`format_accuracy` and `answer_accuracy`: shares of right ones among the completions with a verdict."""
         return {
             f"{name}_accuracy": statistics.fmean(verdict for verdict in verdicts if verdict is not None)
             for name, verdicts in self.right(rewarded).items()
         }
 
     def close(self, keep: bool = True) -> None:
-        """Close the threads of functions and judges, and its own pool of grading workers (`keep`: see `Pool.close`)."""
+        """Close the threads of functions and judges, and the pool unless it is shared (`keep`: see `Pool.close`)."""
         for judge in self._judges.values():
             judge.close()
         for function in self._python.values():
@@ -310,7 +311,7 @@ def _function(
         case ModelReward():
             from posttrain.rewards.learned import LearnedReward  # imports torch, which rules do not need
 
-            if term.path is None:  # in a run with stages it is set
+            if term.path is None:  # a run with stages sets it
                 raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
             model, strip = LearnedReward(term.path, devices, max_completion_length, date), term.strip_thinking
             return lambda completions: model(
@@ -336,7 +337,7 @@ def _function(
 
 
 def _reply(completion: RewardInput) -> str:
-    """The string after the thinking; empty if that has not ended."""
+    """The string after the thinking; empty if the thinking has not ended."""
     whole = THINK + completion.text if completion.thinking else completion.text
     return after_thinking(whole).lstrip()
 
@@ -357,7 +358,7 @@ def _moments(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
-    """The arguments of a function, by TRL's names, and the columns of the data."""
+    """The arguments of a function, under TRL's names, and the columns of the data."""
     names = dict.fromkeys(name for completion in completions for name in completion.columns)
     columns = {name: [completion.columns.get(name) for completion in completions] for name in names}
     return columns | {
@@ -376,7 +377,7 @@ def length_reward(tokens: int, target: int, scale: float) -> float:
 def overlong_reward(tokens: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
 
-    0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it."""
+    It is 0, then falls linearly to -1 over the last `cache` tokens before `max_completion_length`; beyond it, -1."""
     safe = max_completion_length - cache
     if tokens <= safe:
         return 0.0

@@ -1,4 +1,4 @@
-"""`posttrain grade`: the completions of a file graded as in training, row by row in its order."""
+"""`posttrain grade`: grades the completions of a file as in training, in the order of its rows."""
 
 import json
 from collections import Counter
@@ -43,11 +43,11 @@ def grade_file(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> Counter[str]:
-    """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns a count by verdict.
+    """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns counts by verdict.
 
-    A row that cannot be read keeps its position, with `error` and no verdict. `file` is never overwritten, an existing
-    `output` only with `overwrite`. Raises RewardError for an unknown reward or a grader that fails the known pairs,
-    DataError if a column is missing or more than 1 % of the rows cannot be read.
+    A row that cannot be read keeps its position, with `error` and no verdict. `file` is never overwritten; an existing
+    `output` is overwritten only with `overwrite`. Raises RewardError for an unknown reward or a grader that fails the
+    known pairs, and DataError if a column is missing or more than 1 % of the rows cannot be read.
     """
     if reward not in RULES and ":" not in reward:
         near = get_close_matches(reward, RULES, n=1)
@@ -77,7 +77,8 @@ def _check_columns(file: Path, reward: str, columns: Columns, records: Sequence[
         )
     if reward in NEEDS_ANSWER and not any(columns.answer in row for row in rows):
         raise DataError(
-            f"{file} has no column {columns.answer} for the right answers: it has {names}; name it with --answer-column"
+            f"{file} has no column {columns.answer} with the right answers: it has {names}; name it with "
+            "--answer-column"
         )
     unread = [
         Malformed(record.file, record.line, _problem(record, columns), record.row)
@@ -86,7 +87,7 @@ def _check_columns(file: Path, reward: str, columns: Columns, records: Sequence[
     ]
     if len(unread) > MALFORMED_SHARE * len(records):
         raise DataError(
-            f"{len(unread)} of {len(records)} rows of {file} cannot be graded, which is over "
+            f"{len(unread)} of {len(records)} rows of {file} cannot be graded, more than "
             f"{MALFORMED_SHARE:.0%}:\n{list_malformed(unread)}"
         )
 
@@ -110,7 +111,7 @@ def _by_rule(
 
 
 def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
-    """A function's scores: above 0 counts as correct; None is the verdict `not_applicable`, without a score."""
+    """Grades from a function's scores: a score above 0 counts as correct; None gives the verdict `not_applicable`."""
     rows = [record.value or {} for record in records]
     arguments: dict[str, list[Any]] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
     arguments["completions"] = [_text(record, columns.completion) for record in records]
@@ -124,7 +125,7 @@ def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list
 
 
 def _text(record: Record, column: str) -> str | None:
-    """A column's value as a string; numbers, which answers often are, in their original spelling."""
+    """A column's value as a string; numbers, which answers often are, keep their JSON spelling."""
     value = (record.value or {}).get(column)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
@@ -159,7 +160,7 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
     for line in _statistics(grades):
         console.print(line)
     if unread:
-        console.print(f"{counted(unread, 'row')} could not be read: see their field `error`")
+        console.print(f"{counted(unread, 'row')} could not be read: see their `error` field")
 
 
 def _statistics(grades: Sequence[Grade]) -> Iterator[str]:

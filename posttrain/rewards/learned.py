@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: its score of a prompt with its completion."""
+"""A trained reward model as a reward: the model's score of a prompt with its completion."""
 
 import logging
 import math
@@ -26,11 +26,11 @@ TOKENS_PER_PACK = 8192
 
 
 class LearnedReward:
-    """A loaded reward model. It reads strings, so its tokenizer may differ from the policy's.
+    """A loaded reward model. It reads strings, so its tokenizer may differ from the policy's tokenizer.
 
-    Conversations are rendered with its own chat template; a string prompt is continued unchanged. A completion ends
-    with the stop token, or with the template's end of turn, unless it is truncated. After a string prompt, sampled
-    tokens are scored unchanged if they are tokens of its own tokenizer.
+    Conversations are rendered with the reward model's chat template; a completion directly follows a string prompt. A
+    completion ends with the stop token, or with the template's end of turn, unless it is truncated. After a string
+    prompt, sampled tokens are scored unchanged if the reward model's tokenizer decodes them to the completion.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class LearnedReward:
         self.longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
         if max_completion_length and max_completion_length >= self.longest:
             log.warning(
-                "the reward model %s reads %d tokens, prompt and completion together, and completions may have %d: one "
-                "that is too long ends the run; lower rollout.max_completion_length",
+                "the reward model %s reads %d tokens, prompt and completion together, but completions may have %d: a "
+                "completion that is too long stops the run; lower rollout.max_completion_length",
                 path, self.longest, max_completion_length,
             )  # fmt: skip
         self._device = device_of(devices)
@@ -63,9 +63,9 @@ class LearnedReward:
         truncated: Sequence[bool],
         sampled: Sequence[Ids] | None = None,
     ) -> list[float]:
-        """The reward of each completion; `sampled`: the token ids of each, if known.
+        """The reward of each completion; `sampled`: the token ids of each completion, if known.
 
-        Raises RewardError for one that is too long, or whose reward is not finite."""
+        Raises RewardError if a completion is too long or its reward is not finite."""
         rewards = [math.nan] * len(completions)
         encoded = self._encode(prompts, completions, truncated, sampled)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
@@ -113,14 +113,14 @@ class LearnedReward:
                 raise RewardError(f"completion {index} and its prompt are empty: the reward model has nothing to read")
             if max(item.tokens) >= self._embeddings:
                 raise RewardError(
-                    f"completion {index} has, with its prompt, the token {max(item.tokens):,} of the tokenizer of the "
+                    f"completion {index} or its prompt has the token {max(item.tokens):,} with the tokenizer of the "
                     f"reward model {self.path}, which has {self._embeddings:,} embeddings: use the tokenizer that it "
                     "was trained with"
                 )
             if len(item.tokens) > self.longest:
                 raise RewardError(
                     f"completion {index} has {len(item.tokens)} tokens with its prompt, but the reward model "
-                    f"{self.path} reads {self.longest:g}: lower rollout.max_completion_length or "
+                    f"{self.path} reads at most {self.longest:g}: lower rollout.max_completion_length or "
                     "data.max_prompt_length"
                 )
             encoded.append(item)
@@ -129,11 +129,11 @@ class LearnedReward:
     def _as_sampled(
         self, read: Trained | RowError, prompt: tuple[str, Ids] | RowError, text: str, short: bool, sampled: Ids
     ) -> Trained | RowError:
-        """The prompt with the sampled tokens, if they decode to `text` with this tokenizer; else `read`."""
+        """The prompt with the sampled tokens, if they decode to `text` with this tokenizer; otherwise `read`."""
         if isinstance(read, RowError) or isinstance(prompt, RowError):
             return read
         before = list(prompt[1])
-        # The last is a stop token, or completes a stop string.
+        # The last sampled token is a stop token, or completes a stop string.
         for ids in (sampled,) if short else (sampled[:-1], sampled):
             if len(sampled) and Pieces(self.tokenizer, before).whole(ids) == text:
                 stop = self.tokenizer.eos_token_id
@@ -144,7 +144,7 @@ class LearnedReward:
 
 
 def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:
-    """Adjacent completions of one prompt, as many as fit a pack: their prompt is computed once."""
+    """Yield groups of adjacent completions of one prompt that fit a pack, so that the prompt is computed once."""
     for _, members in groupby(range(len(prompts)), key=lambda index: prompts[index]):
         group: list[int] = []
         room = 0
@@ -159,7 +159,7 @@ def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: 
 
 
 def _tree(completions: Sequence[Trained]) -> Example:
-    """The common prefix of all as the trunk, the rest as leaves; no leaf is empty."""
+    """A tree with the completions' common prefix as its trunk and the rest of each as a leaf; no leaf is empty."""
     trunk = list(completions[0].tokens[: min(min(item.prompt, len(item.tokens) - 1) for item in completions)])
     for item in completions[1:]:
         trunk = trunk[: common_prefix(trunk, item.tokens)]

@@ -1,13 +1,15 @@
-r"""Rules for right or wrong answers: `math`, `gsm8k`, and with format `r1_zero` and `question_only`.
+r"""Rules that grade answers as right or wrong: `math` and `gsm8k`, and `r1_zero` and `question_only`, which also check
+the format.
 
     math            the last balanced box or answer tag after `</think>` equals the answer
-    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it;
-                    `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number each, also within a sentence
-    r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, else 0
-    question_only   1 if there is a `\boxed{…}` and the answer is right, else 0
+    gsm8k           the number after the last `####` equals the answer; without one, the number in the last box or tag;
+                    without either, the last number. `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number
+                    each, even within a sentence
+    r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, otherwise 0
+    question_only   1 if there is a `\boxed{…}` and the answer is right, otherwise 0
 
-The last two report format and answer as parts, which gives the four classes (00, 01, 10, 11): a right answer in the
-wrong format is recognised, too, but has no reward. (Tags and rewards as in "Understanding R1-Zero-Like Training",
+The last two report format and answer as parts, which gives the four classes 00, 01, 10 and 11: a right answer in the
+wrong format is recognised, but not rewarded. (Tags and rewards are those of "Understanding R1-Zero-Like Training",
 Liu et al. 2025.)
 """
 
@@ -20,11 +22,12 @@ from posttrain.grading.notation import tidy
 from posttrain.grading.numbers import Number, read_number, same_number
 from posttrain.grading.verdict import BadGold, Judgement, Rule
 
-LINE = 400  # characters of a last line in which a number is sought
+LINE = 400  # number of characters at the end of a line that are searched for a number
 _ONE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*\\overline\{\d+\}|\.\d+)?|(?<!\d)\.\d+"
 _TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{-?\d+\}"
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-# Of a tidy string: exponents, indices and `m2` are no numbers; roots, powers and other fractions are read as a whole.
+# Numbers in a tidied string. Exponents, indices and `m2` are skipped; roots, powers and other fractions match as a
+# whole, but not as numbers.
 _NUMBERS = re.compile(
     rf"(?P<skipped>[\^_]{_BRACES}|(?<![a-zA-Z])[cdk]?m[23](?!\w))|\\sqrt(?:\[[^\]]*\])?{_BRACES}"
     rf"|(?P<number>(?:(?<![\w.)\]}}%])[-+])?[$€£]?(?:(?:\d+\s*)?\\frac\{{-?[\d.,]+\}}\{{-?[\d.,]+\}}"
@@ -68,14 +71,14 @@ def _four_classes(formatted: bool, answer: str | None, gold: str) -> Judgement:
 
 
 def _loosely(completion: str) -> str | None:
-    """The answer of a completion without the right format: a box or tag anywhere after the thinking, or a last
+    """The answer of a completion without the right format: a box or tag anywhere after the thinking, or the last
     number."""
     rest = extract.after_thinking(completion)
     return extract.final_answer(rest) or extract.marked_answer(rest) or extract.last_number(rest)
 
 
 def _reference(gold: str) -> str:
-    """The answer itself if the data has a complete solution with a box."""
+    """The boxed answer if the data has a complete solution with a box; otherwise `gold` itself."""
     return (last_box(gold) or gold) if "\\boxed" in gold else gold
 
 
@@ -84,14 +87,14 @@ def _gsm8k_gold(gold: str) -> Number | None:
 
 
 def _number_in(text: str) -> tuple[str, Number] | None:
-    """(number as written, its value) of a string, or of the last number in it (`18 dollars`, `3 + 4 = 7`).
+    """(number as written, its value) of a string that is a number, or of its last number (`18 dollars`, `3 + 4 = 7`).
 
-    None where that is part of an expression: the 2 of `\\sqrt{2}` is no answer."""
+    None if the last number is part of an expression: the 2 in `\\sqrt{2}` is not an answer."""
     if number := read_number(text):
         return text, number
     line = next((line for line in reversed(text.splitlines()) if any(c.isnumeric() for c in line)), "")
     line = line if len(line) <= LINE else line[-LINE:].partition(" ")[2]
-    # a dash is no minus sign, an underline before a number is emphasis
+    # a dash is not a minus sign; an underscore before a number is emphasis
     last = None
     for match in _NUMBERS.finditer(tidy(re.sub(r"(?<![\w})\]])_+|[–—]", " ", line))):
         last = last if match["skipped"] else match

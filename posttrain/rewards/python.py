@@ -1,8 +1,8 @@
-"""A reward that is a Python function of the user's, named `module:function`.
+"""A reward computed by a user's Python function, named `module:function`.
 
-It is called as in TRL: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with the
-arguments that it accepts. It runs in this process, unsupervised: it is the user's code, not the model's. It may be
-async, have a deadline, and be retried when it fails.
+The function is called as in TRL: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with
+the arguments that it accepts. It runs in this process without isolation, because it is the user's code and not the
+model's. It may be async, have a deadline, and be retried if it fails.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_o
 
 log = logging.getLogger("posttrain")
 
-ENTRY_POINTS = "posttrain.functions"  # group of the entry points of packages that offer functions
-OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of our own that settings may name
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled for each further one
+ENTRY_POINTS = "posttrain.functions"  # group of entry points in which packages offer functions
+OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
 
 
 class RewardFunction:
-    """A named function. Raises RewardError if it does not exist or is not callable.
+    """A reward function, given by name. Raises RewardError if it does not exist or is not callable.
 
-    `timeout`: maximum seconds of a call, which then runs in another thread; None: no limit, in this thread unless it is
-    async. `retries`: number of further calls after an exception or a timeout.
+    `timeout`: time limit of a call in seconds; calls then run in another thread. None: no limit; calls run in this
+    thread unless the function is async. `retries`: number of further calls after an exception or a timeout.
     """
 
     def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
@@ -58,10 +58,10 @@ class RewardFunction:
             )
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
-        """One number for each completion; None if the function returns None: not applicable.
+        """One number for each completion; None if the function returns None, which means not applicable.
 
-        Raises RewardError if the function fails at its last try or returns anything else, OverdueError if it exceeds
-        its deadline.
+        Raises RewardError if the function fails on the last try or returns anything else, and OverdueError if it
+        exceeds its deadline.
         """
         missing = [name for name in self._needs if name not in columns]
         if missing:
@@ -71,7 +71,7 @@ class RewardFunction:
         return self._checked(self._tried(columns), len(columns["completions"]))
 
     def close(self) -> None:
-        """End the thread of its calls, if it has one."""
+        """End the thread that makes the calls, if there is one."""
         self._closed = True
         self._caller.close()
 
@@ -102,7 +102,7 @@ class RewardFunction:
             try:
                 return self._caller.call(lambda: self._made(arguments), self.timeout)
             finally:
-                if folder_of_process() != self._home:  # changed by a call that continues
+                if folder_of_process() != self._home:  # changed by an abandoned call
                     os.chdir(self._home)
         rewards = self._made(arguments)
         return self._caller.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
@@ -141,8 +141,8 @@ class RewardFunction:
 
 
 def call_function(name: str, *arguments: Any) -> Any:
-    """The result of a user's function that is no reward; a generator's values as a list.
-    Raises RewardError if it does not exist or fails, with the line of its file."""
+    """Return the result of a user's function that is not a reward; a generator's values are returned as a list.
+    Raises RewardError, with the line in the user's file, if the function does not exist or fails."""
     with output_logged(name):
         with unchanged(name):
             function = find_function(name)
@@ -158,10 +158,11 @@ def call_function(name: str, *arguments: Any) -> Any:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function `module:function` of a Python file of the user's. Raises RewardError if there is none.
+    """Find the function `module:function` in a user's Python file. Raises RewardError if there is none.
 
-    The file is in the current folder or next to a settings file that was read. Settings may come from strangers, so
-    functions of Python itself and of installed packages are refused, unless an entry point of the package names them.
+    The file must be in the current folder, or next to the user's script or a settings file that was read. Settings may
+    come from strangers, so functions of Python itself and of installed packages are rejected, unless an entry point of
+    the package names them.
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -169,14 +170,14 @@ def find_function(name: str) -> Callable[..., Any]:
     offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
     allowed = name in offered
     program = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.executable).resolve()
-    own = [] if _is_library(program) else [program.parent]  # of a user's script that calls us
+    own = [] if _is_library(program) else [program.parent]  # the folder of a user's script
     folders = [Path.cwd(), *settings_folders(), *own]
     top = module.partition(".")[0]
     here = next((folder for folder in folders if PathFinder.find_spec(top, [str(folder)]) is not None), None)
     if here is not None and str(here) not in sys.path and not (here == Path.cwd() and "" in sys.path):
         sys.path.insert(0, str(here))  # the `posttrain` command does not search these folders by itself
     try:
-        spec = find_spec(top)  # runs nothing, other than an import
+        spec = find_spec(top)  # unlike an import, this runs no code
     except (ImportError, ValueError, AttributeError):
         spec = None
     if spec is not None and not allowed:
@@ -185,7 +186,7 @@ def find_function(name: str) -> Callable[..., Any]:
         mine = PathFinder.find_spec(top, [str(here)]) if here is not None else None
         if mine is not None and mine.origin != spec.origin:
             raise RewardError(
-                f"{name}: {top} was imported from {spec.origin} before, not {mine.origin}: rename one of them"
+                f"{name}: {top} was already imported from {spec.origin}, not {mine.origin}: rename one of them"
             )
     try:
         imported = importlib.import_module(module)
@@ -199,39 +200,39 @@ def find_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         functions = [key for key, value in vars(imported).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"{name}: {module} has no function {attribute}; it has {', '.join(functions) or 'none'}")
-    if not allowed:  # a file of the user's may import others' functions
+    if not allowed:  # a user's file may import functions from elsewhere
         _check_origin(name, module, getattr(imported, "__file__", None), folders)
         _check_origin(name, module, _file_of(function), folders, imported=True)
     return function
 
 
 def _check_origin(name: str, module: str, origin: str | None, folders: Sequence[Path], imported: bool = False) -> None:
-    """Raises RewardError unless a file or folder is the user's. `imported`: of a function that it imports."""
+    """Raise RewardError unless a file or folder is the user's. `imported`: the file of a function that it imports."""
     if origin is None:
         return  # a package without a file: its folders are checked
     path = Path(origin).resolve()
     if origin in ("built-in", "frozen") or (not imported and not path.exists()) or _is_library(path):
         raise RewardError(
-            f"{name} belongs to Python or to an installed package ({origin}): a function comes from a Python file in "
-            "the current folder or beside the settings file, or from a package that names it as an entry point of the "
+            f"{name} belongs to Python or to an installed package ({origin}): a function must be in a Python file in "
+            "the current folder or next to the settings file, or in a package that names it as an entry point of the "
             f"group {ENTRY_POINTS} (docs/rewards.md)"
         )
     if not imported and not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise RewardError(
-            f"{name}: {module} is found at {origin}, which is neither in the current folder nor beside the settings "
+            f"{name}: {module} is found at {origin}, which is neither in the current folder nor next to the settings "
             "file or the program: move it, or start the command in its folder"
         )
 
 
 def _is_library(path: Path) -> bool:
-    """Whether a file is of Python, of an installed package or of ours."""
+    """Whether a file belongs to Python, to an installed package or to this package."""
     folders = {Path(folder).resolve() for folder in (*sysconfig.get_paths().values(), Path(__file__).parents[1])}
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or any(path.is_relative_to(folder) for folder in folders - {Path(sys.prefix).resolve()})
 
 
 def _file_of(function: Any) -> str | None:
-    """The file in which a function or class was defined; None for another object, such as a partial."""
+    """The file in which a function or class was defined, also of a partial; None for any other object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -239,12 +240,12 @@ def _file_of(function: Any) -> str | None:
         return "built-in"
     if isinstance(function, type):
         return getattr(sys.modules.get(function.__module__), "__file__", None) or "built-in"
-    code = getattr(function, "__code__", None)  # of a method, too
+    code = getattr(function, "__code__", None)  # methods have it, too
     return code.co_filename if code else None
 
 
 def _line_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """The line of the error in the user's file."""
+    """The user's file and the line of the error, in parentheses; empty if they are unknown."""
     code = getattr(function, "__code__", None)
     trace, line = error.__traceback__, None
     while trace is not None:

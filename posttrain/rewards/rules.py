@@ -1,4 +1,4 @@
-"""The rules, and 20 known pairs for each. They are graded at the start, and a wrong verdict ends the run.
+"""The rules, with 20 known pairs for each. The pairs are graded at startup, and a wrong verdict stops the run.
 
 Frameworks have trained for days on all-zero rewards because their grader was broken.
 """
@@ -82,7 +82,7 @@ def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
 
 
 def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
-    """An answer in the format of a rule."""
+    """An answer in the format that a rule expects."""
     if name in TAGGED:
         return f"So it is.{tags.reasoning_end}{tags.solution_start}{answer}{tags.solution_end}"
     if name == "gsm8k":
@@ -106,8 +106,8 @@ def _format_canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]
 
 
 def prove(pool: Pool, name: str, tags: TagsConfig, rule: str | None = None) -> None:
-    """Grade the known pairs in the pool, by `rule` (`module:NAME`) in place of the reward's if it is given.
-    Raises RewardError if a verdict differs from the known one."""
+    """Grade the known pairs in the pool; `rule` (`module:NAME`), if it is given, replaces the rule of the reward.
+    Raises RewardError if a verdict differs from the known verdict."""
     known = [(replace(job, rule=rule or job.rule), want) for job, want in canary(name, tags)]
     grades = pool.grade([job for job, _ in known], count=False)
     wrong = [
@@ -119,5 +119,5 @@ def prove(pool: Pool, name: str, tags: TagsConfig, rule: str | None = None) -> N
         shown = "; ".join(wrong[:3])
         raise RewardError(
             f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its verdicts cannot be "
-            f"trusted: {shown}. Is another version of sympy or math-verify installed? See constraints.txt"
+            f"trusted: {shown}. Is a different version of sympy or math-verify installed? See constraints.txt"
         )

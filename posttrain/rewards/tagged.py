@@ -1,16 +1,16 @@
-"""The four rewards of the tagged format, for its format and its answer.
+"""The four rewards of the tagged format, which grade format and answer.
 
 The prompt's generation turn already ends with `<start_working_out>`, so the expected completion is
 
     …reasoning…<end_working_out><SOLUTION>…answer…</SOLUTION>
 
     match_format_exactly          +3.0 | 0
-    match_format_approximately    +0.5 for each of the last three tags that appears exactly once, else -1.0
-    check_answer                  +5.0 exact | +3.5 after stripping | +2.0 within 10 % | +1.5 within 20 % | else -2.0
-    check_numbers                 +3.0 the number in the solution is equal | else -1.5
+    match_format_approximately    +0.5 for each of the last three tags that appears exactly once | -1.0 otherwise
+    check_answer                  +5.0 exact | +3.5 stripped | +2.0 within 10 % | +1.5 within 20 % | -2.0 otherwise
+    check_numbers                 +3.0 the number in the solution is equal | -1.5 otherwise
 
-Together -6.5 to +12.5. An answer that cannot be read is wrong, and rewarded so. Tags are settings (`data.tags`). Every
-function is one pass over the string, so no input can take long.
+Their sum is -6.5 to +12.5. An answer that cannot be read counts as wrong. Tags are settings (`data.tags`). Every
+function makes one pass over the string, so no input can take long.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ NUMBER_EQUAL, NUMBER_WRONG = 3.0, -1.5
 
 
 def has_format(completion: str, tags: Tags) -> bool:
-    """Whether the reasoning ends, followed by a solution that is not empty and closes at the end of the string."""
+    """Whether the reasoning ends and is followed by a non-empty solution, which closes at the end of the string."""
     reasoned = completion.find(tags["reasoning_end"])
     opened = completion.find(tags["solution_start"], max(reasoned, 0))
     text = completion.rstrip()
@@ -43,7 +43,7 @@ def has_format(completion: str, tags: Tags) -> bool:
 
 
 def solution_of(completion: str, tags: Tags) -> str | None:
-    """The content of the last solution tag; None without a closed one."""
+    """The content of the last closed solution tag; None if there is none."""
     end = completion.rfind(tags["solution_end"])
     start = completion.rfind(tags["solution_start"], 0, end) if end >= 0 else -1
     return None if start < 0 else completion[start + len(tags["solution_start"]) : end]
@@ -92,7 +92,7 @@ def numbers(completion: str, gold: str, tags: Tags) -> Judgement:
 
 
 def needs_no_gold(gold: str | None, tags: Tags) -> None:
-    """Format rewards need no answer."""
+    """Accept every row: format rewards do not need an answer."""
 
 
 def check_text(gold: str | None, tags: Tags) -> None:

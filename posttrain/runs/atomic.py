@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_file(path: Path, data: str | bytes) -> None:
     """Write `data` (a string as UTF-8) to `path`, replacing it atomically.
 
-    Raises RunError if it cannot be written; then, as after Ctrl-C, the previous content is untouched.
+    Raises RunError if it cannot be written. The previous content is then unchanged, as it is after Ctrl-C.
     """
     try:
         put_file(path, data)
@@ -31,8 +31,8 @@ def write_file(path: Path, data: str | bytes) -> None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Make or replace the folder `target`; `write(temporary_folder)` writes its content.
 
-    Raises RunError if the disk refuses; then, as after any exception of `write`, the previous `target` is untouched
-    and the temporary folder is removed.
+    Raises RunError if the disk refuses. After this or any exception of `write`, the previous `target` is unchanged and
+    the temporary folder is removed.
     """
     try:
         put_folder(target, write)
@@ -41,7 +41,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; a crash never leaves a part of it under its name. Raises RunError if the system refuses."""
+    """Delete a folder; even a crash leaves no incomplete one in its place. Raises RunError if the system refuses."""
     try:
         take_away(folder)
     except OSError as error:
@@ -49,9 +49,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def recover(folder: Path) -> list[str]:
-    """Remove, or put back, the leftovers of crashes directly in `folder`; returns their names.
+    """Remove or restore the leftovers of crashes directly in `folder`; returns their names.
 
-    Call it only while no other process writes in `folder` (a `Run` holds its lock).
+    Call this only while no other process writes in `folder` (a `Run` holds its lock).
     """
     try:
         return settle(folder, ended=False)
@@ -66,14 +66,14 @@ GO_ON = (
 
 
 def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON) -> RunError:
-    """The message for a failed write; `full` is the remedy when the disk is full."""
+    """The error for a failed write; `full` is the remedy if the disk is full."""
     if _number(error) in FULL:
         return RunError(f"no space to write {path} ({_reason(error)}): {full}")
     return RunError(f"cannot write {path}: {_reason(error)}")
 
 
 def _number(error: OSError | SafetensorError) -> int | None:
-    """The system's error number; safetensors has it only in its message."""
+    """The system's error number; safetensors gives it only in its message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = re.search(r"os error (\d+)|code: (\d+)", str(error))
@@ -88,21 +88,22 @@ def _reason(error: OSError | SafetensorError) -> str:
 
 
 def open_itself(path: Path, flags: int, links: bool = False) -> int:
-    """A descriptor of a regular file in a run folder, which may be a stranger's: raises OSError for a link (unless
-    `links` is set), which may lead anywhere, and for a pipe or a device, on which reading may never end."""
+    """Open a regular file in a run folder, which may come from a stranger; returns the descriptor. Raises OSError for a
+    link, which may lead anywhere (unless `links` is set), and for a pipe or a device, on which reading may never end.
+    """
     link = not links and path.is_symlink()
     descriptor = -1 if link else os.open(path, flags | BINARY | NONBLOCK | (0 if links else NOFOLLOW), 0o666)
     if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
         if not link:
             os.close(descriptor)
-        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, a folder or a device'}, no file", str(path))
+        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, folder or device'}, not a file", str(path))
     return descriptor
 
 
 class LineFile:
-    """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
+    """A file written line by line, without a buffer: once `write` has returned, a crash of the process loses nothing.
 
-    Methods raise OSError; the constructor also if it is not a regular file (`open_itself`).
+    Methods raise OSError; the constructor raises it also if the path is not a regular file (`open_itself`).
     """
 
     def __init__(self, path: Path):

@@ -1,8 +1,8 @@
 """Checkpoints: complete, hashed folders that are verified before every use.
 
-`checkpoint-{step}/` has the files of its writer and `manifest.json`: the size and SHA-256 of every file. The manifest
-is written last, so a folder with a valid manifest is complete; it is compared byte for byte with what posttrain would
-write, so that a flipped bit in the manifest itself is detected too.
+`checkpoint-{step}/` has its writer's files and `manifest.json`, with the size and SHA-256 of every file. The manifest
+is written last, so a folder with a valid manifest is complete. It is compared byte for byte with what posttrain would
+write, which also detects a flipped bit in the manifest itself.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from posttrain.runs.atomic import remove_folder, write_file, write_folder
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
-MODELS = ("best", "final")  # a run's saved models besides its checkpoints
+MODELS = ("best", "final")  # a run's saved models, in addition to its checkpoints
 VERSION = 1
-NO_FILE = "not a regular file"  # a folder, or a pipe, which reading might never end
+NO_FILE = "not a regular file"  # a folder, or a pipe, on which reading might never end
 Inspect = Callable[[Path], list[str]]  # returns the problems of a checkpoint with intact files
 
 
@@ -29,7 +29,7 @@ def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], lim
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
     Afterwards the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted, but never the one just
-    saved or the newest. Raises RunError if it cannot be written; earlier checkpoints stay intact.
+    saved or the newest. Raises RunError if it cannot be written; earlier checkpoints remain intact.
     """
     target = run_dir / f"checkpoint-{step}"
     save_folder(target, step, write)
@@ -43,7 +43,7 @@ def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], lim
 
 
 def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Make (or replace) the folder `target` with the files of `write(temporary_folder)` and a manifest, atomically."""
+    """Make or replace the folder `target`, atomically, with the files of `write(temporary_folder)` and a manifest."""
 
     def write_all(folder: Path) -> None:
         write(folder)
@@ -89,16 +89,16 @@ def _difference(path: Path, expected: dict[str, Any]) -> str | None:
         return f"truncated to {actual['size']} of {expected['size']} bytes"
     if actual["size"] > expected["size"]:
         return f"{actual['size']} bytes, expected {expected['size']}"
-    return None if actual == expected else "SHA-256 differs from the manifest's"
+    return None if actual == expected else "SHA-256 differs from the manifest"
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the named files of a folder; pipes and other files that are not regular are omitted."""
+    """SHA-256 of the named files in a folder; pipes and other files that are not regular are omitted."""
     return {name: _fingerprint(folder / name)["sha256"] for name in names if (folder / name).is_file()}
 
 
 def saved_step(folder: Path) -> int:
-    """The step of a saved folder (a checkpoint, `best`, `final`); RunError if its manifest is damaged."""
+    """The step of a saved folder (a checkpoint, `best`, `final`). Raises RunError if its manifest is damaged."""
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         raise RunError(f"{folder / MANIFEST}: {manifest}")
@@ -136,15 +136,15 @@ def newest_complete(
 
 
 def named_checkpoint(folder: Path, inspect: Inspect = lambda folder: []) -> Path:
-    """A checkpoint that the user named by path, verified; `inspect` as in `newest_complete`. Raises RunError, which
-    lists the run's other checkpoints, if it is missing or damaged."""
+    """Verify and return a checkpoint that the user named by path; `inspect` is as in `newest_complete`. Raises
+    RunError, with a list of the run's other checkpoints, if it is missing or damaged."""
     if problems := verify(folder) or inspect(folder):
         raise unusable(folder, problems)
     return folder
 
 
 def unusable(folder: Path, problems: list[str]) -> RunError:
-    """The message for a named checkpoint that cannot be used; it lists the others."""
+    """The error for a named checkpoint that cannot be used; it lists the run's other checkpoints."""
     others = [path.name for path in list_checkpoints(folder.parent) if path.name != folder.name]
     instead = f"there are {', '.join(others)}" if others else "there is no other"
     if not folder.is_dir():
@@ -167,7 +167,7 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def _made_at(folder: Path) -> float:
-    """The step of a checkpoint by its name, of another saved folder by its manifest; infinity if it is damaged."""
+    """The step in a checkpoint's name, or in a saved model's manifest; infinity if the manifest is damaged."""
     if (step := _step_of(folder)) is not None:
         return step
     manifest = _read_manifest(folder)
@@ -180,7 +180,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Relative POSIX names of the files that belong to a saved folder, manifest excluded."""
+    """Relative POSIX names of the files that belong to a saved folder, without the manifest."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return [name.as_posix() for name in names if name.as_posix() != MANIFEST and not name.name.startswith(".")]
 
@@ -218,7 +218,7 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
         return "damaged"
     step, files, version = manifest.get("step"), manifest["files"], manifest.get("version")
     if type(version) is int and version != VERSION and manifest.get("check"):
-        return f"version {version}, while this posttrain reads version {VERSION}"
+        return f"version {version}, but this posttrain reads version {VERSION}"
     if type(step) is not int or not all(map(_is_entry, files.values())) or raw != _render(step, files).encode():
         return "damaged"
     return step, files

@@ -1,4 +1,4 @@
-"""The vital checks of a run, as recorded in run.json and shown in lists, pages and reports; and the alarms.
+"""The checks of a run, as recorded in run.json and shown in lists, pages and reports; and the alarms.
 
 A failed check ends the run.
 """
@@ -11,19 +11,19 @@ from typing import Any
 from posttrain.config.schema.base import MethodSettings
 from posttrain.config.schema.methods import METHODS
 
-# The names under which run.json has the checks; each means one thing, whatever the method.
+# The names of the checks in run.json; each name means the same for every method.
 PACKED, START, RATIO, SAMPLER = "packed = one by one", "policy = reference", "ratio = 1", "sampler = trainer"
 MOVED, STEPS, SAVED = "weights move", "steps are finite", "saved weights are finite"
 PASSED, FAILED, WAITING, ABSENT, UNRECORDED = "passed", "failed", "waiting", "does not apply", "not recorded"
-# What each alarm of an online run means, and what helps (docs/guide.md). `posttrain.training.checks` raises them.
+# What each alarm of an online run means, and its remedy (docs/guide.md). `posttrain.training.checks` raises the alarms.
 MESSAGES = {
     "no_spread": "no group has completions with different rewards, so nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
     "equal_rewards": "all completions of this step have the same reward, so the rewards teach nothing: the task is too "
     "hard or too easy for this model, or the reward is broken",
     "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
-    "that the rewards need (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
-    "longer than its timeout, or a judge does not answer",
+    "that the rewards need (posttrain why RUN --step 1 --prompt 0), why your own function returns None or exceeds its "
+    "timeout, or why a judge does not answer",
     "truncated": "every completion reached rollout.max_completion_length: raise it, or check whether the stop token is "
     "the one that the model was trained with",
     "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are dropped",
@@ -46,7 +46,7 @@ class Finding:
     failed: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """As run.json records it, under the name of the check; a value that is not finite is None."""
+        """The check's entry in run.json, which is stored under the check's name; non-finite values become None."""
         facts = {"value": self.value, "limit": self.limit, "unit": self.unit, "seen": self.seen, "failed": self.failed}
         known = {name: value for name, value in facts.items() if value not in (None, "")}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
@@ -66,13 +66,13 @@ class _Known:
     name: str
     what: str
     when: str
-    at_start: bool = False  # made at the start only
+    at_start: bool = False  # whether the check is made only at the start
     is_of: Callable[[type[MethodSettings]], bool] = lambda method: True
 
 
 KNOWN = (
-    _Known(PACKED, "A pack gives what plain transformers gives one sequence at a time", "the first step", True),
-    _Known(START, "The policy is its reference before the first update", "the first step", True,
+    _Known(PACKED, "A pack gives the results of plain transformers, one sequence at a time", "the first step", True),
+    _Known(START, "The policy equals its reference before the first update", "the first step", True,
            lambda method: method.starts_as_reference),
     _Known(RATIO, "Ratios are 1 before the first update", "the first step", True, lambda method: method.has_ratio),
     _Known(MOVED, "The first update changes trained tensors, and no frozen one", "the first update"),
@@ -89,7 +89,7 @@ def advice(alarm: str) -> str:
 
 
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
-    """Every check of the method with its record in `run.json` (None: of a version that recorded no checks)."""
+    """Every check of the method, with its result. `recorded`: the checks in `run.json`; None if it has none."""
     checks, settings = [], METHODS.get(method, MethodSettings)
     for known in (known for known in KNOWN if known.is_of(settings)):
         facts = (recorded or {}).get(known.name)
@@ -97,14 +97,14 @@ def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> lis
             outcome = FAILED if facts.get("failed") else PASSED
             checks.append(Check(known.what, outcome, f"{known.when}: {described(facts)}"))
         elif recorded is None and step > 0:
-            checks.append(Check(known.what, UNRECORDED, f"{known.when}: this version recorded no checks"))
+            checks.append(Check(known.what, UNRECORDED, f"{known.when}: the run's version recorded no checks"))
         else:
             checks.append(Check(known.what, ABSENT if known.at_start and step > 0 else WAITING, known.when))
     return checks
 
 
 def described(facts: Mapping[str, Any]) -> str:
-    """The result of a check: `3e-07 ≤ 0.0005 nats`, the largest value of several."""
+    """The result of a check, such as `3e-07 ≤ 0.0005 nats`; of several values, the largest."""
     value, limit = facts.get("value"), facts.get("limit")
     parts = [str(facts["seen"])] if facts.get("seen") else []
     if isinstance(value, int | float) and isinstance(limit, int | float):

@@ -1,12 +1,12 @@
-"""Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators.
+"""Files that are safe to load: JSON with exact numbers, safetensors, and the state of the random number generators.
 
-The ranks of a sharded run save tensors in one file each:
+Each rank of a sharded run saves its tensors in one file:
 
-    optimizer.safetensors                                      of one process, or of ranks with the whole model
+    optimizer.safetensors                                      one process, or ranks that each hold the whole model
     optimizer-00001-of-00002.safetensors, …-00002-of-…         the rows of each rank
 
-A tensor is the concatenation of its parts by rows, in the order of the files that have it; a number is the same in
-every file that has it.
+A tensor is the concatenation of its parts by rows, in the order of the files that contain it; a 0-dimensional tensor is
+the same in every file that contains it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from posttrain.runs.atomic import cannot_write, open_itself, write_file
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
 
-RowsOf = Callable[[str, int], slice]  # which rows to read, from a tensor's name and their number
+RowsOf = Callable[[str, int], slice]  # (name of a tensor, number of its rows) -> the rows to read
 
 
 def save_json(path: Path, data: Any) -> None:
@@ -47,8 +47,8 @@ def save_json(path: Path, data: Any) -> None:
 def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows of any data set as JSONL, atomically; creates the folder.
 
-    Values that JSON has no type for, such as the dates and bytes of Parquet, become strings, and a lone surrogate
-    becomes JSON's escape. Raises RunError when the file cannot be written.
+    Values without a JSON type, such as the dates and bytes of Parquet, become strings, and a lone surrogate becomes a
+    JSON escape. Raises RunError if the file cannot be written.
     """
     _make_folder_of(path)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
@@ -58,8 +58,8 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
     """Check, before long work, that its output can be written without overwriting anything.
 
-    Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files; also through a
-    link), an existing file unless `overwrite` is set, and a folder that cannot be written to.
+    Raises RunError if `path` is a folder, a device or a pipe, one of the `inputs` (files, or folders of files; even
+    through a link), or an existing file without `overwrite`, or if its folder cannot be written to.
     """
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
@@ -86,30 +86,30 @@ def _make_folder_of(path: Path) -> None:
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
-    """Open a file of a run folder for reading. Raises OSError, also if it is not a regular file (`open_itself`)."""
+    """Open a file of a run folder for reading. Raises OSError if it is unreadable or not regular (`open_itself`)."""
     return os.fdopen(open_itself(path, os.O_RDONLY, links), "rb")
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file of a run folder. Raises OSError, also if it is not a regular file (`open_itself`)."""
+    """The content of a file of a run folder. Raises OSError if it is unreadable or not regular (`open_itself`)."""
     with open_regular(path) as file:
         return file.read()
 
 
 def is_regular(path: Path) -> bool:
-    """Whether this is a file, and not a link to one."""
+    """Whether this is a file, not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 
 def check_database(path: Path) -> None:
-    """Raise RunError if a database, or a file that SQLite opens with it, is not a regular file; it may be missing."""
+    """Raise RunError if a database, or a file that SQLite opens with it, exists and is not a regular file."""
     for file in (path.with_name(path.name + ending) for ending in ("", "-wal", "-shm", "-journal")):
         if os.path.lexists(file) and not is_regular(file):
-            raise RunError(f"{file} cannot be read: it is a link, a pipe or a device, no file")
+            raise RunError(f"{file} cannot be read: it is a link, a pipe or a device, not a file")
 
 
 def load_json(path: Path, links: bool = False) -> Any:
-    """Read a JSON file; raises RunError when it is missing or damaged, or a link without `links`."""
+    """Read a JSON file. Raises RunError if it is missing or damaged, or is a link and `links` is not set."""
     try:
         with open_regular(path, links) as file:
             return parse_json(file.read())
@@ -130,7 +130,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; with `lists`, lists are flattened too, by index."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. With `lists`, lists are flattened too, by index."""
     leaves: dict[str, Any] = {}
     for key, value in data.items():
         inner = dict(enumerate(value)) if lists and isinstance(value, list | tuple) else value
@@ -140,7 +140,7 @@ def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
 
 
 def _check_exact(data: Any, where: str) -> None:
-    """Raise RunError, which says where, for values that JSON cannot store exactly."""
+    """Raise RunError for values that JSON cannot store exactly; the message names their position, from `where` on."""
     if isinstance(data, float) and not math.isfinite(data):
         raise RunError(f"{where} is {data}: only finite numbers can be saved")
     if isinstance(data, Mapping):
@@ -154,8 +154,8 @@ def _check_exact(data: Any, where: str) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write named tensors of any dtype and device as safetensors; views, transposed and shared tensors (tied weights)
-    as independent copies."""
+    """Write named tensors of any dtype and device as safetensors. Views, transposed tensors and shared tensors (tied
+    weights) are written as independent copies."""
     from safetensors.torch import save_file
 
     storages: set[int] = set()
@@ -173,7 +173,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Read a safetensors file; raises DamagedError when it is missing or damaged."""
+    """Read a safetensors file. Raises DamagedError if it is missing or damaged."""
     from safetensors.torch import load_file
 
     try:
@@ -209,8 +209,8 @@ def rng_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, 
 def restore_rng(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], device: torch.device) -> None:
     """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
-    The saved state of the run's GPU, if there is one, is set on its present GPU. Raises DamagedError if a state is
-    missing or invalid.
+    A saved GPU state is restored on the GPU that the run uses now. Raises DamagedError if a state is missing or
+    invalid.
     """
     import numpy
     import torch
@@ -233,7 +233,7 @@ def restore_rng(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], d
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor as flat integers of the same width, which are equal if the bits are."""
+    """The values of a tensor as flat integers of the same width; the integers are equal if the bits are equal."""
     import torch
 
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -245,7 +245,7 @@ def part_file(folder: Path, name: str, rank: int = 0, ranks: int = 1) -> Path:
 
 
 def load_parts(folder: Path, name: str, rows_of: RowsOf) -> dict[str, torch.Tensor]:
-    """The chosen rows of every tensor. Raises DamagedError when a file is missing or damaged."""
+    """The rows of every tensor that `rows_of` chooses. Raises DamagedError if a file is missing or damaged."""
     files = _part_files(folder, name)
     try:
         with ExitStack() as opened:
@@ -256,7 +256,7 @@ def load_parts(folder: Path, name: str, rows_of: RowsOf) -> dict[str, torch.Tens
                     parts_of.setdefault(tensor, []).append(part)
             return {tensor: _rows(tensor, some, rows_of) for tensor, some in parts_of.items()}
     except (OSError, SafetensorError) as error:
-        raise DamagedError(f"{folder / files[0].name} or a part beside it is damaged: {error}") from None
+        raise DamagedError(f"{folder / files[0].name} or another part of it is damaged: {error}") from None
 
 
 def _part_files(folder: Path, name: str) -> list[Path]:
@@ -270,14 +270,14 @@ def _part_files(folder: Path, name: str) -> list[Path]:
     expected = [part_file(folder, name, rank, count) for rank in range(count)]
     for file in expected:
         if file not in parts:
-            raise DamagedError(f"{file} is missing: {count} ranks have each saved a part")
+            raise DamagedError(f"{file} is missing: {count} ranks each saved a part")
     if len(parts) != count:
-        raise DamagedError(f"{folder} has parts of {name} that {count} ranks did not save: {parts[-1].name}")
+        raise DamagedError(f"{folder} has {len(parts)} parts of {name}, but {count} ranks saved them: {parts[-1].name}")
     return expected
 
 
 def _rows(name: str, parts: Sequence[Any], rows_of: RowsOf) -> torch.Tensor:
-    """The rows of one tensor, read from the parts that have some."""
+    """The chosen rows of one tensor, read from the parts that contain them."""
     slices = [part.get_slice(name) for part in parts]
     if not slices[0].get_shape():
         return parts[0].get_tensor(name)

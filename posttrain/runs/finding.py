@@ -1,6 +1,6 @@
-"""Finding runs, and the models in them, on disk; what a folder stands for, its locks, and names for new runs.
+"""Finds runs and their models on disk, tells what a folder is, locks run folders, and checks names for new runs.
 
-Reads no more of a run than that needs.
+Reads no more of a run than this requires.
 """
 
 import os
@@ -18,10 +18,10 @@ from posttrain.runs.checkpoint import newest_complete
 from posttrain.runs.folder import FolderLock, check_run_folder, refuse_occupied
 
 RUN_FILE = "run.json"
-SNAPSHOTS = ".snapshots"  # next to the runs: whole copies of some
-SWEEP = "sweep.json"  # in the folder of a sweep's trials
-BASE = "base"  # in a run folder, a link to the base of its adapters
-LEVELS = 3  # of folders below the folder of runs
+SNAPSHOTS = ".snapshots"  # folder next to the runs, with full copies of some of them
+SWEEP = "sweep.json"  # file in the folder of a sweep's trials
+BASE = "base"  # link in a run folder to the base model of its adapters
+LEVELS = 3  # levels of folders that are searched below the folder of runs
 NAME = re.compile(rf"(?![.-])[^/\\{CONTROLS}\ud800-\udfff]+")
 NAME_BYTES = 200
 
@@ -44,7 +44,7 @@ def runs_below(output_dir: Path) -> list[Path]:
 
 
 def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
-    """Run folder -> its bytes and the time of its run.json, in one pass over all files. Links are not followed;
+    """The bytes and the time of run.json for each run folder, in one pass over all files. Links are not followed;
     snapshots and folders that cannot be read or are removed meanwhile are skipped."""
     runs: dict[str, tuple[int, float]] = {}
     _measure(os.fspath(output_dir), 0, runs)
@@ -52,7 +52,7 @@ def _measured(output_dir: Path) -> dict[str, tuple[int, float]]:
 
 
 def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int:
-    """The bytes below a folder; the runs down to LEVELS are added to `runs`."""
+    """The bytes below a folder; the runs in it, down to LEVELS, are added to `runs`."""
     size, changed = 0, None
     try:
         with os.scandir(folder) as entries:
@@ -76,13 +76,13 @@ def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; links count as links."""
+    """Bytes of all files in a folder; a link counts only its own bytes."""
     return sum(os.lstat(Path(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
 
 
 def newest_model(folder: Path) -> Path:
-    """The folder if it has a model; for a run, its final model or else newest checkpoint. Raises RunError if it has
-    none."""
+    """The folder itself if it contains a model; for a run, its final model, otherwise its newest checkpoint. Raises
+    RunError if there is none."""
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return folder
     if (folder / "final").is_dir():
@@ -111,7 +111,7 @@ def locate_model(model: str) -> tuple[str, str, Path]:
 def remove_run(folder: Path) -> None:
     """Delete a run folder and its content; links in it are removed, not followed.
 
-    Raises RunError if it is not a run folder, contains other runs, is a link, or a process runs in it.
+    Raises RunError if it is not a run folder, contains other runs or is a link, or if a process runs in it.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
@@ -125,25 +125,25 @@ def remove_run(folder: Path) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether the folder `path` is inside the whole run of the run folder `folder`."""
+    """Whether the folder `path` is inside the whole run to which the run folder `folder` belongs."""
     return path.is_dir() and path.resolve().is_relative_to(root_of(folder))
 
 
 def root_of(folder: Path) -> Path:
-    """The folder of the whole run, with all models and stages; or the run folder itself, for a single run."""
+    """The folder of the whole run, with all models and stages; for a single run, the run folder itself."""
     here = folder.resolve()
     return next((at for at in here.parents[:2] if is_whole_run(at)), here)
 
 
 def is_whole_run(folder: Path) -> bool:
-    """Whether this is the folder of several runs, and not of a single run or of a checkpoint in one."""
+    """Whether this is the folder of several runs, not that of a single run or of a checkpoint in one."""
     inside_one = any((at / RUN_FILE).exists() for at in (folder, folder.absolute().parent))
     return (folder / "config.yaml").is_file() and not inside_one
 
 
 @contextmanager
 def held(runs: Iterable[Path]) -> Iterator[None]:
-    """A context that holds the locks of these run folders. Raises RunError if a process runs in one."""
+    """Hold the locks of these run folders until the block ends. Raises RunError if a process runs in one."""
     with ExitStack() as locks:
         for run in runs:
             locks.callback(FolderLock(run).release)
@@ -151,7 +151,7 @@ def held(runs: Iterable[Path]) -> Iterator[None]:
 
 
 def folders_of(target: Path) -> list[Path]:
-    """The runs of a folder: itself, or those of a whole run or a sweep. Raises RunError if there are none."""
+    """The run folders of `target`: itself, or the runs of a whole run or a sweep. Raises RunError if there are none."""
     if (target / RUN_FILE).is_file():
         return [target]
     if is_group(target) and (runs := find_runs(target)):
@@ -169,7 +169,7 @@ def checked_name(name: str) -> str:
     shown = escaped(name)
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > NAME_BYTES:
         raise RunError(
-            f"'{shown}' cannot name a run: give a name without / and control characters, of at most {NAME_BYTES} "
+            f"'{shown}' cannot name a run: give a name without / or control characters, of at most {NAME_BYTES} "
             "bytes, that does not begin with a space, . or -"
         )
     if LEFTOVER.fullmatch(name) or SAVED.fullmatch(name) or name.endswith(".set-aside"):
@@ -178,21 +178,21 @@ def checked_name(name: str) -> str:
 
 
 def is_garbage(path: Path) -> bool:
-    """Whether a crash left this to delete: not a folder moved aside whose replacement was never completed."""
+    """Whether this is a crash's leftover to delete. A folder moved aside is not, if its replacement is missing."""
     leftover = LEFTOVER.fullmatch(path.name)
     return leftover is not None and (leftover["kind"] == "tmp" or os.path.lexists(path.with_name(leftover["name"])))
 
 
 def short(path: Path) -> str:
-    """The path relative to the current folder, if it is below it."""
+    """The path, relative to the current folder if it lies below that folder."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
 def named(run: str, output_dir: Path, whole: bool = False) -> Path:
-    """The run folder that a user names, by path or by name below `output_dir`; with `whole` also that of a whole run.
+    """The run folder that a user names, by path or by name below `output_dir`; with `whole`, also a whole run or sweep.
 
-    Raises RunError, which lists the existing runs.
+    Raises RunError, with a list of the existing runs, if there is none.
     """
     folders = [Path(run).expanduser(), output_dir / run]
     for folder in folders:

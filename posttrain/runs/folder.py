@@ -29,20 +29,20 @@ if TYPE_CHECKING:  # lists of runs need no settings
     from posttrain.config import Stage
 
 LOCK = ".lock"
-SAFE = BINARY | NOFOLLOW | NONBLOCK  # a stranger's run may have a link or a pipe in its place
-PATIENCE_S = 0.5  # `is_locked` in another process holds the lock for an instant
+SAFE = BINARY | NOFOLLOW | NONBLOCK  # a stranger's run may have a link or a pipe instead of the lock file
+PATIENCE_S = 0.5  # seconds to wait, since `is_locked` in another process holds the lock for a moment
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
-NOTES = "notes.json"  # the tags and the note that a user gives a run; no part of a run reads it
+NOTES = "notes.json"  # the tags and the note that a user gives a run; runs never read it
 TAG = re.compile(r"[\w.+:/-]{1,40}")
-LONGEST_NOTE = 20_000  # characters
+LONGEST_NOTE = 20_000  # maximum characters
 log = logging.getLogger("posttrain")
-FORMAT = 1  # of run.json and of notes.json
-# What run.json has, and of which type.
+FORMAT = 1  # version of run.json and of notes.json
+# The entries of run.json and their types.
 FACTS = {
     "state": str, "reason": str | None, "started": str, "ended": str | None, "resumes": list, "provenance": dict,
     "counters": dict,
 }  # fmt: skip
-# The files that a run may have before its first step.
+# The files and folders that a run may have before its first step.
 FIRST_FILES = (
     LOCK, NOTES, "run.json", "config.yaml", "metrics.jsonl", "training.log", "tracking", "base", "best", "evaluation",
     "rollouts.sqlite", "rollouts.sqlite-wal", "rollouts.sqlite-shm", "rollouts.sqlite-journal",
@@ -60,7 +60,7 @@ class FolderLock:
             raise cannot_write(path, error) from error
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.release()
-            raise RunError(f"{path} is no file: remove it")
+            raise RunError(f"{path} is not a file: remove it")
         deadline = time.monotonic() + PATIENCE_S
         while _lock(self._descriptor) is False:
             if time.monotonic() > deadline:
@@ -78,16 +78,16 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a process (this one included) runs in the folder; None if it cannot be known."""
+    """Whether a process, perhaps this one, runs in the folder; None if that is unknown."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | SAFE)
     except FileNotFoundError:
         return False
-    except OSError:  # another user's
+    except OSError:  # another user's lock
         return None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return False  # no lock of ours
+            return False  # not a lock of posttrain
         taken = _lock(descriptor)
     finally:
         os.close(descriptor)
@@ -120,7 +120,7 @@ def check_run_folder(folder: Path) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     facts = load_json(folder / "run.json")
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_valid(facts):
-        raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
+        raise RunError(f"{folder / 'run.json'} is damaged or from another version of posttrain")
     return facts
 
 
@@ -129,7 +129,7 @@ def _are_valid(facts: dict[str, Any]) -> bool:
         return False
     try:
         moments = [datetime.fromisoformat(text) for text in (facts["started"], facts["ended"]) if text is not None]
-        # Between these years the moment exists in every time zone.
+        # Between these years, the moment exists in every time zone.
         return all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
     except ValueError:
         return False
@@ -153,30 +153,30 @@ def read_notes(folder: Path) -> Notes:
         tags, note = facts.get("tags"), facts.get("note")
         if isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) and isinstance(note, str):
             return Notes(tuple(tags), note)
-    raise RunError(f"{path} is damaged or of another version of posttrain: repair it, or delete it")
+    raise RunError(f"{path} is damaged or from another version of posttrain: repair it, or delete it")
 
 
 def write_notes(folder: Path, notes: Notes) -> None:
     """Replace the notes of a run atomically. Raises RunError for an invalid tag or a note that is too long."""
     for tag in notes.tags:
         if not TAG.fullmatch(tag):
-            raise RunError(f"'{escaped(tag)}' is no tag: give 1 to 40 letters, digits or characters of _.+:/-")
+            raise RunError(f"'{escaped(tag)}' is not a tag: give 1 to 40 letters, digits or characters of _.+:/-")
     if len(notes.note) > LONGEST_NOTE:
-        raise RunError(f"the note has {len(notes.note):,} characters: at most {LONGEST_NOTE:,} are kept")
+        raise RunError(f"the note has {len(notes.note):,} characters: at most {LONGEST_NOTE:,} are allowed")
     save_json(folder / NOTES, {"format": FORMAT, "tags": list(dict.fromkeys(notes.tags)), "note": notes.note})
 
 
 def never_stepped(folder: Path) -> bool:
     """Whether a run folder has nothing worth keeping: no checkpoint, logged step, stored completion or user file.
 
-    A run that ended before its first step has, at most, the results of the evaluation before training: its metrics, its
+    A run that ended before its first step has at most the results of the evaluation before training: metrics,
     completions, and the initial model in `best`.
     """
     if not (folder / "run.json").is_file():
         return False
     names = {path.name for path in folder.iterdir()}
     leftovers = [match for name in names if (match := LEFTOVER.fullmatch(name))]
-    half_written = {match[0] for match in leftovers if match["kind"] == "tmp"}  # the other kind is complete
+    half_written = {match[0] for match in leftovers if match["kind"] == "tmp"}  # leftovers of kind `old` are complete
     if names - half_written - set(FIRST_FILES):
         return False
     try:
@@ -190,7 +190,7 @@ def never_stepped(folder: Path) -> bool:
 
 
 def _has_rollouts(folder: Path) -> bool:
-    """Whether completions of a step are stored, which happens before its line of metrics."""
+    """Whether the completions of a step are stored; they are written before the step's line of metrics."""
     file = folder / "rollouts.sqlite"
     if not file.is_file() or file.stat().st_size == 0:
         return False
@@ -202,7 +202,7 @@ def _has_rollouts(folder: Path) -> bool:
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:
     """Raise RunError unless a run may start in `folder`."""
-    starting = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # of a run killed at its very start
+    starting = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # files of a run killed at its very start
     entries = [path.name for path in folder.iterdir() if not starting.fullmatch(path.name)] if folder.exists() else []
     if not entries:
         return
@@ -222,8 +222,8 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
 
 
 def empty(folder: Path, keep: Collection[str] = ()) -> None:
-    """Delete everything in a run folder but its lock and the names to keep; run.json last, so that after a crash the
-    folder is still recognised."""
+    """Delete everything in a run folder except its lock and the names in `keep`. run.json is deleted last, so that the
+    folder is still recognised after a crash."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in (path for path in entries if path.name not in (LOCK, *keep)):
@@ -236,7 +236,7 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
 
 
 def run_folder(root: Path, stage: Stage, model: int, several_stages: bool) -> Path:
-    """The folder in which a model is trained at a stage."""
+    """The folder in which model number `model` is trained in a stage."""
     if len(stage.config.models) > 1:
         root = root / stage.config.models[model].folder_name
     return root / stage.name if several_stages else root

@@ -4,7 +4,7 @@
 
     path       as in the setting
     content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, also the content of its base
-    from_here  path relative to the run folder, for a model inside the whole run, which moves with the run
+    from_here  path relative to the run folder, for a model inside the whole run, which moves together with it
 
 The whole run is the folder of all models and stages of a configuration.
 """
@@ -27,7 +27,7 @@ from posttrain.runs.files import flat, load_json
 from posttrain.runs.finding import is_inside
 
 START, REFERENCES = "models.0.path", ("method.ref_model", "method.teacher")
-# What transformers and PEFT load; a README may change.
+# Endings of the files that transformers and PEFT load; other files, such as a README, may change.
 LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
 
 
@@ -46,12 +46,12 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
 
 
 def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
-    """The settings to load the reference with; a revision applies to the policy only."""
+    """The settings for loading the reference; the policy's revision does not apply to another model."""
     return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
 
 
 def content_of(model: ModelConfig) -> str:
-    """The exact content of a model as a string. Raises ModelError if the model is missing.
+    """A string that identifies the exact content of a model. Raises ModelError if the model is missing.
 
     For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that would
     be loaded now.
@@ -136,7 +136,7 @@ def _with_paths(config: RunConfig, paths: Mapping[str, str]) -> RunConfig:
 
 
 def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:
-    """The models that the settings name, for `run.json`. Raises RunError if one has changed since the run read it."""
+    """The models that the settings name, as recorded in `run.json`. Raises RunError if one has changed since then."""
     before = recorded(folder)
     try:
         now = models_read(config, folder)
@@ -146,8 +146,8 @@ def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, 
     for setting, facts in now.items():
         if setting in before and before[setting]["content"] != facts["content"]:
             raise RunError(
-                f"{folder} was trained with another model than {facts['path']} is now ({setting}): it read "
-                f"{before[setting]['content']}, and now it is {facts['content']}. Restore the former model, give "
+                f"{facts['path']} is no longer the model that {folder} was trained with ({setting}): its content was "
+                f"{before[setting]['content']} and is now {facts['content']}. Restore the former model, give "
                 f"its path ({setting}=...), or delete {folder} to train with the new one"
             )
     return now

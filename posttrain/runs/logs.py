@@ -43,9 +43,9 @@ class RunLog(logging.Handler):
 class ConsoleLog(logging.Handler):
     """Prints messages on stderr without decoration; tracebacks only with `debug`.
 
-    Looks up stderr at every message, so that a live progress bar, which replaces stderr, stays intact. While it is
-    attached, messages do not propagate: a handler of the root logger, such as from a user's basicConfig, would print
-    them again.
+    Looks up stderr for every message, so that a live progress bar, which replaces stderr, remains intact. While this
+    handler is attached, messages do not propagate: a handler of the root logger, such as that of a user's basicConfig,
+    would print them again.
     """
 
     def __init__(self, debug: bool = False):
@@ -71,7 +71,7 @@ class ConsoleLog(logging.Handler):
 
 
 def attach(handler: logging.Handler) -> None:
-    """Add a handler to the logger `posttrain` and lower the logger's level to the handler's."""
+    """Add a handler to the logger `posttrain`, and lower the logger's level to the handler's if it is higher."""
     logger = logging.getLogger(LOGGER)
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted.
 
-And the main metrics of each method, which lists, reports and tables show first.
+Also the main metrics of each method, which lists, reports and tables show first.
 """
 
 import functools
@@ -19,21 +19,21 @@ from posttrain.runs.atomic import LineFile, cannot_write, write_file
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 NAME = "metrics.jsonl"
-TAIL = 1 << 16  # bytes read to find the last line
+TAIL = 1 << 16  # bytes read from the end of the file to find the last lines
 LARGEST_STEP = 1 << 53
 log = logging.getLogger("posttrain")
 
 
 class MetricsFile:
-    """Appends to a run's metrics; after `append`, the operating system has the line."""
+    """Appends lines to a run's metrics. When `append` returns, the operating system has the line."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
         self._file: LineFile | None = None
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a line, and return it: step, epoch (when among the metrics), time (Unix, s), then the metrics: numbers
-        or 0-dimensional tensors, and null for NaN and infinities, which JSON does not have."""
+        """Write a line and return it: step, epoch (if it is among the metrics), time (Unix, s), then the metrics, which
+        are numbers or 0-dimensional tensors. NaN and infinities, which JSON lacks, become null."""
         values = {name: _number(name, value) for name, value in metrics.items()}
         head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
         head["time"] = round(time.time(), 3)
@@ -54,8 +54,8 @@ class MetricsFile:
             raise cannot_write(self.path, error) from error
 
     def truncate(self, step: int, evaluated: bool = True) -> int:
-        """Atomically remove every line after `step` and an incomplete last line, and the step's validation line unless
-        it is `evaluated`; returns the number of removed lines."""
+        """Atomically remove every line after `step`, an incomplete last line and, unless `evaluated`, the step's
+        validation line; returns the number of removed lines."""
         self.close()
         if not self.path.exists():
             return 0
@@ -119,9 +119,9 @@ def _tail(folder: Path) -> list[bytes]:
 
 
 def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | None]:
-    """The last step, and the first of `names` that has a finite value near the end, with the latest value.
+    """The last step, and the first of `names` that has a finite value near the end, with its latest value.
 
-    Parses only the lines that it needs, as lists of hundreds of runs must. The name is empty if none has a value.
+    The name is empty if none has a value. Parses only the lines it needs, to keep lists of hundreds of runs fast.
     """
     lines = _tail(folder)
     if not lines:
@@ -137,7 +137,7 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
 
 
 def line_of(raw: bytes) -> dict[str, Any] | None:
-    """A line as an object of its step and of finite numbers or null; None for any other line, which is damaged."""
+    """Parse a line: an object with the step, whose values are finite numbers or null. None if the line is damaged."""
     try:
         entry = parse_json(raw)
     except ValueError:
@@ -178,7 +178,7 @@ def _number(name: str, value: Any) -> float | int | None:
     return value if math.isfinite(value) else None
 
 
-# Not on the settings classes of methods, whose import would double the time of `posttrain runs list`.
+# Not on the methods' settings classes, because importing them would double the time of `posttrain runs list`.
 PAIRS = ("rewards/accuracies", "rewards/margins")
 OF_METHOD = {
     "sft": (),
@@ -195,7 +195,7 @@ def of_method(method: str) -> tuple[str, ...]:
 
 
 def headlines(method: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The method's main metrics and the loss, from the validation if available, by display name."""
+    """The values of the method's main metrics and the loss, from validation if available, by display name."""
     known = (
         next(((label, metrics[name]) for name, label in choice.items() if metrics.get(name) is not None), None)
         for choice in _choices(method)
@@ -205,11 +205,11 @@ def headlines(method: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def headline_metrics(method: str) -> dict[str, str]:
-    """Candidates for a run's headline with their display names; the first that the run has is its headline."""
+    """The candidates for a run's headline, with their display names; the first that the run has is its headline."""
     return {name: label for choice in _choices(method) for name, label in choice.items()}
 
 
 def _choices(method: str) -> list[dict[str, str]]:
-    """For each main metric the names in metrics.jsonl, validation before training, with their display names."""
+    """For each main metric, its names in metrics.jsonl (validation before training) with their display names."""
     labels = {name: LABELS.get(name, name) for name in (*of_method(method), "loss")}
     return [{f"eval_{name}": f"validation {label}", name: label} for name, label in labels.items()]

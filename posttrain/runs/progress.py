@@ -1,4 +1,4 @@
-"""Progress of a training run: a live bar on a terminal, single lines elsewhere and in the log."""
+"""Progress of a training run: a live bar on a terminal; lines elsewhere and in the log."""
 
 import logging
 import time
@@ -20,8 +20,8 @@ log = logging.getLogger(QUIET_LOGGER)
 class TrainingProgress:
     """Progress of a training run: step, `shown` metrics, tokens/s and ETA. A context manager around the loop.
 
-    A bar on a terminal, updated at every step; elsewhere a line every `logging_steps`. These lines and those of
-    validation also go to `training.log`.
+    On a terminal, a bar is updated at every step; elsewhere, a line is printed every `logging_steps`. These lines and
+    validation lines also go to `training.log`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrainingProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the last minute; 0 before the first step."""
+        """Tokens per second over the last minute; 0 before the first step."""
         (begin, _, before), (now, _, after) = self._marks[0], self._marks[-1]
         return (after - before) / (now - begin) if now > begin else 0.0
 
@@ -98,7 +98,7 @@ class TrainingProgress:
 
 
 def _wrapped(parts: Sequence[str], width: int) -> str:
-    """The parts in lines of at most `width`, later lines indented; parts are not split."""
+    """The parts in lines of at most `width` characters; later lines are indented, and parts are not split."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= width:
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def _count(value: float) -> str:
-    """A count in three digits: 873, 8.7k, 87k, 1.2M."""
+    """A count in two or three digits: 873, 8.7k, 87k, 1.2M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.{1 if value < 10 * size else 0}f}{unit}"

@@ -19,13 +19,13 @@ from posttrain.base.files import read_yaml
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
 # Words in a variable's name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) that mark its value as a secret. PATH_WORDS are
-# last words of names whose values are paths.
+# the last words of names whose values are paths.
 SECRET_WORD = re.compile(
     r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
     r"|keys?|pat|pass|sshpass|pwd|auth|authorization|creds?|cookies?|jwt|bearer|dsn",
     re.IGNORECASE,
 )
-# Ambiguous words: their value is a secret unless it is a plain word (SORT_KEY=created_at).
+# Ambiguous words: the value is a secret unless it is a plain word (SORT_KEY=created_at).
 WEAK_WORD = re.compile(r"keys?|pat|pass|pwd|auth|cookies?|bearer", re.IGNORECASE)
 PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
 TOKEN_OF_TEXT = re.compile(
@@ -33,19 +33,19 @@ TOKEN_OF_TEXT = re.compile(
     r"|special|added|image|audio|video|vision|think|prefix|suffix)[_-]tokens?$",
     re.IGNORECASE,
 )
-# Names of keys to sort, group or look up by, whose values are names of columns and such; `key` and `token` may be, too.
+# Names of keys for sorting, grouping or lookup, whose values are names of columns and the like.
 KEY_OF_DATA = re.compile(
     r"(?:^|[._-])(?:sort|order|group|join|index|primary|foreign|cache|row|column|field|data|dict|text|label|image|input|output"
     r"|target|prompt|completion|question|answer|response|solution|message|content|missing|unexpected|ignore)s?[_-]keys?$",
     re.IGNORECASE,
 )
-AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)
+AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)  # names of secrets or of such keys
 CASED = r"(?:[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*|[A-Z]+)"
-ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*")  # a part of text that is no credential
+ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*")  # a part of a text that is not a credential
 COLUMN = re.compile(rf"{ORDINARY.pattern}|{CASED}_?\d{{1,2}}")
 PATH_WORDS = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
-LEAST_CHARACTERS = 8  # of a secret in the environment; shorter values may be ordinary words
-# Values that look like secrets, with the part before them that is kept.
+LEAST_CHARACTERS = 8  # minimum length of a secret in the environment; shorter values may be ordinary words
+# Values that look like secrets. The named groups match the part before the secret, which is kept.
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w-]{20,}"
     r"|(?:sk|nvapi|xai|pplx|tskey|pypi)-[\w-]{20,}|(?:gsk|r8|npm|dop_v1|lin_api|wandb_v1|shpat|whsec)_\w{20,}"
@@ -64,7 +64,7 @@ PAIR = re.compile(
     r"(?<![\w.-])(?P<lead>(?:[.-]|[^\WA-Za-z])*+)(?P<name>[A-Za-z][\w.-]*+)(?P<between>[\"']?\s*[:=]\s*)"
     r"(?:(?P<quote>[\"'])(?P<quoted>[^\"'\n]+)(?P=quote)|[\"']?(?P<value>[^\s\"',;{}\[\]&<>()|]{4,}))"
 )
-COMMON = ("key", "keys", "pass", "pat", "bearer")  # ordinary words of messages
+COMMON = ("key", "keys", "pass", "pat", "bearer")  # ordinary words in messages
 STRONG_NAME = re.compile(r"(?:api|access|secret|private|signing)[_.-]?keys?$", re.IGNORECASE)
 NO_SECRET = re.compile(r"\$\{?[\w.]+\}?|[\d.,]+[a-zA-Z%]?|null|none|true|false|[<\[].*|\*\*\*", re.IGNORECASE)
 
@@ -80,7 +80,7 @@ def redact(data: Any) -> Any:
 
 
 def redact_yaml(text: str) -> str:
-    """Settings as YAML with secrets replaced as in a mapping, that is, whole values."""
+    """YAML settings with secrets replaced as in a mapping: by name, and as whole values."""
     from posttrain.config.reading.files import write_yaml  # imports YAML, which not every reader of a run needs
 
     try:
@@ -105,7 +105,7 @@ def _secrets() -> list[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable is secret: by its name, unless its value is a path or, for ambiguous names, a plain word."""
+    """Whether a variable's name marks a secret, and its value is not a path or, for ambiguous names, a plain word."""
     words = secret_words(name)
     weak = all(map(WEAK_WORD.fullmatch, words))
     return bool(words) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
@@ -120,7 +120,7 @@ def secret_words(name: str) -> tuple[str, ...]:
 
 
 def _redact(data: Any, values: list[str], name: str = "") -> Any:
-    """`name`: the key of `data` in a mapping."""
+    """Redact `data`. `values`: known secrets; `name`: the key of `data` in a mapping."""
     if isinstance(data, str):
         if name and _is_secret_value(name, data.strip()):
             return HIDDEN
@@ -160,7 +160,7 @@ def _is_secret_value(name: str, value: str) -> bool:
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """The arguments of a command with secrets replaced, also the values of flags such as `--hf-token X`."""
+    """The arguments of a command with secrets replaced, including the values of flags such as `--hf-token X`."""
     shown: list[str] = []
     hide_next = False
     for argument in redact(arguments):
@@ -188,7 +188,7 @@ def redacted_command() -> Iterator[None]:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """The current time in UTC, to the second, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -216,7 +216,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache  # the loaded code stays the same even if the commit changes later
 def _commit(folder: Path) -> str | None:
-    """The commit of posttrain's source (`-dirty` with uncommitted changes), None for an installed package."""
+    """The commit of posttrain's source (`-dirty` with uncommitted changes); None for an installed package."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10)

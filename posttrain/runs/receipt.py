@@ -1,8 +1,8 @@
-"""The receipt of a step's gradient, from stored numbers: its groups, their completions, the numbers of each token.
+"""The receipt of a step's gradient, from stored numbers: groups, their completions, and the numbers of each token.
 
 The policy loss of a token is -A r, with the ratio r = π_new / π_old. Its derivative with respect to the logit of the
-sampled token is -A r (1 - p), where p = π_new is the token's probability: the *push*. It is 0 where the ratio was
-clipped, and near 0 where the token was certain anyway.
+sampled token is -A r (1 - p), where p = π_new is the token's probability; the *push* is its negative, A r (1 - p). The
+push is 0 where the ratio was clipped, and near 0 where the token was already almost certain.
 
 `posttrain why` and the pages show the same receipt.
 """
@@ -25,21 +25,21 @@ from posttrain.runs.checkpoint import list_checkpoints
 from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
 from posttrain.runs.summary import RunSummary
 
-# Label -> array of the file. Log-probabilities are in nats: of the engine, of the policy before and after the step.
+# Label -> column of the file. Log-probabilities (nats): engine, policy before and after the step, reference.
 STORED = {
     "sampler": "sampler_logprobs", "old": "old_logprobs", "new": "new_logprobs", "ref": "ref_logprobs",
     "entropy": "entropies", "value": "old_values", "return": "returns",
 }  # fmt: skip
-LONGEST = 64 << 20  # bytes of a tokenizer.json
+LONGEST = 64 << 20  # maximum bytes of a tokenizer.json
 NOT_SAMPLED = "not sampled: a tool's output or another speaker's turn"
 _loading = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNumbers:
-    """Numbers of the tokens of a completion. None: not stored by the method or by the version that wrote the file.
+    """The numbers of a completion's tokens. None: not stored by the method, or by the version that wrote the file.
 
-    `push` is 0 and `clipped` False where they are not known. Tokens that were not sampled (a tool's output) are not
+    `push` is 0 and `clipped` is False if they are unknown. Tokens that were not sampled (a tool's output) are not
     `trained`, and their numbers are 0.
     """
 
@@ -54,7 +54,7 @@ class TokenNumbers:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> TokenNumbers:
-        """From a row of `StoredRun.rollouts`."""
+        """Read a row of `StoredRun.rollouts`."""
         count, trained = len(row["tokens"]), trained_tokens(row)
 
         def array(name: str) -> np.ndarray | None:
@@ -83,19 +83,19 @@ class TokenNumbers:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The numbers of a table of tokens, by label."""
+        """The columns of a table of tokens, by label."""
         numbers = {"advantage": self.advantage, "ratio": self.ratio, **self.stored}
         return {label: values for label, values in numbers.items() if values is not None}
 
     @property
     def furthest_ratio(self) -> float:
-        """The ratio furthest from 1, as a factor: 0.5 is as far as 2."""
+        """The ratio furthest from 1, measured as a factor: 0.5 is as far as 2."""
         return 1.0 if self.ratio is None else float(max(self.ratio, key=factor, default=1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a completion's reward; for a rule also its verdict and the extracted answer."""
+    """A part of a completion's reward; for a rule, also the verdict and the extracted answer."""
 
     value: float | None
     weight: float
@@ -111,7 +111,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class CompletionReceipt:
-    """A completion of a step. `reward` is None without a verdict, `advantage` outside the loss."""
+    """A completion of a step. `reward` is None without a verdict; `advantage` is None outside the loss."""
 
     rollout: int
     text: str
@@ -124,7 +124,7 @@ class CompletionReceipt:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
-        """From a row of `StoredRun.rollouts`."""
+        """Read a row of `StoredRun.rollouts`."""
         columns = ("rollout_index", "completion", "tokens", "reward", "advantage", "finish_reason")
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
         return cls(*(row[column] for column in columns), parts=parts, numbers=TokenNumbers.of(row))
@@ -142,7 +142,7 @@ class CompletionReceipt:
 
 @dataclass(frozen=True, slots=True)
 class GroupReceipt:
-    """A prompt of a step with its completions. `row`: in the data; None if the prompt itself is not stored."""
+    """A prompt of a step with its completions. `row`: its row in the data; None if the prompt itself is not stored."""
 
     step: int
     prompt: int
@@ -180,16 +180,16 @@ class GroupReceipt:
         return list(dict.fromkeys(name for completion in self.completions for name in completion.parts))
 
     def completion(self, rollout: int) -> CompletionReceipt:
-        """Raises RunError if there is no completion of this number."""
+        """The completion with number `rollout`. Raises RunError if there is none."""
         by_number = {completion.rollout: completion for completion in self.completions}
         if rollout in by_number:
             return by_number[rollout]
         last = max(by_number)
-        raise RunError(f"prompt {self.prompt} of step {self.step} has the rollouts 0 to {last}, no {rollout}")
+        raise RunError(f"prompt {self.prompt} of step {self.step} has rollouts 0 to {last}, but not {rollout}")
 
 
 def step_receipt(stored: StoredRun, step: int) -> list[GroupReceipt]:
-    """The groups of a step, the one with the largest push first. Raises RunError if the step is not stored."""
+    """The groups of a step, largest push first. Raises RunError if the step is not stored."""
     stored.require(step)
     return sorted(_groups(stored, step, None), key=lambda group: -group.push)
 
@@ -220,7 +220,7 @@ def factor(ratio: float) -> float:
 
 
 class RunTokenizer:
-    """A decoder for `pieces` that wraps one of the library tokenizers, which needs no torch."""
+    """A decoder for `pieces` that wraps a tokenizer of the library `tokenizers`, which does not need torch."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -237,8 +237,8 @@ class RunTokenizer:
 
 
 def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence[int] = ()) -> list[str | None]:
-    """The text of each token after a prompt; where several tokens encode one character, the last has it, others None.
-    Without a decoder, the numbers of the tokens."""
+    """The text of each token after a prompt. If several tokens encode one character, the last token has it, and the
+    others are None. Without a decoder, the token ids."""
     if decoder is None:
         return list(map(str, tokens))
     texts: list[str | None] = []
@@ -248,7 +248,7 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:
-    """The run's tokenizer: of its final or best model, its newest checkpoint, or the model it started from."""
+    """The tokenizer of the run's final or best model, newest checkpoint or initial model; None if none can be read."""
     model = next(iter(RunSummary(run).model_settings), {})
     started, added = model.get("path"), model.get("new_tokens")
     new_tokens = tuple(token for token in added if isinstance(token, str)) if isinstance(added, list) else ()
@@ -274,9 +274,9 @@ def _loaded(file: Path, changed: int, new_tokens: tuple[str, ...]) -> RunTokeniz
     with _loading:
         try:
             tokenizer = Tokenizer.from_file(str(file))
-            tokenizer.add_tokens([*new_tokens])  # those that it has already keep their ids
+            tokenizer.add_tokens([*new_tokens])  # tokens that it already has keep their ids
             return RunTokenizer(tokenizer)
-        except BaseException as error:  # the library raises bare Exception for a damaged file, and panics of Rust
+        except BaseException as error:  # for a damaged file, the library raises bare Exception, or panics in Rust
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            return None  # the tokens stay numbers
+            return None  # tokens are shown as numbers

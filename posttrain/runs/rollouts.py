@@ -1,13 +1,13 @@
 """`rollouts.sqlite`: every completion that a run was trained on, with all numbers behind its gradient.
 
 A step is one transaction, written by a background thread: it is stored with all its groups or not at all. A checkpoint
-waits until the steps before it are on disk, and a resumed run first deletes the steps after it, so that no rollout is
-lost or stored twice. If a step cannot be written, the run ends and saves the step in its checkpoint, and the resumed
-run writes it. When the file reaches its size limit the oldest steps are deleted.
+waits until the steps before it are on disk, and a resumed run first deletes the steps after its checkpoint, so that no
+rollout is lost or stored twice. If a step cannot be written, the run saves it in a checkpoint and stops; the resumed
+run writes it. When the file reaches its size limit, the oldest steps are deleted.
 
-Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion, as long as
-its tokens. A token that the model did not sample, such as a tool's output, is not trained: its numbers are NaN, its
-flags 0.
+Per-token numbers are little-endian arrays (float32; int32 for tokens, uint8 for flags): one array per completion, one
+number per token. A token that the model did not sample, such as a tool's output, is not trained on: its numbers are
+NaN, its flags 0.
 """
 
 import json
@@ -56,8 +56,8 @@ ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
     "returns", "entropies", "penalties",
 )  # fmt: skip
-BUSY_S = 30.0  # wait for another program's lock on the file
-WAITING = 4  # steps in the queue; with more, training waits for the disk
+BUSY_S = 30.0  # seconds to wait for another program's lock on the file
+WAITING = 4  # maximum steps in the queue; when it is full, training waits for the disk
 GIB = 1 << 30
 
 
@@ -74,7 +74,7 @@ class StoredPrompt:
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
     """A completion of a step; `parts` has each reward's value and, for rules, the verdict. In `arrays`, `tokens` has
-    every token; the others have a number for each trained token."""
+    every token; the other arrays have a number for each trained token."""
 
     prompt_index: int
     rollout_index: int
@@ -145,7 +145,7 @@ class RolloutStore:
         self._thread.start()
 
     def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
-        """Queue a step for writing; if that fails, it is kept for `save_unwritten`."""
+        """Queue a step for writing; if writing fails, the step is kept for `save_unwritten`."""
         self._waiting.put(_Write(step, epoch, prompts, rollouts))
 
     def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
@@ -163,7 +163,7 @@ class RolloutStore:
         self.check()
 
     def save_unwritten(self, folder: Path, until: int) -> None:
-        """Save unwritten steps up to `until` in a checkpoint's folder; a store that resumes from it writes them."""
+        """Save unwritten steps up to `until` in a checkpoint's folder; the store of a resumed run writes them."""
         self._waiting.join()
         writes = [write for write in self._unwritten if write.step <= until]
         if not writes:
@@ -198,7 +198,7 @@ class RolloutStore:
             self._waiting.task_done()
 
     def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
-        """Delete the oldest steps while the file exceeds its limit; the newest step always stays."""
+        """Delete the oldest steps while the file exceeds its limit; the newest step is always kept."""
         while _used(connection) > self.max_bytes:
             oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
             if oldest is None or oldest >= newest:
@@ -208,7 +208,7 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the array columns that a file of an earlier version lacks; new columns are always the last ones."""
+    """Add the array columns that a file from an earlier version lacks, after its other columns."""
     existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
     for name in ARRAYS:
         if name not in existing:
@@ -232,7 +232,7 @@ def _refusal(path: Path, error: Exception) -> RunError:
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
     prompts, rollouts, evaluations = map(_storable, _rows(write))
     connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
-    columns = (*FACTS, *ARRAYS)  # in another order in files of earlier versions
+    columns = (*FACTS, *ARRAYS)  # given by name: files from earlier versions have another order
     marks = ", ".join("?" * len(columns))
     connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({marks})", rollouts)
     connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))

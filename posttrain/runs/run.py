@@ -4,7 +4,7 @@
     final_results.json (of reward models)
     checkpoint-{step}/   best/   final/
 
-Importing this module, creating or reading a run folder needs no torch.
+Importing this module and creating or reading a run folder do not import torch.
 """
 
 import logging
@@ -36,7 +36,7 @@ from posttrain.runs.logs import RunLog
 from posttrain.runs.metrics import MetricsFile, read_metrics
 from posttrain.runs.provenance import environment, now, redact, redact_yaml
 
-LOGS = "logs"  # of the ranks after the first
+LOGS = "logs"  # folder for the output of the ranks after the first
 State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
 
@@ -47,7 +47,7 @@ class Run:
         with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
 
     Leaving the block records the outcome in `run.json`: finished, interrupted (Ctrl-C, a signal) or failed, with the
-    reason in a sentence. While it is open, messages of the logger `posttrain` also go to `training.log`.
+    reason in a sentence. While the run is open, messages of the logger `posttrain` also go to `training.log`.
     """
 
     def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
@@ -65,15 +65,15 @@ class Run:
         """Start a run in a new or empty folder.
 
         `provenance` adds the caller's facts (seed, threads …) to those collected here (versions, platform, command
-        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only if its run ended
-        before the first step. Raises RunError if the folder has anything else in it, or if another process runs in it.
+        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only a folder whose run
+        ended before the first step. Raises RunError if the folder contains anything else, or a process runs in it.
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
         refuse_occupied(folder, overwrite)
         try:
             if folder.parent.is_dir() and not folder.exists():
-                settle(folder.parent, folder.name)  # a run that was moved aside by a command that was killed
+                settle(folder.parent, folder.name)  # restores a run that a killed command had moved aside
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
@@ -95,7 +95,7 @@ class Run:
             lock.release()
             raise
         if restarted and not overwrite:
-            log.info("%s had a run that ended before its first step: it starts again", folder)
+            log.info("%s has a run that ended before its first step: it starts again", folder)
         return run
 
     @classmethod
@@ -144,7 +144,7 @@ class Run:
         return read_regular(self.folder / "config.yaml").decode()
 
     def write_config(self, config_yaml: str) -> None:
-        """Replace `config.yaml`: a resumed run may have other step counts and intervals."""
+        """Replace `config.yaml`: a resumed run may have different step counts and intervals."""
         write_file(self.folder / "config.yaml", redact_yaml(config_yaml))
 
     @property
@@ -163,15 +163,15 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Record counts (rows dropped, steps skipped …) in `run.json`, in addition to earlier ones."""
+        """Record counters (rows dropped, steps skipped …) in `run.json`; other counters there are kept."""
         self._facts["counters"] |= counters
         save_json(self.folder / "run.json", self._facts)
 
     def record_check(self, finding: Finding) -> None:
         """Record the result of a check in `run.json`: the largest `value` so far, or a failure.
 
-        A failure ends the run, and counts until the check passes after a resume. The file is written when the check is
-        new or fails; later values with the next checkpoint, and at the end.
+        A failure ends the run, and remains recorded until the check passes after a resume. The file is written when the
+        check is new or fails; later values are written with the next checkpoint and at the end.
         """
         checks = self._facts.setdefault("checks", {})
         before, facts = checks.get(finding.check), finding.facts()
@@ -195,7 +195,7 @@ class Run:
         save_json(self.folder / "results.json", redact(dict(results)))
 
     def write_final_results(self, results: Mapping[str, Any]) -> None:
-        """Write `final_results.json`: a reward model's last metrics and its best one, in one flat dictionary."""
+        """Write `final_results.json`: a reward model's last and best metrics, in one flat dictionary."""
         facts = {name: results[name] for name in ("method", "model", "steps")} | dict(results["final"])
         facts |= {f"best_{name}": value for name, value in results.get("best", {}).items()}
         save_json(self.folder / "final_results.json", redact(facts))
@@ -203,8 +203,8 @@ class Run:
     # Metrics
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a line to `metrics.jsonl` (`MetricsFile.append`), with metrics named as in TRL, those of validation
-        with the prefix `eval_`."""
+        """Append a line to `metrics.jsonl` (`MetricsFile.append`). Metrics are named as in TRL; validation metrics have
+        the prefix `eval_`."""
         line = self._metrics.append(step, metrics)
         for follow in self._followers:
             follow(line)
@@ -230,12 +230,12 @@ class Run:
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Restore the folder to its state right after `step`, or before its validation, to resume there: rename later
-        checkpoints, `best` and `final` to `….set-aside`, remove later metrics."""
+        """Restore the folder to its state right after `step` (unless `evaluated`: before its validation), to resume
+        there. Later checkpoints, `best` and `final` become `….set-aside`; later metrics are removed."""
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
-        """Restore the folder to a new run of the same date: `best` is set aside, all metrics are removed."""
+        """Restore the folder to the state of a new run with the same date: `best` is set aside, metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
         day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
         self._facts["provenance"] = redact(environment() | day | dict(provenance))
@@ -243,7 +243,7 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def _keep_until(self, step: int, rest: str, evaluated: bool = True) -> None:
-        """Set aside and remove what is later than `step`, which messages call `rest`."""
+        """Set aside or remove everything later than `step`; messages call it `rest`."""
         moved = checkpoint.set_aside_after(self.folder, step)
         cut = self._metrics.truncate(step, evaluated)
         if moved:
@@ -254,7 +254,7 @@ class Run:
     # The end
 
     def close(self) -> None:
-        """Close the files and release the folder lock; the state stays."""
+        """Close the files and release the folder lock; the state is unchanged."""
         self._metrics.close()
         self._log.close()
         self._lock.release()
@@ -338,7 +338,7 @@ class Follower(Run):
 
 @contextmanager
 def own_log(folder: Path, rank: int) -> Iterator[None]:
-    """Send the output of this process to `logs/rank-N.log` of the run folder."""
+    """Send the output of this process to `logs/rank-N.log` in the run folder."""
     with ExitStack() as resources:
         (folder / LOGS).mkdir(exist_ok=True)
         file = resources.enter_context((folder / LOGS / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1))

@@ -1,4 +1,4 @@
-"""Reading a run's stored rollouts and evaluations."""
+"""Reads a run's stored rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from posttrain.base.errors import RunError
 from posttrain.runs.files import check_database, is_regular, parse_json
 from posttrain.runs.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
-LOOKING_S = 2.0  # wait for a lock when only reading
+LOOKING_S = 2.0  # seconds to wait for a lock, with `looking`
 NUMBER = int | float | None
-# Types of the columns that are not arrays or JSON: SQLite accepts any value in any of them.
+# Types of the columns that are not arrays or JSON; they are checked, because SQLite accepts any value in any column.
 TYPES: dict[str, Any] = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
 TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which"), int)
 TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
 PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
-NEAR_ENDS = 200  # completions among which those of different prompts are chosen
+NEAR_ENDS = 200  # best (or worst) completions, from which those of different prompts are chosen
 STEP_ENDS = (
     "SELECT rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
     "rollout_index, prompt_index AS which, prompt, facts FROM rollouts JOIN prompts USING (step, prompt_index) "
@@ -37,10 +37,10 @@ class StoredRun:
     """The rollouts of a run, read-only; the run may still be active."""
 
     def __init__(self, folder: Path, looking: bool = False):
-        """With `looking`, nothing is written to the folder, not even by SQLite, and locks are hardly waited for."""
+        """With `looking`, nothing is written to the folder, not even by SQLite, and waits for locks are short."""
         path = folder / NAME
         if not is_regular(path):
-            raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
+            raise RunError(f"{folder} has no {NAME}: only methods that sample completions write it, with rollout.save")
         self._path = path
         check_database(path)
         self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
@@ -64,7 +64,7 @@ class StoredRun:
         rows = self._rows(query, values)
         try:
             return [_read(row) for row in rows]
-        except ValueError as error:  # half of a number, a value of another type, or no JSON
+        except ValueError as error:  # half of a number, a value of another type, or invalid JSON
             raise RunError(f"{self._path} is damaged: {error}") from error
 
     def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
@@ -78,9 +78,9 @@ class StoredRun:
         """Raise RunError unless the rollouts of this step are in the file."""
         steps = self.steps()
         if step not in steps:
-            stored = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+            stored = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
             drops = "(rollout.max_database_gb drops old ones)"
-            raise RunError(f"there are no rollouts of step {step}; there are {stored} {drops}")
+            raise RunError(f"there are no rollouts of step {step}; the file has {stored} {drops}")
 
     def prompts(self, step: int) -> list[dict[str, Any]]:
         return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
@@ -95,8 +95,8 @@ class StoredRun:
     def extremes(
         self, step: int, count: int, dataset: str | None = None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The best and the worst completions of a step by reward, or of its evaluation on `dataset`, each of another
-        prompt, with the prompt and, for a step, its facts."""
+        """The `count` best and worst completions of a step by reward, or of its evaluation on `dataset`: one per
+        prompt, with the prompt and, for a step, the prompt's facts."""
         query, values = STEP_ENDS, (step,)
         if dataset is not None:
             query, values = EVALUATION_ENDS, (step, dataset)
@@ -109,7 +109,7 @@ class StoredRun:
         return end("DESC"), end("ASC")
 
     def last_evaluations(self) -> list[tuple[int, str]]:
-        """Each data set's last step with rewarded completions."""
+        """The last step with rewarded completions of each data set, as pairs (step, data set)."""
         query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
         return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
 
@@ -119,7 +119,8 @@ class StoredRun:
         return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
     def summary(self) -> Iterator[dict[str, Any]]:
-        """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""
+        """A row per step: prompts, completions, mean and extreme rewards, completions without a reward, and the share
+        of truncated completions."""
         yield from self._read_rows(
             "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
             "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
@@ -129,7 +130,7 @@ class StoredRun:
 
 
 def trained_tokens(row: Mapping[str, Any]) -> np.ndarray:
-    """Which tokens of a row of `StoredRun.rollouts` are trained (bool); the log-probability of the others is NaN."""
+    """Which tokens of a row of `StoredRun.rollouts` are trained (bool); other tokens have log-probability NaN."""
     logprobs = row.get("sampler_logprobs")
     if logprobs is None or len(logprobs) != len(row["tokens"]):
         return np.ones(len(row["tokens"]), bool)
@@ -150,8 +151,8 @@ def of_trained(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection that writes nothing. Raises RunError if the file cannot be opened.
 
-    To read a database in WAL mode, SQLite creates files beside it, unless it is opened as one that does not change:
-    without a -wal file no process is writing to it.
+    SQLite creates files beside a database in WAL mode even to read it, unless the database is opened as immutable. That
+    is safe without a -wal file, because then no process is writing to it.
     """
     still = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     try:
@@ -161,7 +162,7 @@ def read_only(path: Path) -> sqlite3.Connection:
 
 
 def _read(row: sqlite3.Row) -> dict[str, Any]:
-    """A row with its arrays and JSON decoded. Raises ValueError for a value that no run writes."""
+    """Decode the arrays and JSON of a row. Raises ValueError for a value that no run writes."""
     decoded = dict(row)
     for name, value in decoded.items():
         if name in ARRAYS and (value is not None or name == "tokens"):
@@ -177,7 +178,7 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """The value. Raises ValueError if it is of another type."""
+    """Return the value. Raises ValueError if it has another type."""
     if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= 1 << 63):
-        raise ValueError(f"a row has the {name} {str(value)[:40]!r}")
+        raise ValueError(f"{name} of a row is {str(value)[:40]!r}")
     return value

@@ -1,4 +1,4 @@
-"""One summary of a run: for lists, pages, reports, comparisons and programs. Imports no torch."""
+"""The summary of a run, for lists, pages, reports, comparisons and programs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.runs.finding import measured_runs, size_of
 from posttrain.runs.folder import Notes, check_run_folder, is_locked, read_facts, read_notes
 from posttrain.runs.metrics import first_latest, headline_metrics, headlines, latest_metrics
 
-if TYPE_CHECKING:  # needs the schema of settings, which lists do not
+if TYPE_CHECKING:  # it imports the schema of settings, which lists do not need
     from posttrain.runs.checks import Check
 
 T = TypeVar("T")
@@ -33,14 +33,14 @@ PROGRESS = re.compile(r"step \d+/(\d{1,15}) .*?(?:ETA (\S+(?: \d\d[smhd])?))?\r?
 BLOCK = re.compile(r"^(models|method|data):\n((?:[ -].*\n)*)", re.MULTILINE)
 WORD = re.compile(r"(?:[A-Za-z_/]|\.\.?/)[A-Za-z0-9_./+-]*")
 NULL = "null"
-NO_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n")  # in YAML
+NO_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n")  # booleans in YAML
 
 
 class RunSummary:
-    """The facts of a run folder, each read at its first use.
+    """The facts of a run folder, each read on first use.
 
-    Reading raises nothing: a value that cannot be read is empty, and `problems` has the message. `name` is the run's
-    path below the folder of runs in lists, else the name of its folder.
+    Reading raises nothing: a value that cannot be read is empty, and `problems` has the message. In lists, `name` is
+    the run's path below the folder of runs; otherwise it is the name of the run's folder.
     """
 
     def __init__(self, folder: Path | str, name: str = ""):
@@ -59,12 +59,12 @@ class RunSummary:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """run.json; empty if it is damaged."""
+        """The content of run.json; empty if it is damaged."""
         return self._read(STATE, lambda: read_facts(self.folder), {})
 
     @property
     def state(self) -> str:
-        """As in run.json; `killed` if it says running but no process holds the lock, which is checked each time;
+        """The state in run.json; `killed` if it is `running` but no process holds the lock, which is checked each time;
         `damaged` if run.json or the end of metrics.jsonl cannot be read."""
         if not self.facts or self._latest is None:
             return DAMAGED
@@ -78,7 +78,7 @@ class RunSummary:
 
     @property
     def explanation(self) -> str:
-        """What cannot be read, or else why the run ended."""
+        """What cannot be read; otherwise why the run ended."""
         return self.problem or self.reason or ""
 
     @property
@@ -87,12 +87,12 @@ class RunSummary:
 
     @property
     def ended(self) -> str:
-        """Empty if the run has not ended, or was killed."""
+        """When the run ended; empty if it has not ended, or was killed."""
         return self.facts.get("ended") or ""
 
     @property
     def started_at(self) -> datetime | None:
-        """The start in local time."""
+        """When the run started, in local time."""
         return datetime.fromisoformat(self.started).astimezone() if self.started else None
 
     @property
@@ -114,7 +114,7 @@ class RunSummary:
 
     @property
     def checks(self) -> list[Check]:
-        """Every vital check of the method with its result; empty if run.json is damaged."""
+        """Every check of the method, with its result; empty if run.json is damaged."""
         from posttrain.runs.checks import checks_of
 
         return checks_of(self.recorded_checks, self.method, self.step) if self.facts else []
@@ -132,7 +132,7 @@ class RunSummary:
 
     @property
     def seconds(self) -> float | None:
-        """The time of training; else since the start, unless the run was killed."""
+        """Seconds of training, otherwise seconds from the start to the end or to now; None if the run was killed."""
         trained = self.results.get("train_runtime")
         if isinstance(trained, int | float):
             return trained
@@ -152,7 +152,7 @@ class RunSummary:
 
     @property
     def hashtags(self) -> str:
-        """The tags as text: #keep #paper."""
+        """The tags as text, such as `#keep #paper`."""
         return " ".join(f"#{tag}" for tag in self.tags)
 
     @property
@@ -163,7 +163,7 @@ class RunSummary:
 
     @cached_property
     def settings(self) -> str:
-        """config.yaml as it is; empty if it cannot be read."""
+        """The text of config.yaml; empty if it cannot be read."""
         return self._read(SETTINGS, lambda: read_regular(self.folder / "config.yaml").decode(), "")
 
     @cached_property
@@ -179,8 +179,8 @@ class RunSummary:
 
     @cached_property
     def head(self) -> tuple[str, str, str]:
-        """Method, model and data, as far as config.yaml has them: from the lines that posttrain writes, in a twentieth
-        of the time that parsing takes; any other YAML is parsed."""
+        """Method, model and data, as far as config.yaml has them. They are read from the lines that posttrain writes,
+        in a twentieth of the time that parsing takes; any other YAML is parsed."""
         if (quick := _quick_head(self.settings)) is not None:
             return quick
         method, data = self.config.get("method"), self.config.get("data")
@@ -208,7 +208,7 @@ class RunSummary:
 
     @cached_property
     def _latest(self) -> tuple[int, str, float | None] | None:
-        """The last step, and the first of the method's main metrics that has a value; None if damaged."""
+        """The last step, the first of the method's main metrics that has a value, and the value; None if damaged."""
         return self._read(LATEST, lambda: first_latest(self.folder, headline_metrics(self.method)), None)
 
     @property
@@ -217,7 +217,7 @@ class RunSummary:
 
     @property
     def metric(self) -> str:
-        """The display name of the main metric with the value `result`."""
+        """The display name of the main metric; `result` is its value."""
         return headline_metrics(self.method).get(self._latest[1], "") if self._latest else ""
 
     @property
@@ -247,7 +247,7 @@ class RunSummary:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """results.json; empty before the end."""
+        """The content of results.json; empty before the end of the run."""
         path = self.folder / "results.json"
         return self._read(RESULTS, lambda: _mapping(load_json(path), path), {}) if path.is_file() else {}
 
@@ -255,18 +255,18 @@ class RunSummary:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files in the folder."""
         return size_of(self.folder)
 
     @property
     def saved_models(self) -> dict[str, int]:
-        """Checkpoints, best and final: their bytes."""
+        """Bytes of each checkpoint, `best` and `final`, by name."""
         models = (self.folder / name for name in MODELS)
         saved = [*list_checkpoints(self.folder), *(path for path in models if path.is_dir())]
         return {path.name: size_of(path) for path in saved}
 
     def log_tail(self, size: int) -> str:
-        """The last `size` bytes of training.log, from a whole line on; empty if it cannot be read."""
+        """The whole lines in the last `size` bytes of training.log; empty if it cannot be read."""
         try:
             with open_regular(self.folder / "training.log") as file:
                 end = file.seek(0, 2)
@@ -288,7 +288,7 @@ class RunSummary:
 
     @property
     def eta(self) -> str:
-        """The remaining time of a running run."""
+        """The remaining time of a run in progress; otherwise empty."""
         return self._progress[1] if self.state == "running" else ""
 
     @property
@@ -297,13 +297,13 @@ class RunSummary:
 
     @property
     def problem(self) -> str:
-        """What cannot be read of state, metrics and notes; empty if all can."""
+        """Why state, metrics or notes cannot be read; empty if all can be read."""
         _ = self.facts, self._latest, self.notes
         return "; ".join(dict.fromkeys(self.problems[what] for what in (STATE, LATEST, NOTES) if what in self.problems))
 
 
 def read_run(folder: Path | str) -> RunSummary:
-    """The summary of a run; RunError if this is not a run folder, or is damaged."""
+    """The summary of a run. Raises RunError if this is not a run folder, or it is damaged."""
     check_run_folder(Path(folder))
     run = RunSummary(folder)
     if run.state == DAMAGED:
@@ -312,7 +312,7 @@ def read_run(folder: Path | str) -> RunSummary:
 
 
 def summaries_below(root: Path) -> list[RunSummary]:
-    """The runs at a folder and below it, the latest last, damaged ones included."""
+    """The summaries of the runs at and below a folder, the latest last, damaged runs included."""
     runs = []
     for folder, size, changed in measured_runs(root):
         run = RunSummary(folder, os.path.relpath(folder, root) if folder != root else "")
@@ -328,7 +328,7 @@ def _mapping(data: Any, path: Path) -> dict[str, Any]:
 
 
 def _quick_head(text: str) -> tuple[str, str, str] | None:
-    """As `RunSummary.head`; None if a value is missing or is not a plain word on one line."""
+    """Like `RunSummary.head`; None if a value is missing or is not a plain word on one line."""
     blocks = dict(BLOCK.findall(text))
     if blocks.keys() != {"models", "method", "data"} or len(BLOCK.findall(text)) != 3:
         return None
@@ -345,7 +345,7 @@ def _quick_head(text: str) -> tuple[str, str, str] | None:
 
 
 def _plain(block: str, key: str) -> str | None:
-    """The value of a key at the block's first level, if it is a word that every YAML reader reads as a string."""
+    """The value of a key at the block's first level; None unless every YAML reader reads it as null or a plain word."""
     values = re.findall(rf"^  {key}: (.+)$", block, re.MULTILINE)
     if len(values) != 1 or not WORD.fullmatch(values[0]) or values[0].lower() in NO_WORDS:
         return None

@@ -1,7 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases and trackio receive every line of `metrics.jsonl`.
 
-Names are those of transformers, `train/loss` and `eval/loss`, so that runs of TRL share the same charts. The run folder
-is the source of truth: a tracker that fails is dropped with a warning, and training continues.
+Metrics are named as in transformers, `train/loss` and `eval/loss`, so that TRL's runs share the same charts. The run
+folder is the source of truth: a tracker that fails is dropped with a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracker(ABC):
         """Record a step's values, all finite; `time` is Unix time in seconds."""
 
     def discard(self, step: int) -> bool:
-        """Remove the values from this step on; False if the tracker cannot."""
+        """Remove the values from this step on; return False if the tracker cannot."""
         return False
 
     @abstractmethod
@@ -76,17 +76,17 @@ def require_trackers(tracking: TrackingConfig) -> None:
 
 
 class Tracking:
-    """The trackers of one run, open while it runs; a context manager inside the run's.
+    """The trackers of one run, open while it runs. Use it as a context manager inside the run's own.
 
     `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are
-    equal, they are not sent twice. At the first that differs (after a change of settings, say), trackers that can
-    discard the old lines get all lines since the resume; for the others, a warning names the steps.
+    equal, they are not sent twice. At the first line that differs (after a change of settings, say), trackers that can
+    discard the old lines receive all lines since the resume; for other trackers, a warning names the steps.
     """
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
         self._sent = {(line["step"], tag): value for line in logged for tag, value in tagged(line).items()}
         self._waiting = OrderedDict((key, self._sent[key]) for key in sorted(self._sent))  # not computed again yet
-        self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all equal those sent before
+        self._again: list[Mapping[str, Any]] = []  # lines since the resume, as long as all equal those sent before
         self._cleared: set[str] = set()  # trackers that have discarded the lines sent before
         self._open: dict[str, Tracker] = {}
         try:
@@ -129,8 +129,8 @@ class Tracking:
                     self._cleared.add(name)
                 else:
                     log.warning(
-                        "%s keeps its values of steps %d to %d from before the resume, which now differ, and cannot "
-                        "remove them (metrics.jsonl has the new ones): delete that run there, or set another "
+                        "%s cannot remove the values that it logged for steps %d to %d before the resume, and they "
+                        "differ from the new ones (which metrics.jsonl has): delete that run there, or set another "
                         "tracking.project",
                         name, min(steps), max(steps),
                     )  # fmt: skip
@@ -162,7 +162,7 @@ class Tracking:
 
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl, by trackers' names: `train/loss`, `eval/loss`."""
+    """The finite numbers of a line of metrics.jsonl, by their names in trackers: `train/loss`, `eval/loss`."""
     return {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in line.items()
@@ -171,7 +171,7 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _subject(config: RunConfig, run: Run) -> Subject:
-    """The run's name is its folder's path, starting at the folder of the whole run: `hh`, or `hh/gpt2/dpo`."""
+    """The facts of a run. Its name is its folder's path from the folder of the whole run on: `hh`, or `hh/gpt2/dpo`."""
     parts = run.folder.absolute().parts
     depth = parts[::-1].index(config.name) if config.name in parts else 0
     name = "/".join(parts[-depth - 1 :])
@@ -210,11 +210,11 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(tag, value, step, walltime=time)
 
     def discard(self, step: int) -> bool:
-        """Start a new file that hides the earlier files' values from this step on."""
+        """Start a new file that hides the values of earlier files from this step on."""
         self._writer.close()
         earlier = sorted(self._folder.glob("*tfevents*"))
         self._writer = self._file(purge_step=step)
-        # Files are read in the order of their names, which begin with a time, perhaps of a machine whose clock is fast.
+        # Files are read in the order of their names, which begin with a time, perhaps from a machine with a fast clock.
         if max(self._folder.glob("*tfevents*")) == earlier[-1]:
             for number, path in enumerate(earlier):
                 path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", path.name)))
@@ -248,7 +248,7 @@ class WandB(Tracker):
             )
         except Error as error:
             raise RunError(
-                f"wandb cannot start: {error}. Set WANDB_API_KEY (in .env, too), or write to a folder and upload it "
+                f"wandb cannot start: {error}. Set WANDB_API_KEY (perhaps in .env), or write to a folder and upload it "
                 "later: tracking.wandb_mode=offline"
             ) from error
         folder = Path(self._run.dir).parent
@@ -263,7 +263,8 @@ class WandB(Tracker):
 
 
 def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
-    """`auto`: the value of WANDB_MODE (None: wandb reads it), or else online if there is a key to log in with."""
+    """The mode of wandb. `auto`: WANDB_MODE if it is set (None: wandb reads it), otherwise online if there is a login
+    key and offline if not."""
     if tracking.wandb_mode != "auto":
         return tracking.wandb_mode
     if os.environ.get("WANDB_MODE"):
@@ -272,7 +273,7 @@ def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
 
 
 def has_wandb_key() -> bool:
-    """Whether there is a key: WANDB_API_KEY, or the one that `wandb login` wrote to ~/.netrc."""
+    """Whether there is a login key: WANDB_API_KEY, or the key that `wandb login` wrote to ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -283,12 +284,12 @@ def has_wandb_key() -> bool:
 
 
 class Trackio(Tracker):
-    """A run of trackio: a local database in its folder (TRACKIO_DIR), or the Space of TRACKIO_SPACE_ID."""
+    """A run of trackio, in a local database in trackio's folder (TRACKIO_DIR) or in the Space TRACKIO_SPACE_ID."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         import trackio
 
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the content of the log line below
+        with contextlib.redirect_stdout(io.StringIO()):  # trackio prints what the log line below says
             self._run = trackio.init(
                 project=tracking.project,
                 name=subject.name,

@@ -1,1 +1,1 @@
-"""`posttrain serve`: a model behind OpenAI's HTTP interface (docs/serve.md)."""
+"""`posttrain serve`: serves a model behind an OpenAI-compatible HTTP API (docs/serve.md)."""

@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's chat and completions, and posttrain's own for scores and rewards."""
+"""The routes of the server: OpenAI's chat and completions, and posttrain's own routes for scores and rewards."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ from posttrain.serving.texts import Report
 from posttrain.serving.wire import Json
 
 log = logging.getLogger("posttrain")
-TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # pydantic's name of a type in the location of an error
+TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # names of types that pydantic adds to the location of an error
 
-GONE_EVERY_S = 0.2  # between two checks whether the client of a waiting request is still there
+GONE_EVERY_S = 0.2  # seconds between two checks whether the client of a waiting request is still connected
 
 
 def make_app(host: Host) -> FastAPI:
@@ -74,9 +74,9 @@ def _add_completions(app: FastAPI) -> None:
     async def complete(body: wire.CompletionRequest, request: Request) -> Response:
         policy = _policy(request)
         if body.echo and body.stream:
-            raise DataError("echo is not streamed: give one of the two")
+            raise DataError("echo cannot be streamed: use echo or stream, not both")
         if not body.max_tokens and not body.echo:
-            raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
+            raise DataError("max_tokens 0 needs echo, which returns the prompt's log-probabilities")
         given = body.prompts()
         prompts = await policy.in_thread(
             lambda: [policy.text_tokens(prompt) if isinstance(prompt, str) else prompt for prompt in given]
@@ -86,7 +86,8 @@ def _add_completions(app: FastAPI) -> None:
                 raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
             outside = next((token for token in tokens if not 0 <= token < policy.live.vocabulary), None)
             if outside is not None:
-                raise DataError(f"prompt {index} has the token id {outside}; the model has {policy.live.vocabulary:,}")
+                known = policy.live.vocabulary
+                raise DataError(f"prompt {index} has the token id {outside}; the model has only {known:,} tokens")
         form = wire.Form(False, body.model or policy.name, body.logprobs)
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
@@ -97,13 +98,13 @@ def _add_completions(app: FastAPI) -> None:
 def _add_scores(app: FastAPI) -> None:
     @app.post("/v1/score")
     async def score(body: wire.ScoreRequest, request: Request) -> Json:
-        """Each token of a text with its log-probability, entropy and likeliest tokens; the completion begins at the
-        token `scored`."""
+        """Return each token of a text with its log-probability, the entropy and the most likely tokens at its position.
+        `scored` is the index of the completion's first token."""
         policy = _policy(request)
         if body.messages is not None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
-                raise DataError("the last message, which is scored, must be the assistant's")
+                raise DataError("the last message is scored, so its role must be assistant")
             prompt, whole = await policy.in_thread(policy.scored_tokens, turns, body.chat_template_kwargs, renders=True)
         else:
             prompt, whole = await policy.in_thread(
@@ -117,7 +118,7 @@ def _add_scores(app: FastAPI) -> None:
 
     @app.post("/v1/render")
     async def render(body: wire.RenderRequest, request: Request) -> Json:
-        """The prompt of a conversation as the model reads it."""
+        """Return the prompt of a conversation as the model reads it."""
         policy = _policy(request)
         tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
@@ -134,7 +135,7 @@ def _add_scores(app: FastAPI) -> None:
         if len(completions) > wire.MOST_REWARDED:
             raise DataError(f"{len(completions):,} completions; a request takes up to {wire.MOST_REWARDED:,}")
         if len(truncated) != len(completions):
-            raise DataError(f"{len(truncated)} values of truncated for {len(completions)} completions")
+            raise DataError(f"`truncated` has {len(truncated)} values, but there are {len(completions)} completions")
         return {"rewards": await rewards(prompts, completions, truncated)}
 
 
@@ -146,17 +147,17 @@ def _to_reward(body: wire.RewardRequest) -> tuple[list[str | Turns], list[str]]:
         )
         turns = [[message.turn() for message in talk] for talk in talks]
         if any(len(talk) < 2 or talk[-1]["role"] != "assistant" for talk in turns):
-            raise DataError("each conversation must end with the assistant's message, after another's")
+            raise DataError("each conversation must end with the assistant's message, after at least one other message")
         return [talk[:-1] for talk in turns], [talk[-1]["content"] for talk in turns]
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     completions = [body.completion] if isinstance(body.completion, str) else body.completion
     if not prompts or not completions or len(prompts) != len(completions):
-        raise DataError("give messages, or as many prompts as completions")
+        raise DataError("give `messages`, or equally many prompts and completions")
     return [*prompts], completions
 
 
 def _scored(policy: Policy, body: wire.ScoreRequest, whole: list[int], scored: int, scores: list[TokenScore]) -> Json:
-    """The object of a text's scores."""
+    """The JSON object with the scores of a text."""
     report, tokens = Report(policy.tokenizer), list[Json]()
     for number, (id, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1):
         token = report.add(id, logprob, likely, last=number == len(whole))
@@ -171,15 +172,15 @@ async def _prompt(policy: Policy, body: wire.RenderRequest) -> list[int]:
 
 
 def _job(policy: Policy, body: wire.Sampled, form: wire.Form, tokens: list[int], limit: int | None) -> Job:
-    """A job for a prompt's completions, of at most `limit` tokens and as many as there is room for."""
+    """A job for a prompt's completions, whose length is bounded by `limit` and by the room that the prompt leaves."""
     context = policy.live.context
     room = context - len(tokens)
     if limit is not None and limit > context:
-        raise DataError(f"max_tokens is {limit:,}; the server has room for {context:,} with the prompt")
+        raise DataError(f"max_tokens is {limit:,}, but prompt and completion together have room for {context:,}")
     if room < 1:
         raise DataError(
-            f"the prompt has {len(tokens):,} tokens; the server has room for {context:,} with the completion: shorten "
-            "it, or start the server with a larger --context"
+            f"the prompt has {len(tokens):,} tokens, but prompt and completion together have room for {context:,}: "
+            "shorten the prompt, or start the server with a larger --context"
         )
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sampling = body.sampling(seed, min(limit or room, room), policy.stops)
@@ -190,7 +191,7 @@ async def _replied(request: Request, body: wire.Sampled, policy: Policy, replies
     events = policy.events(replies.jobs)
     if not body.stream:
         return await _while_there(request, replies.whole(events))
-    first = await anext(events)  # a refusal comes before the stream begins
+    first = await anext(events)  # if the request is refused, this raises before the stream begins
 
     async def all_events() -> AsyncIterator[Event]:
         yield first
@@ -212,7 +213,7 @@ async def _replied(request: Request, body: wire.Sampled, policy: Policy, replies
 
 
 async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
-    """The result of `work` as JSON; when the client leaves, the work is cancelled."""
+    """Return the result of `work` as JSON; cancel `work` if the client disconnects."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -225,7 +226,7 @@ async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
 
 
 async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[list[int]], form: wire.Form) -> Json:
-    """Completions that begin with their prompts, as an object."""
+    """The JSON object of completions that begin with their prompts."""
     jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts] if body.max_tokens else []
     replies = wire.Replies(form, policy.tokenizer, jobs, policy.stops)
     whole = await replies.whole(policy.events(jobs))
@@ -253,12 +254,12 @@ def _host(request: Request) -> Host:
 def _policy(request: Request) -> Policy:
     policy = _host(request).policy
     if policy is None:
-        raise DataError("the server has a reward model, which generates nothing: POST /reward")
+        raise DataError("this server hosts a reward model, which cannot generate completions: use POST /reward")
     return policy
 
 
 def _error(error: PosttrainError) -> tuple[int, Json]:
-    """Status and body for an error."""
+    """The HTTP status and the body for an error."""
     status, code = 500, "server_error"
     if isinstance(error, Busy):
         status, code = 429, "rate_limit_exceeded"
@@ -278,7 +279,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         errors = error.errors()
-        # A value that may have several types has an error for each; an error other than a wrong type says most.
+        # A value that may have several types yields one error for each; one that is not about the type says most.
         same = [other for other in errors if other["loc"][:2] == errors[0]["loc"][:2]]
         first = next((other for other in same if not other["type"].endswith("_type")), same[0])
         where = ".".join(str(part) for part in first["loc"] if part != "body" and not TYPE.search(str(part)))
@@ -297,4 +298,4 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse(error_body("the server failed; its log says why", None, "server_error"), 500)
+        return JSONResponse(error_body("internal server error; see the server's log", None, "server_error"), 500)

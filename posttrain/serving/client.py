@@ -1,4 +1,4 @@
-"""The client side of `posttrain serve`: requests, servers that this program starts, and conversations."""
+"""The client side of `posttrain serve`: requests, servers started by this program, and conversations."""
 
 import atexit
 import json
@@ -18,7 +18,7 @@ from posttrain.base.child import Child
 from posttrain.base.errors import DataError, EngineError
 
 CONNECT_S, READ_S = 10.0, 600.0
-START_S, STOP_S = 600.0, 8.0  # of a server; a large model may be read from a slow disk
+START_S, STOP_S = 600.0, 8.0  # time limits for starting and stopping a server; reading a large model may be slow
 ERROR_CHARACTERS = 2000
 
 Turn = Mapping[str, str]
@@ -35,7 +35,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A text's tokens; those from `scored` on are the completion."""
+    """The tokens of a text. The completion starts at the index `scored`."""
 
     tokens: tuple[ScoredToken, ...]
     scored: int
@@ -50,7 +50,7 @@ class Client:
 
     def __init__(self, address: str, key: str | None = None):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Without `trust_env`: a proxy of the environment is not for this machine.
+        # Without `trust_env`, because a proxy set in the environment is not for servers on this machine.
         timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
         self.address = address
         self._http = httpx.Client(base_url=address, headers=headers, timeout=timeout, trust_env=False)
@@ -59,8 +59,8 @@ class Client:
         self._http.close()
 
     def chat(self, turns: Sequence[Turn], **settings: Any) -> Iterator[str]:
-        """The pieces of a reply as they are generated; the iterator returns the finish reason. Closing it ends the
-        generation."""
+        """Yield the pieces of a reply as they are generated, and return the finish reason. Closing the iterator stops
+        the generation."""
         body = {"messages": list(turns), "stream": True, **settings}
         reason = ""
         try:
@@ -83,7 +83,7 @@ class Client:
         return reason
 
     def score(self, turns: Sequence[Turn], alternatives: int = 0) -> ScoredText:
-        """The model's scores of each token of the last message, which is the assistant's."""
+        """Score a conversation token by token. The last message, which must be the assistant's, is the completion."""
         reply = self._post("/v1/score", {"messages": list(turns), "top_logprobs": alternatives})
         tokens = []
         for token in reply["tokens"]:
@@ -92,11 +92,11 @@ class Client:
         return ScoredText(tuple(tokens), reply["scored"])
 
     def rewards(self, talks: Sequence[Sequence[Turn]]) -> list[float]:
-        """The reward model's score of the last message of each conversation."""
+        """The reward model's score for the last message of each conversation."""
         return self._post("/reward", {"messages": [list(talk) for talk in talks]})["rewards"]
 
     def rendered(self, turns: Sequence[Turn]) -> str:
-        """The prompt of a conversation as the model reads it."""
+        """The prompt of a conversation, as the model reads it."""
         return self._post("/v1/render", {"messages": list(turns)})["text"]
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -118,9 +118,9 @@ def _refusal(response: httpx.Response) -> DataError | EngineError:
 
 
 class ModelServer(Child):
-    """`posttrain serve MODEL` on a free port of this machine, with a key that only this program knows.
+    """`posttrain serve MODEL` as a child process on a free local port, with a key that only this program knows.
 
-    Raises EngineError, with the server's error, if it does not start.
+    Raises EngineError with the server's message if the server does not start.
     """
 
     def __init__(self, model: str, options: Sequence[str] = ()):
@@ -130,26 +130,26 @@ class ModelServer(Child):
         try:
             line = self.line(START_S, b"serving ").decode()
         except TimeoutError:
-            raise EngineError(f"the server of {model} was not ready in {START_S:g} s") from None
+            raise EngineError(f"the server for {model} was not ready within {START_S:g} s") from None
         except EOFError:
             self.status(STOP_S)
             reason = self.last_words()[-ERROR_CHARACTERS:].rpartition("error: ")[2]
             self.end()
-            raise EngineError(reason or f"the server of {model} ended before it was ready") from None
+            raise EngineError(reason or f"the server for {model} ended before it was ready") from None
         self.client = Client(line.rpartition(" at ")[2].partition("/v1")[0], key)
 
 
 class ModelServers:
-    """The servers of the models in use: at most `most`; the least recently used is stopped first. Thread-safe."""
+    """Servers for the models in use: at most `most`; the least recently used one is stopped first. Thread-safe."""
 
     def __init__(self, most: int = 2):
         self._most, self._servers, self._lock = most, OrderedDict[tuple[str, ...], ModelServer](), threading.Lock()
         atexit.register(self.close)
 
     def client(self, model: str, options: Sequence[str] = ()) -> Client:
-        """The client of a model's server, which is started if needed. Raises EngineError."""
+        """The client of a model's server. Starts the server if needed; raises EngineError if that fails."""
         key = (model, *options)
-        with self._lock:  # one after another: two models that load together may not fit
+        with self._lock:  # one at a time: two models that load at once may not fit in memory
             server = self._servers.pop(key, None)
             if server is None or not server.is_alive:
                 while len(self._servers) >= self._most:
@@ -176,7 +176,7 @@ SETTINGS: dict[str, type[int] | type[float]] = {
 
 @dataclass
 class Talk:
-    """A conversation with a served model. `settings` are those of a request; the system prompt is no turn."""
+    """A conversation with a served model. `settings`: request settings. The system prompt is not among the turns."""
 
     client: Client
     settings: dict[str, Any] = field(default_factory=dict)
@@ -188,26 +188,27 @@ class Talk:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, text: str) -> Iterator[str]:
-        """The pieces of the reply to `text`. The part of the reply that is read stays in the conversation."""
+        """Yield the pieces of the reply to `text`. The part that has been read is kept in the conversation."""
         self.turns.append({"role": "user", "content": text})
         yield from self._reply()
 
     def again(self) -> Iterator[str]:
-        """Another reply to the last question. Raises DataError if there is none."""
+        """Yield the pieces of another reply to the last question. Raises DataError if there is no question."""
         self._drop("assistant")
         if not self.turns:
             raise DataError("there is no question yet")
         yield from self._reply()
 
     def take_back(self) -> None:
-        """Forget the last question with its reply."""
+        """Remove the last question and its reply."""
         self._drop("assistant")
         self._drop("user")
 
     def change(self, name: str, value: str) -> None:
-        """Change a setting; an empty value is the default. Raises DataError for a wrong one."""
+        """Change a setting; an empty value resets it to the default. Raises DataError for an unknown name or a wrong
+        value."""
         if name not in SETTINGS:
-            raise DataError(f"there is no setting {name}; there are {', '.join(SETTINGS)}")
+            raise DataError(f"there is no setting {name}; the settings are {', '.join(SETTINGS)}")
         self.settings.pop(name, None)
         if value:
             try:
@@ -216,7 +217,7 @@ class Talk:
                 raise DataError(f"{name} is {value!r}; give a number") from None
 
     def prompt(self) -> str:
-        """The model's prompt for its next reply."""
+        """The prompt that the model reads before its next reply."""
         return self.client.rendered(self.messages or [{"role": "user", "content": ""}])
 
     def _reply(self) -> Iterator[str]:
@@ -229,7 +230,7 @@ class Talk:
             if parts:
                 self.turns.append({"role": "assistant", "content": "".join(parts)})
             else:
-                self._drop("user")  # it was not answered and can be repeated
+                self._drop("user")  # the question was not answered, so it can be asked again
 
     def _drop(self, role: str) -> None:
         if self.turns and self.turns[-1]["role"] == role:
@@ -237,7 +238,8 @@ class Talk:
 
 
 def together(replies: Sequence[Iterator[str]]) -> Generator[tuple[int, str]]:
-    """The pieces of all replies, each with its reply's number. Raises the first error once all replies have ended.
+    """Yield the pieces of all replies, each with the number of its reply. After all replies have ended, raises the
+    first error.
 
     Closing the iterator closes all replies.
     """

@@ -1,4 +1,4 @@
-"""The models that a server holds: a policy behind the live engine, its adapters, and a reward model."""
+"""The models that a server hosts: a policy behind the live engine, its adapters, and a reward model."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from posttrain.serving.texts import Bound
 log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
-RENDERERS = 2  # processes that render conversations by the chat template
-KEPT_S = 86_400.0  # how long an idle one of them is kept: a conversation may pause
-MOST_REWARDED = 1 << 17  # tokens of a text, for a reward model without a limit
-TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), the likeliest tokens
+RENDERERS = 2  # processes that render conversations with the chat template
+KEPT_S = 86_400.0  # seconds that an idle rendering process is kept: a conversation may pause
+MOST_REWARDED = 1 << 17  # maximum tokens of a text if the reward model has no limit
+TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), most likely tokens
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The models to serve, by the names of the HTTP interface, and limits of concurrent work."""
+    """The models to serve, with their names in the HTTP API, and the limits for concurrent work."""
 
     model: ModelConfig
     name: str
     adapters: dict[str, str]  # name -> folder
     reward_model: str | None
-    template: str | None  # None: the tokenizer's own
+    template: str | None  # None: the tokenizer's own template
     devices: DevicesConfig
     max_rows: int
     max_waiting: int
@@ -68,7 +68,7 @@ class Policy:
         data = DataConfig(source="-", template=template, chat_template_kwargs=dict(served.variables))
         self.template = choose_template(data, self.tokenizer)
         if served.template is None and template == "none":
-            log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
+            log.warning("%s has no chat template: messages are simply joined; set one with --template", served.name)
         adapted = _adapted(loaded, served.adapters)
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
         self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
@@ -86,7 +86,7 @@ class Policy:
         self._bound = Bound(self.tokenizer, self.live.context)
 
     async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
-        """The events of jobs that are completed together. Closing the iterator cancels them; one refusal is for all."""
+        """Submit jobs and yield their events. Closing the iterator cancels them, and so does the refusal of any job."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         left = sum(job.sampling.num_generations for job in jobs)
         try:
@@ -104,15 +104,15 @@ class Policy:
                         self.live.cancel(job)
 
     async def warm_up(self) -> None:
-        """Generate and render something, so that the first request does not wait for memory and processes."""
+        """Generate and render a short text, so that the first request need not wait for memory and processes."""
         job = Job([self.stops[0] if self.stops else 0], Sampling(max_completion_length=WARM_UP_TOKENS))
         async for _ in self.events([job]):
             pass
-        with contextlib.suppress(DataError):  # the template may refuse it
+        with contextlib.suppress(DataError):  # the template may refuse an empty message
             await self.in_thread(self.chat_tokens, [{"role": "user", "content": ""}], {}, renders=True)
 
     def adapter(self, model: str) -> str | None:
-        """The adapter that a request's `model` names; None for any other name, which means the model itself."""
+        """The adapter that a request's `model` names, or None: any other name means the model without adapters."""
         return model if model in self.live.adapters else None
 
     def close(self) -> None:
@@ -122,31 +122,31 @@ class Policy:
     async def in_thread(self, work: Callable[..., T], *arguments: Any, renders: bool = False) -> T:
         """Run `work` in another thread, so that other requests are answered meanwhile.
 
-        Work that `renders` with the chat template has its own pool, and does not delay other work.
+        Work that `renders` with the chat template runs in a separate pool and does not delay other work.
         """
         return await self._loop.run_in_executor(self._renderers if renders else None, work, *arguments)
 
     def chat_tokens(
         self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False
     ) -> list[int]:
-        """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
+        """The prompt of a conversation as in training: rendered with the template, then tokenised unchanged.
 
-        `variables` are additional ones of the template. `continued`: the last message is the start of the reply, as
-        with `continue_final_message` of transformers.
+        `variables`: additional template variables. `continued`: the last message is the start of the reply, as with
+        `continue_final_message` in transformers.
         """
         return self._tokens(self._chat(turns, variables, continued))
 
     def scored_tokens(
         self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """The prompt of the last message, and the prompt with the message, rendered as in `chat_tokens`.
+        """The prompt of the last message, and the prompt with that message, rendered as in `chat_tokens`.
 
-        A message that the template would change follows the prompt unchanged.
+        If the template would change the message, the message is appended to the prompt unchanged.
         """
         prompt = self._chat(turns[:-1], variables)
         try:
             whole = self._chat(turns, variables, continued=True)
-        except DataError:  # such as a template that removes a reply's thinking
+        except DataError:  # for example, the template removes a reply's thinking
             whole = ""
         whole = whole if whole.startswith(prompt) else prompt + turns[-1]["content"]
         return self._tokens(prompt), self._tokens(whole)
@@ -167,7 +167,7 @@ class Policy:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text, as of a prompt without a template: with a begin token if the tokenizer adds one."""
+        """The tokens of a text, as for a prompt without a template: with a begin token if the tokenizer adds one."""
         self._bound.check(text)
         [prompt] = self._texts.prompts([Row(text, "")])
         return [] if isinstance(prompt, RowError) else list(prompt[1])
@@ -179,7 +179,7 @@ class Policy:
         return await asyncio.wrap_future(work)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so no client is waiting
             self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: Sequence[Event]) -> None:
@@ -189,9 +189,9 @@ class Policy:
 
 
 def score(policy: nn.Module, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
-    """For each token its log-probability, the entropy of its distribution, and the likeliest tokens there.
+    """For each token: its log-probability, the entropy at its position, and the most likely tokens there.
 
-    The token's own log-probability equals the one in that list.
+    The token's log-probability equals the one in that list, if listed. The first token has no scores.
     """
     result: list[TokenScore] = [(None, None, [])]
     if len(tokens) < 2:
@@ -240,7 +240,7 @@ class Rewards:
 class Host:
     policy: Policy | None
     rewards: Rewards | None
-    names: tuple[str, ...]  # of the model itself, then of its adapters
+    names: tuple[str, ...]  # the model's name, then the names of its adapters
 
     @classmethod
     async def start(cls, served: Served) -> Host:
@@ -248,7 +248,7 @@ class Host:
         reward = served.reward_model or (served.model.path if is_reward else None)
         rewards = None if reward is None else Rewards(reward, served.devices)
         if reward == served.model.path and served.adapters:
-            raise ConfigError("a reward model has no adapters to choose from")
+            raise ConfigError("a reward model cannot be served with adapters: leave out --adapter")
         policy = None if is_reward else Policy(served)
         if policy is not None:
             await policy.warm_up()
@@ -262,7 +262,7 @@ class Host:
 
 
 def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:
-    """The model with all adapters, none active."""
+    """The model with all adapters loaded."""
     policy: Any = loaded
     for name, folder in adapters.items():
         if not (Path(folder) / "adapter_config.json").is_file():

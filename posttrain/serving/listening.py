@@ -1,8 +1,8 @@
-"""The edge of a server: listening on an address, running an application until a signal, and a guard for its requests.
+"""Listening on an address, running an application until a signal, and a guard that checks every request.
 
 A page of another site that is open in a browser can send requests to a server on this machine. It cannot hide its
-origin, and without permission it cannot send JSON; a site whose name was pointed at this machine sends its own name as
-the host.
+origin, and without permission it cannot send JSON. A site whose name was pointed at this machine (DNS rebinding) sends
+its own name as the host.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = {"/health"}  # paths that need no key
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
-GRACE_S = 5  # at the end, for requests in progress
-HEADERS_S, BODY_S = 10.0, 60.0  # in which a request has to arrive
-MOST_CONNECTIONS = 512  # at a time; fewer if the process may open fewer files
+GRACE_S = 5  # seconds that requests in progress have at shutdown
+HEADERS_S, BODY_S = 10.0, 60.0  # time limits for the arrival of a request
+MOST_CONNECTIONS = 512  # maximum open connections; fewer if the process may open few files
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, without its port; empty for any other text."""
+    """The host name in a `Host` header, without its port; empty if the header has no valid host name."""
     match = HOST.fullmatch(host)
     return "" if match is None else match[1].strip("[]").lower()
 
 
 def ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Why the site of a request is ambiguous (two headers that name one, or no host name); None if it is clear."""
+    """Why the site of a request is ambiguous (repeated header, or invalid host name); None if it is clear."""
     names = [name.lower() for name, _ in headers]
     for name in (b"host", b"origin"):
         if names.count(name) > 1:
-            return f"the request has two headers {name.decode()}"
+            return f"the request repeats the header {name.decode()}"
     host = next((value.decode("latin-1") for name, value in headers if name.lower() == b"host"), "")
-    return f"{host!r} is no host name" if host and not host_name(host) else None
+    return f"{host!r} is not a host name" if host and not host_name(host) else None
 
 
 def is_foreign(origin: str | None, host: str) -> bool:
-    """Whether a request comes from a page of another site, by its headers `Origin` and `Host`."""
+    """Whether a request comes from a page of another site, judged by its `Origin` and `Host` headers."""
     try:
         return origin is not None and urlsplit(origin).netloc != host
     except ValueError:
@@ -59,7 +59,7 @@ def is_foreign(origin: str | None, host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that checks host, origin, key, type and size. Without a key, the host must be a loopback one."""
+    """ASGI middleware that checks host, origin, key, type and size. Without a key, only loopback hosts are allowed."""
 
     def __init__(self, app: App, key: str | None = None, most_bytes: int = MOST_BYTES):
         self.app, self.key, self.most_bytes = app, key, most_bytes
@@ -94,9 +94,9 @@ class Guard:
             return 403, unclear, "forbidden"
         host = host_name(headers.get("host", ""))
         if self.key is None and not is_loopback(host):
-            return 403, f"the host {host!r} is not this machine's: start the server with --api-key", "forbidden"
+            return 403, f"{host!r} is not a local host name: start the server with --api-key", "forbidden"
         if is_foreign(headers.get("origin"), headers.get("host", "")):
-            return 403, "requests of web pages of other sites are refused", "forbidden"
+            return 403, "requests from web pages of other sites are refused", "forbidden"
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
         if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key.encode()):
             return 401, "the API key is missing or wrong: send `Authorization: Bearer KEY`", "invalid_api_key"
@@ -104,13 +104,13 @@ class Guard:
         if scope["method"] == "POST" and kind != "application/json":
             return 415, "send JSON, with the header `Content-Type: application/json`", "invalid_request_error"
         size = headers.get("content-length", "0")
-        if not size.isdecimal() or len(size) > 18 or int(size) > self.most_bytes:  # no int of thousands of digits
+        if not size.isdecimal() or len(size) > 18 or int(size) > self.most_bytes:  # `int` refuses thousands of digits
             return 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error"
         return None
 
 
 def error_body(message: str, code: str | None, kind: str = "invalid_request_error", param: str | None = None) -> Any:
-    """An error in OpenAI's form."""
+    """An error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -122,7 +122,7 @@ async def _answer(send: Send, status: int, message: str, code: str) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. If the port is taken, raises ConfigError with the next free one."""
+    """A socket that listens on `host` and `port`. If the port is taken, raises ConfigError that names a free port."""
     listening = _socket(host)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -161,9 +161,9 @@ def run(
     listening: socket.socket,
     ready: Callable[[str], None],
 ) -> None:
-    """Await `start()`, and serve the application of its result until SIGINT or SIGTERM; `ready` gets the address.
+    """Await `start()`, and serve `app_of` its result until SIGINT or SIGTERM. `ready` is called with the address.
 
-    Raises the errors of `start`.
+    Errors of `start` are raised.
     """
     serving = False
 
@@ -183,16 +183,16 @@ def run(
     try:
         asyncio.run(serve())
     except KeyboardInterrupt:
-        if not serving:  # else Ctrl-C is the usual end
+        if not serving:  # while serving, Ctrl-C is the normal way to stop
             raise
     finally:
         listening.close()
 
 
 def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
-    """A uvicorn server that limits connections and the time in which a request has to arrive.
+    """A uvicorn server that limits the number of connections and the time for a request to arrive.
 
-    A second signal ends the process at once. `quiet`: no error is logged for requests that the end cuts off.
+    A second signal ends the process at once. `quiet`: no errors are logged for requests interrupted by the shutdown.
     """
     import uvicorn
 
@@ -212,7 +212,7 @@ def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
 
 
 def _bounded_connection() -> Any:
-    """uvicorn's connection, closed if there are too many, or if a request does not arrive in time."""
+    """uvicorn's connection class, extended: closes a connection if there are too many or a request is too slow."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -222,7 +222,7 @@ def _bounded_connection() -> Any:
 
     class Connection(base):
         arriving: asyncio.TimerHandle | None = None
-        part = ""  # of a request; the one that has a deadline
+        part = ""  # the part of the request that has a deadline: "headers", "body" or none
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -234,7 +234,7 @@ def _bounded_connection() -> Any:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             cycle: Any = self.cycle
-            if self.transport.get_protocol() is not self:  # a web socket's from now on
+            if self.transport.get_protocol() is not self:  # the connection has become a web socket
                 self.wait("")
             elif cycle is None or cycle.response_complete:
                 self.wait("headers")
@@ -246,7 +246,7 @@ def _bounded_connection() -> Any:
             super().connection_lost(exc)
 
         def wait(self, part: str) -> None:
-            """Close the connection if this part of a request is not complete in time."""
+            """Close the connection if this part of the request is not complete in time."""
             if part == self.part and self.arriving is not None:
                 return
             if self.arriving is not None:

@@ -1,4 +1,4 @@
-"""The text of tokens as they are generated: pieces that concatenate to the whole text, cut at stop strings."""
+"""The text of tokens as they are generated: pieces that add up to the whole text, cut at stop strings."""
 
 import re
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from posttrain.base.errors import DataError
 from posttrain.base.pieces import Pieces
 from posttrain.engines.live import Alternatives
 
-SLICE = 8192  # characters that are tokenised at a time to count tokens
+SLICE = 8192  # characters tokenised at a time to count tokens
 ADVICE = ": shorten it, or start the server with a larger --context"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, in vocabularies that fall back to them
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a one-byte token, in vocabularies with byte fallback
 
 
 class Bound:
-    """Refuses texts that do not fit into `context` tokens, without tokenising all of them."""
+    """Refuses texts that do not fit into `context` tokens, without tokenising them completely."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int):
         self._tokenizer, self.context = tokenizer, context
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def check(self, *texts: str) -> None:
-        """Raises DataError if the texts have too many tokens in total."""
+        """Raise DataError if the texts together have too many tokens."""
         characters, most = sum(map(len, texts)), self.context * self._longest
         if characters > most:
             raise DataError(
-                f"the text has {characters:,} characters; {self.context:,} tokens have up to {most:,}{ADVICE}"
+                f"the text has {characters:,} characters; {self.context:,} tokens have at most {most:,}{ADVICE}"
             )
         size, count = max(SLICE, 4 * self._longest), 0
         for text in texts if characters > size else ():
@@ -42,9 +42,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token as the interface reports it.
+    """A token as the API reports it.
 
-    The `text` of all tokens concatenates to the whole text; `bytes` are those of the token, even within a character.
+    Concatenated, the `text` of all tokens gives the whole text. `bytes` are the token's bytes, even if they are only a
+    part of a character.
     """
 
     id: int
@@ -55,20 +56,20 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class ReportedToken(TokenText):
-    """A token with the likeliest ones at its position, and the offset of its text, not counting special tokens."""
+    """A token, the most likely tokens at its position, and the offset of its text, not counting special tokens."""
 
     offset: int
     likely: tuple[TokenText, ...]
 
 
 class Report:
-    """The tokens of a text that continues `before`, one by one; the text begins at `offset` of the reply."""
+    """Reports the tokens of a text that continues `before`, one by one. The text starts at `offset` in the reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), offset: int = 0):
         self._tokenizer, self._pieces, self._end = tokenizer, Pieces(tokenizer, before), offset
 
     def add(self, token: int, logprob: float | None, likely: Alternatives, last: bool = False) -> ReportedToken:
-        """Report the next token; with `last`, no later one completes its character."""
+        """Report the next token. `last`: no later token will complete its character."""
         others = tuple(self._written(id, self._pieces.likely(id), value) for id, value in likely)
         own, begin = self._pieces.likely(token), self._end
         piece = self._pieces.add(token) + (self._pieces.rest() if last else "")
@@ -88,7 +89,7 @@ class Report:
 
     @cached_property
     def _alphabet(self) -> dict[str, int]:
-        """The byte of each character of a byte-level vocabulary; empty for others."""
+        """The byte for each character in a byte-level vocabulary; empty for other vocabularies."""
         decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
         if decoder is None or b"ByteLevel" not in decoder.__getstate__():
             return {}
@@ -98,9 +99,10 @@ class Report:
 
 
 class Streamed:
-    """A completion's text after `prompt`, for sending: without its stop token, and up to the first stop string.
+    """The text of a completion as sent to the client: what follows `prompt`, without the stop token, up to the first
+    stop string.
 
-    Text that may begin a stop string is held back, and so is a stop token: it is sent if other tokens follow.
+    Text that may be the start of a stop string is held back, and so is a stop token, which is sent if tokens follow it.
     """
 
     def __init__(
@@ -114,21 +116,21 @@ class Streamed:
         self._ended: list[int] = []
         self._held = ""
         self._stopped = False
-        self.sent = 0  # characters
+        self.sent = 0  # characters sent so far
 
     def add(self, token: int) -> str:
         before, self._ended = self._ended, [token] if token in self._ends else []
         return self._sent("".join(map(self._pieces.add, before if self._ended else [*before, token])))
 
     def end(self) -> str:
-        """The rest of a complete completion."""
+        """The rest of the text; call this when the completion is complete."""
         sent = self._sent(self._pieces.rest())
         held, self._held = self._held, ""
         self.sent += 0 if self._stopped else len(held)
         return sent if self._stopped else sent + held
 
     def clipped(self, offset: int) -> int:
-        """The offset, at most that of the stop string at which the text was cut."""
+        """`offset`, limited to the length of the text if a stop string has cut it."""
         return min(offset, self.sent) if self._stopped else offset
 
     def _sent(self, text: str) -> str:

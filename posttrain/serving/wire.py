@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's interface: bodies of requests, checked, and replies, whole or as a stream."""
+"""The JSON of OpenAI's API: validated request bodies, and replies, whole or as a stream."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ EMPTY: dict[str, tuple[Any, ...]] = {
 
 Text = Annotated[str, Field(min_length=1)]
 Item = TypeVar("Item")
-Listed = Annotated[list[Item], Field(fail_fast=True)]  # reports one error, although every item may have one
+Listed = Annotated[list[Item], Field(fail_fast=True)]  # reports the first error instead of one for every item
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Body(BaseModel):
         try:
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("the text has half of a surrogate pair, which is no character") from None
+            raise ValueError("the text contains half of a surrogate pair, which is not a character") from None
         except RecursionError:
             raise ValueError("the body is nested too deeply") from None
         if not isinstance(values, dict):
@@ -78,7 +78,7 @@ class Body(BaseModel):
 
 
 class Templated(Body):
-    """A conversation for the chat template; `chat_template_kwargs` are more variables of it, as in vLLM."""
+    """A conversation for the chat template. `chat_template_kwargs`: additional template variables, as in vLLM."""
 
     chat_template_kwargs: Variables = {}
 
@@ -95,7 +95,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """Parameters of both kinds of completions; OpenAI lacks `top_k`, `min_p` and `ignore_eos`, which vLLM has."""
+    """Parameters of chat and text completions. `top_k`, `min_p` and `ignore_eos` come from vLLM; OpenAI lacks them."""
 
     model: str = ""
     n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
@@ -112,7 +112,7 @@ class Sampled(Body):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_null(cls, values: Any) -> Any:
-        """`null` is the default, as for OpenAI."""
+        """Treat `null` as the default, as OpenAI does."""
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
@@ -135,7 +135,7 @@ class Sampled(Body):
         total = sum(map(len, self.stops))
         if total > MOST_STOP_CHARACTERS:
             raise ValueError(
-                f"stop: the strings have {total:,} characters; a request takes up to {MOST_STOP_CHARACTERS:,}"
+                f"stop: the strings have {total:,} characters; a request takes up to {MOST_STOP_CHARACTERS:,} in total"
             )
         return self
 
@@ -170,7 +170,7 @@ class Message(BaseModel):
 class RenderRequest(Templated):
     model: str = ""
     messages: list[Message] = Field(min_length=1)
-    continue_final_message: bool = False  # the last message, the assistant's, is unfinished; not OpenAI's
+    continue_final_message: bool = False  # continue the assistant's last message; not in OpenAI's API
 
     def turns(self) -> list[dict[str, str]]:
         if self.continue_final_message and self.messages[-1].role != "assistant":
@@ -201,7 +201,7 @@ class CompletionRequest(Sampled):
 
 
 class ScoreRequest(Templated):
-    """A prompt whose completion is scored, or a conversation whose last message is, token by token."""
+    """A prompt with a completion, or a conversation: the completion or the last message is scored token by token."""
 
     model: str = ""
     messages: list[Message] | None = Field(None, min_length=1)
@@ -211,7 +211,7 @@ class ScoreRequest(Templated):
 
 
 class RewardRequest(Body):
-    """Conversations that end with the assistant's message, or prompts with completions; one or several."""
+    """One or several conversations that end with the assistant's message, or prompts with completions."""
 
     model: str = ""
     messages: Listed[Message] | Listed[Listed[Message]] | None = Field(None, min_length=1)
@@ -225,11 +225,11 @@ class RewardRequest(Body):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of an endpoint's objects."""
+    """The format of the objects that an endpoint returns."""
 
     chat: bool
     model: str
-    alternatives: int | None  # None: no log-probabilities
+    alternatives: int | None  # most likely tokens to report at each position; None: no log-probabilities
 
     @property
     def kind(self) -> str:
@@ -242,7 +242,7 @@ class Form:
 
 
 class Replies:
-    """The replies to a request, from events of the engine: `jobs` in the order of its prompts, with `n` completions."""
+    """Builds the replies to a request from engine events. `jobs`: one per prompt, in order, with `n` completions."""
 
     def __init__(
         self, form: Form, tokenizer: PreTrainedTokenizerBase, jobs: Sequence[Job], stop_token_ids: Sequence[int]
@@ -252,7 +252,7 @@ class Replies:
         self.first = dict(zip(jobs, starts, strict=True))
 
     async def whole(self, events: AsyncIterator[Event]) -> Json:
-        """The object with all completions. Raises the error of a job that failed."""
+        """The object with all completions. If a job failed, raises its error."""
         choices: list[Json | None] = [None] * self.total
         sampled = 0
         async for event in events:
@@ -281,7 +281,7 @@ class Replies:
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     async def chunks(self, events: AsyncIterator[Event], include_usage: bool) -> AsyncIterator[Json]:
-        """The objects of a stream; a job that failed ends it with an `error`."""
+        """Yield the objects of a stream. If a job failed, raises its error."""
         head, sampled = self.form.head(chunk=True), 0
         texts: dict[int, Streamed] = {}
         reports: dict[int, Report] = {}
@@ -319,7 +319,7 @@ class Replies:
             yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
 
     def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
-        """A prompt's log-probabilities in the form of completions; the first token has none."""
+        """A prompt's log-probabilities in the format of text completions; the first token has none."""
         report = Report(self.tokenizer)
         pairs = zip(tokens, scores, strict=True)
         return _columns([report.add(token, logprob, likely) for token, (logprob, _, likely) in pairs])
@@ -341,13 +341,13 @@ def _columns(tokens: Sequence[ReportedToken]) -> Json:
 
 
 def usage(prompts: Sequence[Sequence[int]], sampled: int) -> Json:
-    """The numbers of tokens of a request."""
+    """The token counts of a request."""
     count = sum(map(len, prompts))
     return {"prompt_tokens": count, "completion_tokens": sampled, "total_tokens": count + sampled}
 
 
 def _by_text(token: ReportedToken) -> dict[str, float | None]:
-    """The log-probabilities of the likeliest tokens and of the token itself by text, or by id for equal texts."""
+    """The log-probabilities of the most likely tokens and of the token itself, by text; by id if texts are equal."""
     others = [other for other in token.likely if other.id != token.id]
     names = {token.id: token.text}
     for other in others:

@@ -1,1 +1,1 @@
-"""The pages of `posttrain ui`: plain routes, and Gradio for the chat. Imports no torch."""
+"""The pages of `posttrain ui`: plain HTTP routes, and Gradio for the chat. Does not import torch."""

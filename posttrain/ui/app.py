@@ -1,7 +1,7 @@
-"""The application: pages by plain routes, the chat page in Gradio, the reports of runs; and its server.
+"""The application and its server: pages as plain routes, the chat page in Gradio, and the reports of runs.
 
-A page is a function of its address. GET returns the whole page or, to the page's script, its current content; POST
-performs the action of a button, which only pages of this site can send (`guard`).
+A page is a function of its address. GET returns the whole page; the page's script receives only the current content.
+POST performs the action of a button, which only pages of this site can send (`guard`).
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page
 from posttrain.ui.viewer import Act, Render, Viewer, perform, rendered
 
-SWITCH_S = 0.0005  # a page of hundreds of database rows must not wait for the index's thread at each of them
-READING_S = 10.0  # at the start; then the pages are served while the rest is read
-SHORTEST = 8  # characters of a token
-SHOWN = "x-shown"  # header of a request by a page's script: the version of the content that the page shows
+SWITCH_S = 0.0005  # seconds between thread switches: a page must not wait for the index's thread at every database row
+READING_S = 10.0  # seconds to read runs before the first page is served; the rest is read meanwhile
+SHORTEST = 8  # minimum length of a token in characters
+SHOWN = "x-shown"  # request header set by a page's script: the version of the content that the page shows
 HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
-# A report may be a stranger's: it may run its scripts, but in a separate origin.
+# A report may come from a stranger: its scripts may run, but in a separate origin.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "font-src data:"
@@ -47,7 +47,7 @@ REPORT_POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: its content, the seconds between renewals, and the actions of its buttons by name."""
+    """A page: the function that renders it, the seconds between refreshes, and the actions of its buttons by name."""
 
     render: Render
     seconds: int
@@ -65,7 +65,7 @@ PAGES = {
 
 
 def application(viewer: Viewer, token: str | None = None, local: bool = True) -> fastapi.FastAPI:
-    """The ASGI application: the pages and the reports of runs, behind the guard."""
+    """The ASGI application: the pages and the reports of runs, protected by the guard."""
     from posttrain.ui import chat  # Gradio takes seconds to import
 
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -87,10 +87,10 @@ def add_page(app: fastapi.FastAPI, viewer: Viewer, path: str, page: Page) -> Non
 
 
 def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) -> Response:
-    """The page at an address, or to its script only the content: 204 if the script has it already.
+    """The page at an address. The page's script receives only the content, or status 204 if it already has the content.
 
-    A form's action is performed first, on the values of the address and the form. Its error message is not part of the
-    version: it stays until the page's content changes.
+    For a form, the action is performed first, on the values of the address and the form. An error message of the action
+    is not part of the version, so it is shown until the page's content changes.
     """
     address, error, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
     headers = dict(HEADERS)
@@ -114,32 +114,32 @@ def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) 
 
 
 def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
-    """Serve `/report?run=NAME`: the report of a run, without access to these pages."""
+    """Serve `/report?run=NAME`: the report of a run, which cannot access these pages."""
 
     @app.get("/report")
     def report(run: str = "") -> Response:
         listed = viewer.runs.find(run)
         file = listed and listed.folder / "report.html"
         if file is None or not is_regular(file):
-            text = "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`."
+            text = "This run has no report yet: it is written when the run ends, or by `posttrain report RUN`."
             return PlainTextResponse(text, 404)
         return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
-    """Serve the pages until Ctrl-C; with `browser`, open `page` in one. Raises ConfigError if the address cannot be
-    used, or needs a token."""
+    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser. Raises ConfigError if the address
+    cannot be used or needs a token."""
     local = is_loopback(host)
     check_access(root, host, token)
     listening = listen(host, port)
     sys.setswitchinterval(SWITCH_S)
     viewer = Viewer(root)
-    reading = threading.Thread(target=viewer.warm, daemon=True)  # makes the first page fast
+    reading = threading.Thread(target=viewer.warm, daemon=True)  # so that the first page is fast
     reading.start()
     app = application(viewer, token or None, local)
     reading.join(READING_S)
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}{page}"
-    say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
+    say(f"The runs in {root}: {address}   (Ctrl-C stops)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
     server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # pages keep event streams open
@@ -150,13 +150,13 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
 def check_access(root: Path, host: str, token: str | None) -> None:
     """Raise ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file: name the folder that has the runs")
+        raise ConfigError(f"{root} is a file: give the folder that contains the runs")
     if not root.exists():
-        raise ConfigError(f"there is no folder {root}: name the one that has the runs (output_dir in the settings)")
+        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
     if not is_loopback(host) and not token:
         raise ConfigError(
-            f"--host {host} lets other machines in: give a --token (or POSTTRAIN_UI_TOKEN), which the page asks for, "
-            "or keep 127.0.0.1 and forward the port (ssh -L)"
+            f"--host {host} is reachable from other machines: give a --token (or POSTTRAIN_UI_TOKEN), which the page "
+            "asks for, or keep 127.0.0.1 and forward the port (ssh -L)"
         )
     if token and len(token) < SHORTEST:
-        raise ConfigError(f"the token has {len(token)} characters, which can be guessed: give at least {SHORTEST}")
+        raise ConfigError(f"the token has only {len(token)} characters and can be guessed: use at least {SHORTEST}")

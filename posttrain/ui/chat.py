@@ -1,4 +1,4 @@
-"""The page Chat: one model, or two that answer the same questions; rewards, votes, and the tokens of a reply."""
+"""The Chat page: one model, or two that answer the same questions; rewards, votes, and the tokens of a reply."""
 
 import random
 import re
@@ -23,12 +23,12 @@ from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
 
 VOTES = "votes.jsonl"  # in the folder of runs
-IN_MEMORY = 3  # models at a time: two that reply, and one that scores
+IN_MEMORY = 3  # models in memory: two that reply, and one that scores
 ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
-# Colour of the palette -> Gradio's variables, the same in light and dark, since the palette itself changes.
+# Colour of the palette -> Gradio's variables. They are the same in light and dark mode, because the palette changes.
 THEME = {
     "ground": """
         body_background_fill background_fill_primary block_background_fill input_background_fill
@@ -51,13 +51,13 @@ THEME = {
         link_text_color_visited color_accent border_color_accent checkbox_background_color_selected
         checkbox_border_color_selected checkbox_border_color_focus slider_color stat_background_fill""",
 }
-QUIET: Any = {"show_progress": "hidden", "api_visibility": "private"}  # of events
+QUIET: Any = {"show_progress": "hidden", "api_visibility": "private"}  # options of all events
 History = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models to talk to: those of the runs, and their servers."""
+    """The models to talk to: the models of the runs, and the servers that host them."""
 
     viewer: Viewer
     servers: ModelServers
@@ -68,7 +68,7 @@ class Models:
         return self.servers.client(path, options)
 
     def named(self, query: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The models of the runs now, and the values of A, B and the reward model in an address: /chat?a=MODEL."""
+        """The current models of the runs, and the values of A, B and the reward model in an address (/chat?a=MODEL)."""
         choices = list(models_below(self.viewer))
         named = [str(query.get(name, "")) for name in "abr"]
         named[0] = named[0] or (choices[0] if choices else "")
@@ -77,7 +77,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Answered:
-    """The models of the last replies; the controls may have changed since."""
+    """The models and the system prompt of the last replies; the controls may have changed since."""
 
     models: tuple[str, ...]
     system: str
@@ -99,7 +99,7 @@ class Controls:
 
     @property
     def models(self) -> list[str]:
-        """A, and B if there is one; none without A."""
+        """Model A, and model B if chosen; empty without model A."""
         return [model for model in (self.model_a, self.model_b) if model] if self.model_a else []
 
     def talks(self, models: Models, histories: Sequence[History], seed: int) -> list[Talk]:
@@ -117,12 +117,12 @@ class Controls:
 
 
 def mount(app: FastAPI, viewer: Viewer) -> None:
-    """Add the chat page to an application, at its address. Gradio's other services are off."""
+    """Add the chat page to an application. Gradio's other services are switched off."""
     with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
         gr.HTML(bar(CHAT), apply_default_css=False, padding=False)
         page(Models(viewer, ModelServers(IN_MEMORY)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about pages that no Node server renders
+        warnings.simplefilter("ignore", UserWarning)  # Gradio warns if no Node server renders its pages
         gr.mount_gradio_app(
             app, blocks, path=CHAT, footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
             mcp_server=False, enable_monitoring=False, theme=theme(), head=f"{HEAD}<style>{STYLE}</style>",
@@ -131,7 +131,7 @@ def mount(app: FastAPI, viewer: Viewer) -> None:
 
 
 def theme() -> gr.themes.Base:
-    """The project's design as a Gradio theme, with system fonts, so that nothing is loaded from another host."""
+    """The project's design as a Gradio theme. It uses system fonts, so that nothing is loaded from another host."""
     sans, mono = ([name.strip().strip('"') for name in font.split(",")] for font in (design.FONT, design.MONO))
     base = gr.themes.Base(font=sans, font_mono=mono, radius_size="sm", spacing_size="md", text_size="md")
     values = {name: f"var(--{colour})" for colour, names in THEME.items() for name in names.split()}
@@ -153,7 +153,7 @@ def page(models: Models) -> None:
         send = gr.Button("Send", variant="primary", scale=1, min_width=90)
         stop = gr.Button("Stop", scale=1, min_width=90)
     with gr.Row():
-        again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Take back", "Clear"))
+        again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Undo", "Clear"))
         better = [gr.Button(f"{name} is better", size="sm", min_width=90, visible=False) for name in "AB"]
     _panels(models, controls, sides)
 
@@ -182,14 +182,14 @@ def page(models: Models) -> None:
 
 
 def _controls(models: Models) -> list[Any]:
-    """The inputs for the values of `Controls`, in its order."""
+    """The input components for the values of `Controls`, in the order of its fields."""
     with gr.Row(equal_height=True):
         chosen = [
             gr.Dropdown([""], value="", label=label, info=info, allow_custom_value=True)
             for label, info in (
-                ("Model A", "of a run, a folder, or a hub id"),
-                ("Model B", "to compare with, or none"),
-                ("Reward model", "scores each reply, or none"),
+                ("Model A", "a run's model, a folder, or a hub id"),
+                ("Model B", "for comparison (optional)"),
+                ("Reward model", "scores each reply (optional)"),
             )
         ]
     with gr.Accordion("Settings", open=False), gr.Row():
@@ -203,7 +203,7 @@ def _controls(models: Models) -> list[Any]:
         ]
 
     def listed(request: gr.Request) -> list[Any]:
-        """The lists with their values: Gradio shows a value that is not in its list, but sends another."""
+        """The lists, including the selected values: Gradio shows a value that is not in the list, but sends another."""
         choices, named = models.named(request.query_params)
         return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
 
@@ -215,7 +215,7 @@ def _controls(models: Models) -> list[Any]:
 
 
 def _panels(models: Models, controls: list[Any], sides: list[Any]) -> None:
-    """The tokens of the last reply, and the prompt that the model reads."""
+    """The panels with the tokens of the last reply and with the prompt that the model reads."""
     with gr.Accordion("Tokens of the last reply", open=False):
         with gr.Row():
             whose = gr.Radio(["A", "B"], value="A", label="Reply of")
@@ -250,7 +250,8 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
 
 
 def _answered(models: Models, controls: Controls, histories: list[History], question: str | None) -> Iterator[Any]:
-    """The chatbots, the question, the status and the models, as the replies to the question (None: the last) arrive."""
+    """Yield values for the chatbots, the question, the status and the models while replies arrive. `question` None:
+    the last question is answered again."""
     histories = [list(history or []) for history in histories]
     if not controls.models:
         yield *histories, question, message("Choose model A first.", "warning"), gr.skip()
@@ -295,7 +296,7 @@ def _voted(root: Path, answered: Answered | None, histories: Sequence[History], 
         a, b = ([*map(dict, turns_of(history or []))] for history in histories)
         replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
         if answered is None or len(answered.models) < 2 or not replied:
-            return message("Ask two models first: a vote is between their last replies.", "warning")
+            return message("Ask two models first: a vote compares their last replies.", "warning")
         if a[:-1] != b[:-1]:
             return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
         system = [{"role": "system", "content": answered.system}] if answered.system else []
@@ -337,7 +338,7 @@ def _guarded(work: Any) -> str:
 
 
 def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The turns of a chatbot's messages, whose contents are strings or lists of parts, without what `shown` adds."""
+    """The turns of a chatbot's messages, without what `shown` adds. Their contents are strings or lists of parts."""
     turns = []
     for entry in history:
         content = entry.get("content")
@@ -349,7 +350,7 @@ def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def shown(text: str) -> str:
-    """The text for the chatbot, which reads HTML: an invisible character keeps tags and entities from starting."""
+    """The text for the chatbot, which reads HTML: an invisible character prevents the start of tags and entities."""
     return OPENING.sub(rf"\g<0>{JOINER}", text)
 
 

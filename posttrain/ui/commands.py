@@ -1,4 +1,4 @@
-"""Commands of posttrain as child processes, which import what the process of the pages never does."""
+"""posttrain's commands as child processes, because they import libraries that the UI server never imports."""
 
 import atexit
 import contextlib
@@ -16,30 +16,30 @@ from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import put_file
 
-DEADLINE_S = 600.0  # data may have to be downloaded
-KEPT, KEPT_SIZE = 50, 32_000_000  # outputs, and characters of all together
-LONGEST = 4_000_000  # characters of an output
-LONGEST_ERROR = 20_000  # characters
-COLUMNS = 58  # of the lines of an error
-SECRETS = ("POSTTRAIN_UI_TOKEN",)  # which only the pages need
-CONFIGS = "configs"  # in the folder of runs: settings and output of the runs that the pages started
+DEADLINE_S = 600.0  # seconds for one command: data may have to be downloaded
+KEPT, KEPT_SIZE = 50, 32_000_000  # maximum number of outputs kept, and of their characters in total
+LONGEST = 4_000_000  # maximum characters of an output
+LONGEST_ERROR = 20_000  # maximum characters of an error
+COLUMNS = 58  # line width of errors
+SECRETS = ("POSTTRAIN_UI_TOKEN",)  # environment variables that only the UI server needs
+CONFIGS = "configs"  # in the folder of runs: settings and output of the runs started from the UI
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of a command, or its error; `code` is None while it runs."""
+    """The output of a command, or its error. `code`: its exit status; None while the command runs."""
 
     text: str = ""
     code: int | None = None
 
 
 class Commands:
-    """Commands about settings, each run once for the same settings, one after another, with a deadline."""
+    """Runs commands on settings, one at a time and with a deadline. A command is run once for the same settings."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._outputs: OrderedDict[str, Output] = OrderedDict()
-        self._run_with: set[str] = set()  # command and settings, with any arguments
+        self._run_with: set[str] = set()  # keys of command and settings, without arguments
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._child: Child | None = None
         atexit.register(self.close)
@@ -48,11 +48,11 @@ class Commands:
         return self._outputs.get(_key(verb, text, arguments))
 
     def has_run(self, verb: str, text: str) -> bool:
-        """Whether the command was started for these settings, with any arguments."""
+        """Whether the command was started with these settings, whatever its arguments."""
         return _key(verb, text) in self._run_with
 
     def start(self, verb: str, text: str, arguments: Sequence[str] = ()) -> None:
-        """Start `posttrain VERB FILE ARGUMENTS`, FILE with these settings, unless it is running or has succeeded."""
+        """Start `posttrain VERB FILE ARGUMENTS` with these settings in FILE, unless it is running or has succeeded."""
         key = _key(verb, text, arguments)
         with self._lock:
             before = self._outputs.get(key)
@@ -77,7 +77,7 @@ class Commands:
                 put_file(file, text)
                 output = self._run([verb, str(file), *arguments])
             except OSError as error:
-                output = Output(f"it did not start: {error}", 1)
+                output = Output(f"the command did not start: {error}", 1)
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         self._outputs[key] = output
@@ -89,7 +89,7 @@ class Commands:
             try:
                 printed, code = child.output(DEADLINE_S), child.status(DEADLINE_S)
             except TimeoutError:
-                return Output(f"no answer in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
+                return Output(f"no result in {DEADLINE_S:g} s; run it in a terminal: posttrain {arguments[0]} FILE", 1)
             if code == 0:
                 return Output(printed.decode(errors="replace")[:LONGEST], 0)
             return Output(child.last_words()[-LONGEST_ERROR:].rpartition("error: ")[2].strip(), code or 1)
@@ -97,7 +97,7 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A training process: its settings, and the file with its output."""
+    """A training process: the file and text of its settings, and the file with its output."""
 
     file: Path
     log: Path
@@ -110,7 +110,7 @@ class Launch:
 
 
 class Launches:
-    """Runs that the pages started, by name. They continue when the pages end."""
+    """Runs started from the UI, by name. They continue after the UI server stops."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -125,7 +125,7 @@ class Launches:
         with self._lock:
             before = self._started.get(name)
             if (self.root / name).exists() or (before is not None and not before.ended):
-                raise ConfigError(f"there is a run {name} already: give another name")
+                raise ConfigError(f"a run named {name} already exists: give another name")
             folder = self.root / CONFIGS
             try:
                 folder.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""The page Data: the rows of a run, or of a draft of settings, as they are trained: masks, lengths, dropped rows.
+"""The Data page: the rows of a run or of draft settings as used in training, with masks, lengths and dropped rows.
 
-`posttrain explore --json` reads them in a child process, a block at a time.
+`posttrain explore --json` reads the rows in a child process, one block at a time.
 """
 
 import json
@@ -23,16 +23,16 @@ from posttrain.ui.votes import seen
 
 PATH, FORM = "/data", "acts"
 SORTS = {"row": "as in the data", "longest": "longest first", "shortest": "shortest first"}
-PAGE, BLOCK = 10, 50  # examples shown, and read at a time
-LISTED = 100  # dropped rows
-EXAMPLES = 3  # of a finding
-OWN = ("set", "sort", "row", "first")  # values of the address that are not settings
+PAGE, BLOCK = 10, 50  # examples shown on a page, and examples read at a time
+LISTED = 100  # maximum number of dropped rows listed
+EXAMPLES = 3  # maximum number of examples per finding
+OWN = ("set", "sort", "row", "first")  # parameters of the address that are not settings
 CHECK = ("--json", "--rows", "0")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Whose data is shown: the title, and the settings file."""
+    """The settings whose data is shown, and the page's title. `of_run`: they belong to a run in the folder."""
 
     title: Markup
     text: str
@@ -45,12 +45,13 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
         return _choice(viewer, query.one("run"))
     arguments = _arguments(query)
     commands = viewer.commands
-    # Without a click only for a run of this folder: an address can name any data, and a foreign page any address.
+    # Without a click, data is read only for a run in this folder: an address can name any data, and another site's page
+    # can link to any address.
     allowed = settings.of_run or commands.has_run("explore", settings.text)
     if allowed and commands.find("explore", settings.text, arguments) is None:
         commands.start("explore", settings.text, arguments)
     explored, waiting = _output(commands.find("explore", settings.text, arguments))
-    acts = el("form", id=FORM, method="post", action=query.but(PATH))  # of the buttons
+    acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
     if explored is None:
         return join([settings.title, acts, waiting])
     body = [_cards(explored), _lengths(explored), _dropped(explored), _checks(viewer, settings), _rows(explored, query)]
@@ -58,12 +59,12 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
 
 
 def read(viewer: Viewer, query: Query) -> None:
-    """Read the rows that an address names. Raises ConfigError."""
+    """Start reading the rows that an address names. Raises ConfigError if the settings cannot be read."""
     viewer.commands.start("explore", _required(viewer, query).text, _arguments(query))
 
 
 def check(viewer: Viewer, query: Query) -> None:
-    """Search for duplicates, questions of evaluations, and length bias. Raises ConfigError."""
+    """Start the checks for duplicates, evaluation questions and length bias. Raises ConfigError as `read` does."""
     viewer.commands.start("explore", _required(viewer, query).text, CHECK)
 
 
@@ -74,7 +75,7 @@ def _required(viewer: Viewer, query: Query) -> Settings:
 
 
 def _settings(viewer: Viewer, query: Query) -> Settings | None:
-    """The settings of a run in the folder, or in the address. Raises ConfigError if they cannot be read."""
+    """The settings of a run in the folder, or those in the address. Raises ConfigError if they cannot be read."""
     name = query.one("run")
     if name:
         run = viewer.runs.find(name)
@@ -98,13 +99,13 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
 
 def _choice(viewer: Viewer, name: str) -> Markup:
     rows = viewer.runs.all()
-    text = f"There is no run {name}." if name else "The data of which run?" if rows else "No run here has data yet."
-    hint = el("p", "The page ", link("New run", "/new"), " shows the data of settings before a run.", class_="quiet")
+    text = f"There is no run {name}." if name else "Choose a run to see its data." if rows else "There are no runs yet."
+    hint = el("p", "The page ", link("New run", "/new"), " leads to the data of draft settings.", class_="quiet")
     return join([el("h1", "Data"), message(text), hint, run_links(rows, PATH)])
 
 
 def _arguments(query: Query) -> tuple[str, ...]:
-    """The arguments of `explore` for the block of examples that the address is in."""
+    """The arguments of `explore` for the block that contains the examples at the address."""
     first, row = query.integer("first") or 0, query.integer("row")
     where = ("--row", str(row)) if row is not None else ("--first", str(first // BLOCK * BLOCK))
     order = ("--sort", query.choice("sort", list(SORTS)), "--set", query.one("set") or "train")
@@ -112,10 +113,10 @@ def _arguments(query: Query) -> tuple[str, ...]:
 
 
 def _output(output: Output | None) -> tuple[dict[str, Any] | None, Markup]:
-    """What `explore` printed, or None and what the page shows instead."""
+    """The parsed output of `explore`; or None, and what the page shows instead."""
     if output is None:
         button = act("read", "Read the data", FORM, class_="primary")
-        about = " reads and tokenises it as a run would (a data set of the hub is downloaded)"
+        about = " reads and tokenises it as a run would (a data set on the hub is downloaded)"
         return None, el("p", button, el("span", about, class_="quiet"))
     if output.code is None:
         return None, message("The data is being read and tokenised …")
@@ -159,7 +160,7 @@ def _lengths(shown: Mapping[str, Any]) -> Markup:
 
 
 def _dropped(shown: Mapping[str, Any]) -> Markup:
-    """What was dropped, truncated or noted, for each set."""
+    """The dropped and truncated rows and the notes, for each set."""
     parts = [part for name, report in shown["reports"].items() for part in _dropped_of(name, report)]
     return join([el("h2", "Dropped"), *(parts or [message("Every row is used as it is.")])])
 
@@ -186,18 +187,18 @@ def _dropped_of(name: str, report: Mapping[str, Any]) -> list[Markup]:
     if bad or long:
         dropped = len(bad) + report["overlong_dropped"]
         rows = [*bad, *long][:LISTED]
-        title = f"{name}: the dropped rows" + (f", {len(rows):,} of {dropped:,}" if len(rows) < dropped else "")
+        title = f"{name}: dropped rows" + (f", {len(rows):,} of {dropped:,}" if len(rows) < dropped else "")
         listed = table(["row", "where", "why"], rows, numbers=(0,))
         parts.append(el("details", el("summary", title), listed, open=dropped <= PAGE))
     return parts
 
 
 def _checks(viewer: Viewer, settings: Settings) -> Markup:
-    """Duplicates, questions of evaluation suites and length bias, after a click on Check."""
+    """The results of the checks for duplicates, evaluation questions and length bias, after a click on Check."""
     output = viewer.commands.find("explore", settings.text, CHECK)
     title = el("h2", "Checks of the rows")
     if output is not None and output.code is None:
-        return join([title, message("The rows are being compared …")])
+        return join([title, message("The rows are being checked …")])
     button = act("check", "Check" if output is None else "Check again", FORM)
     if output is None:
         about = " duplicates, validation rows in training, questions of evaluation suites, length bias"
@@ -234,15 +235,14 @@ def _rows(shown: Mapping[str, Any], query: Query) -> Markup:
     start = 0 if row else first % BLOCK // PAGE * PAGE
     examples = shown["rows"][start : start + (len(shown["rows"]) if row else PAGE)]
     trained = el("span", el("span", "trained", class_="trained"), class_="masked inline")
-    legend = el("p", "Tokens: ", trained, ", the rest is context. The number of a token shows under the pointer.",
-                class_="quiet")  # fmt: skip
+    legend = el("p", "Tokens: ", trained, "; the rest is context. Point at a token to see its id.", class_="quiet")
     pager = None if row else _pager(query, first // PAGE * PAGE, total)
     none = message("There is no such example in this set.") if not examples else None
     return join([el("h2", "Rows"), controls, legend, pager, none, *map(_example, examples), pager])
 
 
 def _pager(query: Query, first: int, total: int) -> Markup:
-    links = [link("← before", query.but(PATH, first=max(0, first - PAGE)))] if first > 0 else []
+    links = [link("← previous", query.but(PATH, first=max(0, first - PAGE)))] if first > 0 else []
     links.append(el("span", f"examples {first + 1:,} to {min(first + PAGE, total):,} of {total:,}"))
     links += [link("next →", query.but(PATH, first=first + PAGE))] if first + PAGE < total else []
     return el("p", join(links, "  "), class_="quiet")

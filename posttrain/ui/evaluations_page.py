@@ -1,4 +1,4 @@
-"""The page Evaluations: means with intervals, the four classes, answers side by side."""
+"""The Evaluations page: means with intervals, the four classes, and answers side by side."""
 
 from collections.abc import Mapping, Sequence
 from itertools import starmap
@@ -15,9 +15,9 @@ from posttrain.ui.runs_page import toggle
 from posttrain.ui.viewer import Evaluation, Viewer
 
 PATH = "/evaluations"
-PAGE = 20  # items
-MOST = 4  # evaluations that are compared
-LOOKS = {"correct": "passed", "wrong": "failed", "scored": ""}  # as badges
+PAGE = 20  # items per page
+MOST = 4  # maximum number of evaluations compared
+LOOKS = {"correct": "passed", "wrong": "failed", "scored": ""}  # verdict -> style of its badge
 CLASSES = {"11": "right format, right answer", "10": "right format, wrong answer",
            "01": "wrong format, right answer", "00": "wrong format, wrong answer"}  # fmt: skip
 SHOWS = ("flipped", "all")
@@ -27,7 +27,7 @@ def evaluations_page(viewer: Viewer, query: Query) -> Markup:
     every = viewer.evaluations.all()
     if not every:
         return message(
-            f"There are no evaluations in {viewer.root} or beside it yet. `posttrain eval` makes one: "
+            f"There are no evaluations in {viewer.root} or next to it yet. Create one with: "
             "posttrain eval RUN --suite gsm8k"
         )
     named = [viewer.evaluations.find(name) for name in query.many("of")[:MOST]]
@@ -67,7 +67,7 @@ def _summary_cells(key: str, facts: Mapping[str, Any]) -> list[object]:
 
 
 def interval_bar(value: float | None, low: float | None = None, high: float | None = None) -> Markup:
-    """A mean between 0 and 1 as a dot on its interval."""
+    """A mean between 0 and 1, drawn as a dot on its interval."""
     if value is None or not 0 <= value <= 1:
         return Markup("")
     start = 2 + 116 * max(0.0, low if low is not None else value)
@@ -119,7 +119,7 @@ def _facts(facts: Mapping[str, Any]) -> Markup:
 
 
 def _four_classes(facts: Mapping[str, Any]) -> Markup | None:
-    """The number and share of answers by right and wrong format and answer."""
+    """The number and share of completions in each class: format right or wrong, answer right or wrong."""
     counts = facts.get("classes")
     if not isinstance(counts, dict) or not counts:
         return None
@@ -191,7 +191,7 @@ def _compared(viewer: Viewer, chosen: Sequence[Evaluation], query: Query) -> Mar
 def _pairs(
     viewer: Viewer, chosen: Sequence[Evaluation], suite: Suite, difference: Difference, query: Query, shows: str
 ) -> list[Flip]:
-    """The items of two sides: those that flipped, or all that they have in common."""
+    """The items of a comparison of two evaluations: only the flipped items, or all common items."""
     pairs = list(difference.flips)
     if shows == "all":
         flipped = {flip.item: flip for flip in pairs}
@@ -217,7 +217,7 @@ def _pairs(
 
 
 def _contains(find: str, *texts: str | None) -> bool:
-    """Whether every word of a search is in one of the texts."""
+    """Whether every word of the search `find` occurs in at least one of the texts."""
     words = find.casefold().split()
     text = " ".join(map(str, texts)).casefold() if words else ""
     return all(word in text for word in words)

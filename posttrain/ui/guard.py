@@ -1,4 +1,4 @@
-"""Access to the pages: for browsers of this machine, or with a token; never for requests of other web pages."""
+"""Access to the pages: from browsers on this machine, or with a token; never for requests from other web pages."""
 
 import hmac
 import html
@@ -18,25 +18,26 @@ from posttrain.ui.parts import LONGEST
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
-MOST_BYTES = 16 << 20  # of a request to Gradio
+MOST_BYTES = 16 << 20  # maximum size of a request to Gradio
 FORM = "application/x-www-form-urlencoded"
 CHAT = "/chat"  # Gradio's page
-UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's route, which would write any file to the disk
-# Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
+UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's upload route, which would write any file to the disk
+# Gradio compiles the templates of its components (unsafe-eval). Nothing is loaded from, or sent to, another host.
 CHAT_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; frame-src 'self'; frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
 )
-POLICY = "default-src 'none'; frame-ancestors 'none'"  # of responses without a policy
+POLICY = "default-src 'none'; frame-ancestors 'none'"  # for responses that set no policy
 HEADERS = {
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"same-origin",  # with no-referrer, forms of these pages would send no origin either
+    b"referrer-policy": b"same-origin",  # with no-referrer, browsers would omit the origin of these pages' forms, too
 }
 
 
 class Guard:
-    """Middleware. A `token` is requested once and kept in a cookie; `local`: accept only host names of this machine."""
+    """ASGI middleware. `token`: each browser must enter it once, and a cookie keeps it. `local`: accept only loopback
+    host names."""
 
     def __init__(self, app: ASGIApp, token: str | None, local: bool):
         self.app, self.token, self.local = app, token, local
@@ -60,7 +61,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if event and message["status"] == 500:  # Gradio's, for inputs that no page sends
+                if event and message["status"] == 500:  # Gradio's status for inputs that no page sends
                     message["status"] = 400
                 present = {name.lower() for name, _ in message["headers"]}
                 message["headers"] = [*message["headers"], *((k, v) for k, v in headers.items() if k not in present)]
@@ -71,9 +72,9 @@ class Guard:
             whole = b"".join(message.get("body", b"") for message in body)
             wrong = None
             if chat and not _is_text(whole):
-                wrong = PlainTextResponse("The event is not JSON, or half of a surrogate pair is in it.", 400)
+                wrong = PlainTextResponse("The event is not JSON, or contains half of a surrogate pair.", 400)
             elif not chat and HTTPConnection(scope).headers.get("content-type", "").partition(";")[0] != FORM:
-                wrong = PlainTextResponse("An action is the form of a page.", 415)
+                wrong = PlainTextResponse("An action must be sent by a form.", 415)
             elif not chat and len(whole) > LONGEST:
                 wrong = PlainTextResponse(f"The form has more than {LONGEST:,} characters.", 413)
             if wrong is not None:
@@ -88,8 +89,8 @@ class Guard:
         except Exception as error:  # Gradio raises any error for inputs that no page sends
             if not event:
                 raise
-            log.warning("an event of a page was refused: %s: %s", type(error).__name__, visible(str(error)[:200]))
-            log.debug("where that event failed", exc_info=True)
+            log.warning("an event from a page was refused: %s: %s", type(error).__name__, visible(str(error)[:200]))
+            log.debug("stack trace of the refused event", exc_info=True)
             if not started:
                 await PlainTextResponse("No page sends such an event.", 400)(scope, receive, guarded)
 
@@ -100,9 +101,9 @@ class Guard:
             return PlainTextResponse("No page uploads files.", 404)
         host = request.headers.get("host", "")
         if self.local and not is_loopback(host_name(host)):
-            return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
+            return PlainTextResponse("This is not a local host name: open http://127.0.0.1.", 403)
         if is_foreign(request.headers.get("origin"), host):
-            return PlainTextResponse("Requests of other web pages are refused.", 403)
+            return PlainTextResponse("Requests from other web pages are refused.", 403)
         if self.token is None or _same(request.cookies.get(COOKIE, ""), self.token):
             return None
         given = request.query_params.get("token", "")
@@ -116,7 +117,7 @@ class Guard:
 
 
 async def _received(receive: Receive, most: int) -> list[Message]:
-    """The parts of a body, until they have more than `most` bytes."""
+    """The parts of a request body, read until it ends or exceeds `most` bytes."""
     parts, size, more = [], 0, True
     while more and size <= most:
         parts.append(await receive())
@@ -126,7 +127,7 @@ async def _received(receive: Receive, most: int) -> list[Message]:
 
 
 def _is_text(body: bytes) -> bool:
-    """Whether a body is JSON without lone surrogates, which no page sends and no file can hold."""
+    """Whether a body is JSON without lone surrogates, which no page sends and no UTF-8 file can contain."""
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -139,7 +140,7 @@ def _same(given: str, token: str) -> bool:
 
 
 def _login(wrong: bool) -> str:
-    hint = html.escape("This is not the token." if wrong else "The token is that of posttrain ui --token.")
+    hint = html.escape("This is not the token." if wrong else "Enter the token given to posttrain ui --token.")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>posttrain</title>'
         '<meta name="viewport" content="width=device-width">'

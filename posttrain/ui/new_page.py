@@ -1,4 +1,4 @@
-"""The page New run: a form with all settings, the settings file and command that they give, the plan, the start."""
+"""The New run page: a form with all settings, the resulting settings file and command, the plan, and the start."""
 
 import itertools
 import shlex
@@ -24,19 +24,20 @@ from posttrain.ui.viewer import Viewer, models_below
 
 PATH, FORM = "/new", "draft"
 METHOD, NAME, OUTPUT = "method.type", "name", "output_dir"
-# Group of settings without a field in the form -> the field that shows its messages.
+# Group of settings that has no field in the form -> the field that shows the group's messages.
 SHOWN_AT = {"models": "model.path", "data": "data.source", "method": METHOD}
 ESSENTIAL = (
     NAME, "model.path", "model.lora", "data.source", "data.validation.ratio", "rewards", "training.learning_rate",
     "training.max_steps", "training.num_train_epochs", "training.batch_size",
 )  # fmt: skip
 HINTS = {"rewards": "[{type: math}]", "training.learning_rate": "the method's", "data.validation.ratio": "0.05"}
-LOG_END = 3_000  # characters
+LOG_END = 3_000  # characters shown of the end of a log
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A new run. `problems` are messages by setting; the settings in `missing` only lack a value."""
+    """The draft of a new run. `problems`: messages by setting. `missing`: settings whose only problem is a missing
+    value."""
 
     method: str
     given: Mapping[str, str]  # values as typed, by path
@@ -45,13 +46,13 @@ class Draft:
     config: RunConfig | None  # None: there are problems
     problems: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()  # problems without a field
+    elsewhere: tuple[str, ...] = ()  # problems that belong to no field
     notes: tuple[str, ...] = ()
 
 
 def fields_of(method: str) -> list[Setting]:
-    """The settings with a field in the form of a method. Groups have none, except `rewards` and those that can be
-    switched on; the page sets the method and the folder of the runs."""
+    """The settings that have a field in the form of a method. Groups have no field, except `rewards` and groups that
+    can be switched on. The method and the folder of the runs are set by the page."""
     return [
         setting
         for setting in all_settings()
@@ -88,7 +89,7 @@ def draft(query: Query, root: Path) -> Draft:
 
 
 def _checked(values: Mapping[str, str]) -> tuple[RunConfig | None, list[str], list[str]]:
-    """The settings or None, notes about them, and a line per problem."""
+    """The settings (None if there are problems), notes about them, and one line per problem."""
     try:
         loaded = load(None, (), {path: FlagText(text, path) for path, text in values.items()})
     except ConfigError as error:
@@ -98,7 +99,7 @@ def _checked(values: Mapping[str, str]) -> tuple[RunConfig | None, list[str], li
 
 
 def _by_setting(lines: list[str], known: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The messages by the setting whose field shows them, and the other messages."""
+    """The messages by setting, for the field that shows them, and the messages that belong to no field."""
     by_setting: dict[str, str] = {}
     others: list[str] = []
     for line in lines:
@@ -118,7 +119,7 @@ def _by_setting(lines: list[str], known: list[str]) -> tuple[dict[str, str], lis
 
 
 def _as_file(values: Mapping[str, str]) -> str:
-    """A settings file that `load` reads like these values; empty if they cannot be read."""
+    """The text of a settings file equivalent to these values; empty if the values cannot be read."""
     layers = Layers()
     try:
         override(layers, [(path, text, path) for path, text in values.items()])
@@ -135,7 +136,7 @@ def _as_file(values: Mapping[str, str]) -> str:
 
 
 def _free_name(root: Path, wanted: str) -> str:
-    """The name, with a number if a run has it already."""
+    """The wanted name, with a number appended if a run with this name exists."""
     names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
     return next(name for name in names if not (root / name).exists())
 
@@ -143,17 +144,17 @@ def _free_name(root: Path, wanted: str) -> str:
 def new_page(viewer: Viewer, query: Query) -> Markup:
     made = draft(query, viewer.root)
     title = el("h1", "New run")
-    about = el("p", "Empty fields have the default that they show. docs/config.md has all settings.", class_="quiet")
+    about = el("p", "Empty fields use the default shown. docs/config.md lists all settings.", class_="quiet")
     return join([title, about, el("div", _form(viewer, made), _made(viewer, made), class_="drafting")])
 
 
 def plan(viewer: Viewer, query: Query) -> None:
-    """Run `posttrain plan` with the settings in an address. Raises ConfigError."""
+    """Start `posttrain plan` with the settings in an address. Raises ConfigError if they are incomplete."""
     viewer.commands.start("plan", _complete(viewer, query).text)
 
 
 def start(viewer: Viewer, query: Query) -> None:
-    """Start a run with the settings in an address. Raises ConfigError."""
+    """Start a run with the settings in an address. Raises ConfigError if they are incomplete or the run exists."""
     made = _complete(viewer, query)
     viewer.launches.start(made.name, made.text)
 
@@ -239,26 +240,26 @@ def _made(viewer: Viewer, made: Draft) -> Markup:
         el("pre", made.text),
         el("h2", "Command ", _copy("Copy", command)),
         el("pre", command),
-        el("p", f"Start writes the file to {file}. The run continues when this page is closed or posttrain ui ends.",
+        el("p", f"Start writes the file to {file}. The run continues if this page is closed or posttrain ui stops.",
            class_="quiet"),
     ]  # fmt: skip
     parts = [_launched(viewer, made.name, launch) if launch is not None and mine else _state(viewer, made)]
     parts += [message(note) for note in made.notes]
     if made.config is not None:
         rows = address("/data", **{METHOD: made.method, **made.given})
-        parts += [_plan(viewer, made), el("p", link("The data", rows), " as it will be trained"), *yaml]
-    return el("aside", *parts, aria_label="What the settings make")
+        parts += [_plan(viewer, made), el("p", link("The data", rows), " as used in training"), *yaml]
+    return el("aside", *parts, aria_label="Result of the settings")
 
 
 def _state(viewer: Viewer, made: Draft) -> Markup:
-    """What is wrong or missing; else the button that starts the run."""
+    """What is wrong or missing; if nothing is, the button that starts the run."""
     problems = [problem for path, problem in made.problems.items() if path not in made.missing]
     lines = [message(line, "error") for line in (*problems, *made.elsewhere)]
     lines += [message(f"Still needed: {', '.join(made.missing)}.")] if made.missing else []
     if lines:
         return join(lines)
     if (viewer.root / made.name).exists():
-        return message(f"There is a run {made.name} already: give another name.", "error")
+        return message(f"A run named {made.name} already exists: give another name.", "error")
     return el("p", act("start", "Start", FORM, class_="primary"), " ", el("b", made.name))
 
 
@@ -266,7 +267,7 @@ def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
     run = viewer.runs.find(name)
     if run is not None:
         broken = run.state in ("failed", "damaged", "killed")
-        running = f" is started: kill -INT {launch.process.pid} ends it with a checkpoint"
+        running = f" is running: kill -INT {launch.process.pid} saves a checkpoint and stops it"
         now = f" {run.state}" if launch.ended else running
         why = f": {run.explanation}" if run.explanation else None
         look = "message error" if broken else "message"

@@ -1,7 +1,7 @@
-"""The parts of every page: its address, the controls that change it, and the frame around the content.
+"""The parts of every page: its address, the controls that change the address, and the frame around the content.
 
 An address says what a page shows: `/rollouts?run=NAME&step=3`. Every value in it is untrusted. The controls above a
-table or a picture are a form whose values become the address.
+table or a plot are a form whose values become the address.
 """
 
 import math
@@ -16,9 +16,9 @@ from posttrain.reports.chart import HOVER
 from posttrain.reports.markup import Child, Markup, el, join, link
 from posttrain.reports.page import digest, document, script_in
 
-LONGEST, MOST = 8_000, 200  # characters and values that are read
+LONGEST, MOST = 8_000, 200  # maximum characters and values read from an address
 BIG = 1 << 53
-MOST_PAGES = 10_000  # of a list
+MOST_PAGES = 10_000  # maximum number of pages of a list
 HERE = Path(__file__).parent
 FAVICON = HERE / "favicon.svg"
 STYLE = design.TOKENS + design.PARTS + (HERE / "style.css").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ BAR = {"/": "Runs", "/rollouts": "Rollouts", "/evaluations": "Evaluations", "/da
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The values of an address, in order."""
+    """The parameters of an address, in order."""
 
     pairs: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
@@ -45,12 +45,12 @@ class Query:
         return list(dict.fromkeys(value for key, value in self.pairs if key == name))
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """The value if it is one of the choices, else the first of them."""
+        """The value if it is one of the choices, otherwise the first choice."""
         value = self.one(name)
         return value if value in choices else choices[0]
 
     def integer(self, name: str) -> int | None:
-        """None if the value is missing or not a whole number from 0."""
+        """The value as a number; None if it is missing or not a non-negative integer."""
         value = self.one(name).strip()
         return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
 
@@ -66,7 +66,7 @@ class Query:
         return min(self.integer("page") or 0, MOST_PAGES)
 
     def but(self, path: str = "", **changes: object) -> str:
-        """The address with changed values; None removes a value, a list sets several."""
+        """The address with changed parameters; None removes a parameter, a list sets several values."""
         pairs = [(key, value) for key, value in self.pairs if key not in changes]
         for name, change in changes.items():
             values = change if isinstance(change, list | tuple) else [] if change is None else [change]
@@ -75,7 +75,7 @@ class Query:
 
 
 def parse(address: str) -> Query:
-    """The query of an address, or of the part after its `?`; empty if it cannot be read."""
+    """The parameters of an address, which may be only the part after the `?`; empty if they cannot be read."""
     _, mark, rest = address.partition("?")
     try:
         pairs = parse_qsl((rest if mark else address).partition("#")[0][:LONGEST], max_num_fields=MOST)
@@ -88,7 +88,7 @@ def address(path: str, **values: object) -> str:
     return Query().but(path, **values)
 
 
-# The first button of a form, which Enter presses. It is visible only without script.
+# The first button of a form: pressing Enter activates it. It is visible only if JavaScript is off.
 SHOW = el("button", "Show", class_="show")
 
 
@@ -97,12 +97,12 @@ def form(path: str, *fields: Child) -> Markup:
 
 
 def act(name: str, label: str, form: str, **attributes: object) -> Markup:
-    """A button that posts the form with this id, with the action of this name."""
+    """A button that posts the form with the id `form` and performs the action `name`."""
     return el("button", label, form=form, formmethod="post", name="act", value=name, **attributes)
 
 
 def hidden(query: Query, *names: str) -> list[Markup]:
-    """The values of the address that other controls set, passed on unchanged."""
+    """Hidden inputs that pass on parameters of the address set by other controls."""
     return [el("input", type="hidden", name=name, value=value) for name in names for value in query.many(name)]
 
 
@@ -126,7 +126,7 @@ def choice(
 
 
 def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
-    """A few choices as radio buttons: reachable by keyboard, readable at a glance."""
+    """A few choices as radio buttons, which work with the keyboard and are readable at a glance."""
     options = [
         el("label", el("input", type="radio", name=name, value=each, checked=each == value), el("span", each))
         for each in choices
@@ -135,11 +135,11 @@ def slider(name: str, label: str, choices: Sequence[str], value: str) -> Markup:
 
 
 def pager(query: Query, path: str, size: int, total: int, what: str) -> Markup:
-    """The number of items, which of them are shown, and links to the pages before and after."""
+    """The number of items, which of them are shown, and links to the previous and the next page."""
     page, last = query.page, min(total, size * (query.page + 1))
     text = (f"{size * page + 1:,} to {last:,} of " if total > size else "") + f"{counted(total, what)} "
-    before = link("← before", query.but(path, page=page - 1)) if page else None
-    after = link("after →", query.but(path, page=page + 1)) if last < total else None
+    before = link("← previous", query.but(path, page=page - 1)) if page else None
+    after = link("next →", query.but(path, page=page + 1)) if last < total else None
     return el("p", text, before, " ", after, class_="quiet")
 
 
@@ -154,6 +154,6 @@ def bar(path: str) -> Markup:
 
 
 def framed(path: str, shown: Markup, seconds: int) -> str:
-    """The page at `path` around its content, which its script renews every `seconds`."""
+    """The complete page at `path` with the content `shown`, which the page's script refreshes every `seconds`."""
     main = el("main", shown, class_="view", data_seconds=seconds)
     return document("posttrain", join([bar(path), main]), STYLE, SCRIPT, HEAD, "page")

@@ -1,4 +1,4 @@
-"""The receipt of a gradient: the groups of a step, the completions of a group, the tokens of a completion."""
+"""Where a step's gradient comes from (its receipt): the step's groups, their completions, and the tokens of each."""
 
 from collections.abc import Sequence
 
@@ -22,18 +22,18 @@ from posttrain.runs.summary import RunSummary
 from posttrain.ui.parts import Query, address
 
 PATH = "/rollouts"
-MOST = 5  # tokens listed as those that pushed most
-TOKENS = 2_000  # on one page
+MOST = 5  # tokens listed with the largest push
+TOKENS = 2_000  # tokens per page
 FIRST = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "frac_reward_zero_std", "max_ratio")
 PUSH = (
     "Push: how strongly the step raised (above 0) or lowered the logit of the sampled token, A r (1 − p): advantage × "
     "ratio × (1 − the token's probability). 0 where the ratio was clipped."
 )
 LOGPROBS = (
-    " Log-probabilities (nats) are those of the engine (sampler), of the policy before and after (old, new), and of "
-    "the reference (ref)."
+    " Log-probabilities (nats) come from the engine (sampler), the policy before and after the step (old, new), and "
+    "the reference model (ref)."
 )
-# Number to colour tokens by -> whether it has a sign.
+# Quantity by which tokens can be coloured -> whether it has a sign.
 COLOURINGS = {
     "push": True, "advantage": True, "ratio": True, "sampler − trainer": True, "entropy": False,
     "policy − reference": True, "clipped": False,
@@ -41,7 +41,7 @@ COLOURINGS = {
 
 
 def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> Markup:
-    """The step's metrics, and its groups with the largest push on the gradient first."""
+    """The step's metrics and groups. The group with the largest push comes first."""
     groups = step_receipt(stored, step)
     whole = sum(group.push for group in groups)
     rows = [
@@ -62,7 +62,7 @@ def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> 
 
 
 def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Markup:
-    """The completions of a group with the parts of their rewards, the one with the largest push first."""
+    """The completions of a group with the parts of their rewards. The completion with the largest push comes first."""
     group = group_receipt(stored, step, prompt)
     rows = [
         [
@@ -90,7 +90,7 @@ def _prompt_title(group: GroupReceipt) -> Markup:
 
 
 def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
-    """The completion's tokens in colour, those that pushed most, and the numbers of the chosen one."""
+    """The completion's tokens in colour, the tokens with the largest push, and the numbers of the chosen token."""
     group = group_receipt(stored, step, prompt)
     completion = group.completion(rollout)
     numbers, tokens = completion.numbers, completion.tokens.tolist()
@@ -128,7 +128,7 @@ def heat(
     chosen: int | None,
     query: Query,
 ) -> Markup:
-    """The tokens as links that show their numbers; a stronger colour is a larger number."""
+    """The tokens as links that show their numbers; the stronger the colour, the larger the number."""
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     start = 0 if chosen is None or chosen < TOKENS else chosen - chosen % TOKENS
     most, parts = set(pushed), []
@@ -160,7 +160,7 @@ def heat(
 
 
 def _written(text: str) -> str:
-    """A token with visible white space."""
+    """The text of a token, with visible line breaks and tabs."""
     return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
@@ -188,14 +188,14 @@ def _responsible(
     if not rows:
         return message("This completion has no tokens.")
     header = ["", "token", "share of the push", *columns, ""]
-    none = "No token was pushed: the completion's advantage is 0, or it is not in the loss"
-    title = "The tokens that pushed most" if pushed else none
+    none = "No token has a push: the completion's advantage is 0, or the completion is not in the loss"
+    title = "The tokens with the largest push" if pushed else none
     about = el("p", PUSH, LOGPROBS, class_="quiet")
     return join([el("h3", title), table(header, rows, numbers=(0, *range(3, 3 + len(columns)))), about])
 
 
 def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
-    """The numbers of COLOURINGS; None: not stored."""
+    """The values of each quantity in COLOURINGS; None if it is not stored."""
     return {
         "push": numbers.push,
         "advantage": numbers.advantage,
@@ -226,7 +226,7 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
 
 
 def _part(part: StoredPart | None) -> str:
-    """A part of a reward: weight × value, and a rule's verdict and answer."""
+    """A part of a reward as text: weight × value, and the verdict and extracted answer of a rule."""
     if part is None:
         return "–"
     value = number(part.value) if part.weight == 1 else f"{number(part.weight)} × {number(part.value)}"
@@ -235,7 +235,7 @@ def _part(part: StoredPart | None) -> str:
 
 
 def share_bar(value: float, whole: float) -> Markup:
-    """A share as a bar with its number."""
+    """The share `value` / `whole` as a bar and a percentage."""
     share = value / whole if whole > 0 else 0.0
     filled = el("rect", width=f"{60 * share:.1f}", height=8, rx=2)
     bar = el("svg", filled, viewBox="0 0 60 8", class_="bar", aria_hidden="true")

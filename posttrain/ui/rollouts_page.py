@@ -1,4 +1,4 @@
-"""The page Rollouts: curves and search of a run; its steps, groups, completions and tokens."""
+"""The Rollouts page: curves and search for a run, and its steps, groups, completions and tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from posttrain.ui.search import SORTS, Index, Matches, words_of
 from posttrain.ui.viewer import Viewer
 
 PATH = "/rollouts"
-PAGE = 50  # rows
-FALLS = 3  # steps of the largest falls of the reward that are named
+PAGE = 50  # rows per page
+FALLS = 3  # maximum number of steps named for a falling reward
 
 
 def rollouts_page(viewer: Viewer, query: Query) -> Markup:
@@ -42,11 +42,11 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
 def _choice(viewer: Viewer, name: str, run: RunSummary | None) -> Markup:
     runs = [run for run in viewer.runs.all() if run.has_rollouts]
     if run is not None:
-        text = f"{name} has no rollouts: only methods that sample completions have them, with rollout.save."
+        text = f"{name} has no rollouts: only methods that sample completions store them, if rollout.save is true."
     elif name:
         text = f"There is no run {name}."
     else:
-        text = "The rollouts of which run?" if runs else "No run here has rollouts (rollouts.sqlite)."
+        text = "Choose a run to see its rollouts." if runs else "No run here has rollouts (rollouts.sqlite)."
     return join([message(text), run_links(runs, PATH)])
 
 
@@ -55,7 +55,7 @@ def _head(run: RunSummary) -> Markup:
 
 
 def _path(run: RunSummary, step: int, prompt: int | None, rollout: int | None) -> Markup:
-    """The path to what is shown: run, step, group, completion, as links."""
+    """The path to what is shown, as links: run, step, group, completion."""
     links = [link("all steps", address(PATH, run=run.name))]
     links.append(link(f"step {step}", address(PATH, run=run.name, step=step)))
     if prompt is not None:
@@ -66,7 +66,7 @@ def _path(run: RunSummary, step: int, prompt: int | None, rollout: int | None) -
 
 
 def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
-    """Links to the steps before and after."""
+    """Links to the previous and the next step."""
     steps = stored.steps()
     at = steps.index(step)
     links = [link(f"← step {before}", query.but(PATH, step=before)) for before in steps[:at][-1:]]
@@ -90,13 +90,13 @@ def _overview(run: RunSummary, series: Series) -> Markup:
         drawn("Completion length", {"completions/mean_length": "mean"}),
         drawn("Groups without spread, truncated completions", shares, share=True),
     ]
-    text = "A click on a curve opens that step: its groups, then their completions, then the tokens."
+    text = "Click a curve to open that step: its groups, their completions, and the tokens."
     hint = el("p", text, class_="quiet") if any(charts) else None
     return join([_falls(run, series), el("div", *charts, class_="charts four"), hint])
 
 
 def falls(series: Series) -> list[tuple[int, float]]:
-    """The steps at which the reward fell most since the logged step before, with the difference."""
+    """The steps at which the reward fell most since the previous logged step, with the difference."""
     steps, values = series.points("reward")
     changes = [(int(step), now - before) for step, before, now in zip(steps[1:], values, values[1:], strict=False)]
     return sorted((fall for fall in changes if -math.inf < fall[1] < 0), key=lambda fall: fall[1])[:FALLS]
@@ -134,10 +134,10 @@ def _search(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
 
 def _progress(index: Index) -> Markup | None:
     if index.problem:
-        return message(f"Not all rollouts are in the search: {index.problem}", "warning")
+        return message(f"Not all rollouts can be searched: {index.problem}", "warning")
     if index.progress is not None:
         done, steps = index.progress
-        return message(f"The search is being prepared: {done:,} of {counted(steps, 'step')} can be searched.")
+        return message(f"The search index is being built: {done:,} of {counted(steps, 'new step')} can be searched.")
     return None
 
 
@@ -160,7 +160,7 @@ def _results(run: RunSummary, matches: Matches, query: Query) -> Markup:
 
 
 def _texts(run: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], str]:
-    """The completions with these numbers of step, prompt and rollout, from the run itself."""
+    """The completions with these numbers (step, prompt, rollout), read from the run's database."""
     if not keys:
         return {}
     marks = ", ".join("(?, ?, ?)" for _ in keys)
@@ -174,10 +174,10 @@ def _texts(run: RunSummary, keys: Sequence[tuple[int, int, int]]) -> dict[tuple[
 
 
 def marked(text: str, words: Sequence[str], around: int = 60) -> Markup:
-    """One line of a completion, around the first of the words, with all of them marked."""
+    """One line of a completion around the first match of a word; all matches in the line are marked."""
     flat = " ".join(text[:20_000].split())
     lower = flat.casefold()
-    if len(lower) != len(flat):  # letters whose length changes: mark nothing rather than wrong characters
+    if len(lower) != len(flat):  # casefold changed the length: mark nothing rather than the wrong characters
         return el("span", short(flat))
     spots = sorted((lower.find(word.casefold()), len(word)) for word in words if word.casefold() in lower)
     start = max(0, spots[0][0] - around) if spots else 0

@@ -1,4 +1,4 @@
-"""The page Run: curves, checks, data, log and command of one run."""
+"""The Run page: curves, checks, data, log and command of one run."""
 
 import shlex
 
@@ -22,7 +22,7 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     name = query.one("run")
     run = viewer.runs.find(name)
     if run is None:
-        text = f"There is no run {name}." if name else "Which run?"
+        text = f"There is no run {name}." if name else "Choose a run."
         return join([message(text), run_links(viewer.runs.all(), PATH)])
     series = viewer.series(run.folder)
     above = [_head(run), _cards(run, series), _alarms(series), _curves(run, series, query)]
@@ -30,7 +30,7 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
 
 
 def replay_command(run: RunSummary) -> str:
-    """The command that trains with the settings of this run again, into a new folder beside it."""
+    """The command that trains again with the settings of this run, into a new folder next to it."""
     return shlex.join(["posttrain", "train", str(run.folder / "config.yaml"), "--name", f"{run.folder.name}-again"])
 
 
@@ -39,7 +39,7 @@ def _head(run: RunSummary) -> Markup:
     links += [link("Rollouts", address("/rollouts", run=run.name))] if run.has_rollouts else []
     links += [link("Data", address("/data", run=run.name)), link("Compare", address("/", chosen=run.name))]
     command = replay_command(run)
-    copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
+    copy = el("button", "Copy the command that repeats this run", type="button", data_copy=command, title=command)
     written = el("noscript", el("code", command))
     title = el("h1", run.name, " ", badge(run.state))
     about = el("p", f"{run.method} of {run.model} on {run.data}", class_="quiet")
@@ -52,7 +52,7 @@ def _head(run: RunSummary) -> Markup:
 
 
 KILLED = (
-    "Its process ended without recording why: it was killed, or the machine was switched off. No logged metric is "
+    "The process ended without recording why: it was killed, or the machine was switched off. No logged metric is "
     "lost; `posttrain train --resume` continues from the last checkpoint."
 )
 
@@ -87,7 +87,7 @@ def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
     )
     text = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
     damaged = message(text, "warning") if series.damaged else None
-    hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
+    hint = el("p", "Click a curve to open the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
 

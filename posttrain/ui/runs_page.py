@@ -1,4 +1,4 @@
-"""The page Runs: a table of all runs, and the chosen ones compared."""
+"""The Runs page: a table of all runs, and a comparison of the chosen runs."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from posttrain.ui.parts import Query, address, choice, form, hidden, search, sli
 from posttrain.ui.viewer import STATES, Viewer
 
 PATH = "/"
-SHOWN = 100  # rows of the table without "show all"
-CHOSEN = COLOURS  # runs that are overlaid
+SHOWN = 100  # rows of the table before "show all"
+CHOSEN = COLOURS  # maximum number of runs overlaid
 SORTS = ("latest", "name", "state", "method", "model", "result", "steps", "disk")
 SMOOTH = ("0", "0.6", "0.9", "0.97")
 
@@ -24,14 +24,14 @@ SMOOTH = ("0", "0.6", "0.9", "0.97")
 def runs_page(viewer: Viewer, query: Query) -> Markup:
     rows = viewer.runs.all()
     if not rows:
-        return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
+        return message(f"There are no runs in {viewer.root} yet. Runs of `posttrain train` will appear here.")
     chosen = [run for name in query.many("chosen") if (run := viewer.runs.find(name)) is not None][:CHOSEN]
     runs = _table(viewer, arranged(rows, query), len(rows), chosen, query)
     return join([_controls(rows, query), _overlay(viewer, chosen, query), runs])
 
 
 def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
-    """The rows that match the filters, in the chosen order."""
+    """The runs that match the filters, in the chosen order."""
     words = query.one("find").casefold().split()
     state, method = query.one("state"), query.one("method")
 
@@ -82,7 +82,7 @@ def _table(
 
 
 def _sorter(name: str, query: Query) -> Markup:
-    """A header that sorts by its column, in reverse if the table is sorted by it already."""
+    """A column header that sorts the table by its column, or reverses the order if it is already sorted by it."""
     now, reversed_ = query.choice("sort", SORTS) == name, bool(query.one("reverse"))
     arrow = (" ↑" if reversed_ else " ↓") if now else ""
     return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
@@ -105,13 +105,13 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
 
 
 def toggle(name: str, at: int | None, where: str) -> Markup:
-    """A link that chooses an entry of a list, or removes it from the chosen ones, where it is number `at`."""
+    """A link that chooses an entry of a list; or, if the entry is chosen as number `at`, removes it."""
     label, look = ("choose", "toggle") if at is None else ("remove", f"toggle on c{at}")
     return link("+" if at is None else "✓", where, class_=look, aria_label=f"{label} {name}")
 
 
 def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
-    """The runs to choose from for the page at `path`, the latest first."""
+    """A table of runs, the latest first, with links that open each run on the page at `path`."""
     cells = [[link(run.name, address(path, run=run.name)), run.method, run.model, run.data] for run in rows[:SHOWN]]
     return table(["run", "method", "model", "data"], cells) if cells else None
 
@@ -122,13 +122,13 @@ def badge(state: str, problem: str = "") -> Markup:
 
 
 def tag_list(run: RunSummary) -> Markup:
-    """The tags of a run; its note under the pointer."""
+    """The tags of a run, with its note as a tooltip."""
     marks = f"{run.hashtags}{' note' if run.note else ''}".strip()
     return join([" ", el("small", marks, title=run.note or None)] if marks else [])
 
 
 def alarm_list(alarms: dict[str, int]) -> Markup:
-    """The alarms of a run as badges that open the advice of the guide."""
+    """The alarms of a run as badges that open advice from the guide."""
     badges = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in alarms.items()}
     return join(el("details", el("summary", shown), el("p", advice(name))) for name, shown in badges.items())
 

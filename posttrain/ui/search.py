@@ -1,6 +1,6 @@
-"""An index of a run's rollouts, in the cache of the pages: full-text search and filters over all steps.
+"""An index of a run's rollouts, in the UI's cache: full-text search and filters over all steps.
 
-The run's database is only read. A thread adds whole steps to the index; steps that a resumed run has repeated are
+The run's database is only read. A thread adds whole steps to the index. Steps that a resumed run has repeated are
 recognised by their fingerprints and read again. The index can be deleted at any time.
 """
 
@@ -26,8 +26,8 @@ from posttrain.ui.parts import Query
 log = logging.getLogger("posttrain")
 
 VERSION = 1
-REST_S = 0.003  # pause after every step, so that pages are served meanwhile
-AGE_S = 2.0  # then the run's database is read again
+REST_S = 0.003  # seconds to pause after every step, so that pages are served meanwhile
+AGE_S = 2.0  # seconds after which the run's database is read again
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, fingerprint TEXT);
@@ -61,26 +61,27 @@ SORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """The number of matching rollouts, and the rows of one page of them."""
+    """The number of matching rollouts, and the rows of one page."""
 
     total: int
     rows: Sequence[Mapping[str, Any]]
 
 
 class Index:
-    """The index of one run's rollouts. `refresh` returns at once; `progress` is set while steps are read."""
+    """The index of one run's rollouts. A thread reads new steps; meanwhile `progress` is set."""
 
     def __init__(self, run: Path, cache: Path):
         self.run = run
         name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:24]
         self.path = cache / f"rollouts-{name}.sqlite"
         self.problem = ""
-        self.progress: tuple[int, int] | None = None  # steps read, and steps to read, while the thread works
+        self.progress: tuple[int, int] | None = None  # new steps read so far and their total, while the thread works
         self._lock, self._updated = threading.Lock(), -AGE_S
         self._thread: threading.Thread | None = None
 
     def refresh(self, wait: float = 0.0) -> Index:
-        """Start reading new steps, unless that is going on or was done just now; wait `wait` seconds for it."""
+        """Start reading new steps and wait for at most `wait` seconds. Does nothing if the thread is still reading, or
+        ended less than AGE_S ago."""
         started = None
         with self._lock:
             busy = self._thread is not None and self._thread.is_alive()
@@ -92,7 +93,7 @@ class Index:
         return self
 
     def search(self, query: Query, limit: int = 50, offset: int = 0) -> Matches:
-        """The rollouts that match the filters of an address, of the steps indexed so far."""
+        """The rollouts that match the filters in an address, among the steps indexed so far."""
         where, values = _conditions(query)
         order = SORTS[query.choice("sort", list(SORTS))]
         with closing(self._opened()) as connection:
@@ -103,7 +104,7 @@ class Index:
             return Matches(total, [dict(row) for row in rows])
 
     def choices(self) -> dict[str, list[str]]:
-        """The verdicts, finish reasons and reward parts that occur."""
+        """The verdicts, finish reasons and reward parts that occur in the indexed steps."""
         with closing(self._opened()) as connection:
             row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
         return json.loads(row[0]) if row else {"verdict": [], "ended": [], "part": []}
@@ -114,7 +115,7 @@ class Index:
         connection.row_factory = sqlite3.Row
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = OFF")  # after a power failure it is made again
+            connection.execute("PRAGMA synchronous = OFF")  # an index damaged by a power failure is built again
             if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
                 connection.executescript(SCHEMA)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -136,7 +137,7 @@ class Index:
             self.problem = ""
         except (PosttrainError, sqlite3.Error, OSError) as error:
             self.problem = str(error)
-        except Exception as error:  # such as a row of another version: the pages work without the index
+        except Exception as error:  # e.g. a row of another version; the pages work without the index
             log.exception("the rollouts of %s cannot be indexed", self.run)
             self.problem = f"the rollouts cannot be indexed: {type(error).__name__}"
         finally:
@@ -163,7 +164,8 @@ class Index:
 
 
 def _fingerprints(stored: StoredRun) -> dict[int, str]:
-    """Step -> its number of completions and a hash of the first, which change when a step is repeated."""
+    """The fingerprint of each step: the number of completions and a hash of the first completion. It changes when a
+    step is repeated."""
     rows = stored.query(
         "SELECT r.step, COUNT(*), (SELECT f.completion FROM rollouts f WHERE f.step = r.step ORDER BY prompt_index, "
         "rollout_index LIMIT 1) FROM rollouts r GROUP BY r.step"
@@ -175,7 +177,7 @@ def _fingerprints(stored: StoredRun) -> dict[int, str]:
 
 
 def _remove(connection: sqlite3.Connection, step: int) -> None:
-    """Remove a step. Its words stay in the full-text tables, where they match no row: ids are never reused."""
+    """Remove a step. Its words are left in the full-text tables, where they match no row, as ids are never reused."""
     connection.execute("DELETE FROM parts WHERE rollout_id IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
     for table in ("rollouts", "prompts", "steps"):
         connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
@@ -224,13 +226,13 @@ def words_of(search: str) -> list[str]:
 
 
 def _match(search: str) -> str:
-    """The words as strings of FTS5's language, so that none is an operator; the last matches as a prefix."""
+    """The search as an FTS5 query. Words are quoted, so that none is an operator; the last word matches as a prefix."""
     words = [f'"{word.replace(chr(0), "")}"' for word in words_of(search)]
     return " ".join(words) + ("" if search.endswith('"') or not words else " *")
 
 
 def _conditions(query: Query) -> tuple[str, list[Any]]:
-    """The filters of an address as a condition of SQL with its values."""
+    """The filters in an address as an SQL condition with its values."""
     conditions, values = ["1"], []
 
     def need(condition: str, *more: Any) -> None:

@@ -1,7 +1,7 @@
-// Links, forms and a timer change the page in place: the server returns the content at the new address. Without this script
-// they load whole pages.
+// Links, forms and a timer update the page in place: the server returns the content at the new address. Without this script,
+// links and forms load whole pages.
 const shown = () => element.querySelector('.shown');
-let running = null, typing = 0, leaving = false; // the running request, the timer of a search field
+let running = null, typing = 0, leaving = false; // the running request, the timer of a search field, whether the page closes
 const load = async (address, { push = false, keep = true, timed = false, body = null } = {}) => {
   const url = new URL(address, location.href), mine = new AbortController();
   if (push && url.href !== location.href) history.pushState(null, '', url);
@@ -27,8 +27,8 @@ const addressOf = (form) => {
   return `${location.pathname}?${new URLSearchParams(values)}`;
 };
 
-// New content replaces the old, part by part, where they differ. Open details stay open; the focused element keeps the focus
-// and the text typed meanwhile.
+// New content replaces the old content part by part, where they differ. Open details remain open; the focused element keeps
+// the focus and the text typed meanwhile.
 const nameOf = (one) => one.id || (one.name && `${one.name}=${/radio|submit/.test(one.type) ? one.value : ''}`) || one.getAttribute('href');
 const put = (text, keep) => {
   const made = document.createElement('template');
@@ -67,7 +67,7 @@ element.addEventListener('click', (event) => {
     if (link.origin !== location.origin || link.pathname !== location.pathname) return;
     event.preventDefault();
     load(link.href, { push: true, keep: false });
-  } else if (figure && event.target.closest('svg')) { // a point of a curve; posttrain/reports/hover.js has `nearest`
+  } else if (figure && event.target.closest('svg')) { // a click on a curve; `nearest` is in posttrain/reports/hover.js
     const url = new URL(figure.dataset.at + nearest(figure, event).x, location.href);
     url.pathname === location.pathname ? load(url, { push: true }) : location.assign(url);
   }
@@ -78,7 +78,7 @@ element.addEventListener('submit', (event) => {
   if (!by?.value) load(addressOf(form), { push: true });
   else load(form.getAttribute('action'), { body: new URLSearchParams(new FormData(form, by)) });
 });
-// Search fields are read while typing: their change event adds nothing, and would replace a button that is being pressed.
+// Search fields are read while typing. Their change event adds nothing, and would replace a button that is being pressed.
 element.addEventListener('change', ({ target }) => {
   if (target.isConnected && target.form && target.type !== 'search') load(addressOf(target.form), { push: true });
 });

@@ -1,4 +1,4 @@
-"""What all pages read: the runs and evaluations below a folder, series, indexes of rollouts, and models."""
+"""The data that all pages read: runs and evaluations below a folder, curves, indexes of rollouts, and models."""
 
 import logging
 import os
@@ -29,36 +29,36 @@ from posttrain.ui.parts import Query, parse
 from posttrain.ui.search import Index
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", DAMAGED)
-WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a change of one of them is a change of the run
-SERIES, SMALL = 24, 10_000  # runs whose curves, and versions of summaries and small curves that are kept in memory
-WARM = 100  # runs whose small curves are read at the start
-PATIENCE_S = 0.2  # a small run is indexed in this time, so that the page shows it at once
+WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a run is read again if one of these files changes
+SERIES, SMALL = 24, 10_000  # cache sizes: full curves of runs; sparklines and summaries of evaluations
+WARM = 100  # runs whose sparklines are read at startup
+PATIENCE_S = 0.2  # seconds to wait for the index: a small run is indexed in this time and can be searched at once
 MODEL_FILES = ("config.json", "adapter_config.json")
-MOST_MODELS = 200  # in a list to choose from
-MOST_CHECKPOINTS = 3  # of a run, the newest
-BESIDE = "evaluations"  # the folder beside that of the runs where `posttrain eval` writes, for models outside runs
-DEPTH = 5  # of evaluations below a folder
-ANSWERED, COMPARED = 6, 2  # evaluations whose answers, and comparisons that are kept in memory
-RESAMPLES = 2_000  # of the bootstrap, which must not delay a page
+MOST_MODELS = 200  # maximum number of models in a list of choices
+MOST_CHECKPOINTS = 3  # newest checkpoints listed per run
+BESIDE = "evaluations"  # folder next to the folder of runs, where `posttrain eval` writes for models outside runs
+DEPTH = 5  # maximum depth of evaluations below a folder
+ANSWERED, COMPARED = 6, 2  # cache sizes: answers of evaluations; comparisons
+RESAMPLES = 2_000  # bootstrap resamples; few, so that they do not delay a page
 log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation. `name` is its path below the folder of runs or beside it, in a run RUN/MODEL; `suites` are the
-    summaries by key."""
+    """An evaluation. `name`: its path below the folder of runs or the folder next to it; RUN/MODEL for an evaluation in
+    a run. `suites`: the summaries by key."""
 
     name: str
     folder: Path
     suites: dict[str, dict[str, Any]]
-    problem: str  # why it cannot be read
+    problem: str  # why the evaluation cannot be read; empty if it can
 
 
 Entry = TypeVar("Entry", RunSummary, Evaluation)
 
 
 class Listing(ABC, Generic[Entry]):
-    """What lies below a folder; the folder is read again when the list is older than AGE_S."""
+    """A list of the entries below a folder. The folder is read again when the list is older than AGE_S seconds."""
 
     AGE_S = 1.0
 
@@ -68,20 +68,20 @@ class Listing(ABC, Generic[Entry]):
         self._listed: tuple[float, list[Entry]] = (-self.AGE_S, [])
 
     def all(self) -> list[Entry]:
-        """The latest first."""
+        """All entries, the latest first."""
         with self._lock:
             if time.monotonic() - self._listed[0] >= self.AGE_S:
                 entries = self._read()
-                self._listed = time.monotonic(), entries  # its age counts from the end of a long walk
+                self._listed = time.monotonic(), entries  # the age of the list counts from the end of reading
             return self._listed[1]
 
     def find(self, name: str) -> Entry | None:
-        """The entry of this name in the list: names in addresses are never joined to a path."""
+        """The entry with this name. Names from addresses are only looked up, never joined to a path."""
         return next((entry for entry in self.all() if entry.name == name), None)
 
     @abstractmethod
     def _read(self) -> list[Entry]:
-        """The entries, the latest first."""
+        """Read the entries from the folder, the latest first."""
 
 
 class Runs(Listing[RunSummary]):
@@ -93,14 +93,14 @@ class Runs(Listing[RunSummary]):
         self._spark = lru_cache(SMALL)(lambda folder, stamp, method: sparkline(folder, curve_metrics(method)))
 
     def spark(self, run: RunSummary) -> list[float]:
-        """The curve of a run's headline metric, in a few points."""
+        """The curve of a run's headline metric, reduced to a few points."""
         return self._spark(run.folder, _stamp(run.folder), run.method)
 
     def _read(self) -> list[RunSummary]:
         known = {}
         for run in summaries_below(self.root):
             stamp, before = _stamp(run.folder), self._known.get(run.folder)
-            if stamp[0] is not None:  # else the run was removed meanwhile
+            if stamp[0] is not None:  # otherwise the run was removed meanwhile
                 known[run.folder] = before if before and before[0] == stamp else (stamp, run)
         self._known = known
         return sorted((run for _, run in known.values()), key=_by_time, reverse=True)
@@ -111,13 +111,13 @@ def _by_time(run: RunSummary) -> tuple[float, str]:
 
 
 def curve_metrics(method: str) -> list[str]:
-    """The candidates for a headline's curve; training comes first, as it has more points than validation."""
+    """The candidates for a headline's curve. Training metrics come first, because they have more points."""
     names = list(headline_metrics(method))  # validation and training alternate
     return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
 
 
 def _stamp(folder: Path) -> tuple[object, ...]:
-    """Changes when one of the watched files of a run changes."""
+    """A value that changes when one of the watched files of a run changes."""
     stamps = []
     for name in WATCHED:
         try:
@@ -129,7 +129,7 @@ def _stamp(folder: Path) -> tuple[object, ...]:
 
 
 class Evaluations(Listing[Evaluation]):
-    """The evaluations below a folder of runs, and beside it; read again only when their files have changed."""
+    """The evaluations below a folder of runs and next to it; one is read again only when its files have changed."""
 
     AGE_S = 2.0
 
@@ -151,7 +151,7 @@ class Evaluations(Listing[Evaluation]):
         return self._source(evaluation.folder, _changed(evaluation.folder))
 
     def comparison(self, evaluations: Sequence[Evaluation]) -> Comparison:
-        """Each against the first. Raises RunError if they have no suite in common."""
+        """Compare each evaluation with the first. Raises RunError if they have no suite in common."""
         return self._comparison(tuple((each.name, each.folder, _changed(each.folder)) for each in evaluations))
 
     def _compare(self, evaluations: Sequence[tuple[str, Path, float]]) -> Comparison:
@@ -160,7 +160,7 @@ class Evaluations(Listing[Evaluation]):
 
 
 def _changed(folder: Path) -> float:
-    """When an evaluation last changed (Unix, s)."""
+    """The time when an evaluation last changed (Unix time in seconds)."""
     times = [0.0]
     for name in (SUMMARY, ANSWERS, DATABASE):
         try:
@@ -171,7 +171,7 @@ def _changed(folder: Path) -> float:
 
 
 def _evaluation(changed: float, home: Path, folder: Path) -> Evaluation:
-    """The evaluation in `folder`, which lies below `home`; `changed` is part of the cache's key."""
+    """The evaluation in `folder`, which is below `home`. `changed` is only a part of the cache key."""
     parts = list(folder.relative_to(home).parts) or [folder.name]
     of_run = len(parts) > 2 and parts[-2] == "evaluation"  # RUN/evaluation/MODEL
     name = "/".join([*parts[:-2], parts[-1]] if of_run else parts)
@@ -183,7 +183,7 @@ def _evaluation(changed: float, home: Path, folder: Path) -> Evaluation:
 
 
 def _evaluations_below(home: Path) -> list[Path]:
-    """The evaluation folders there; folders of models, which have many files, are skipped."""
+    """The evaluation folders below `home`. Folders of models are skipped, because they contain many files."""
     evaluations = []
     for path, folders, files in os.walk(home):
         if (SUMMARY in files and ANSWERS in files) or DATABASE in files:
@@ -195,7 +195,7 @@ def _evaluations_below(home: Path) -> list[Path]:
 
 
 class Viewer:
-    """Reads the runs below `root`; indexes and caches lie in `cache`, never in a run."""
+    """Reads the runs below `root`. Indexes and caches are in `cache`, never in a run folder."""
 
     def __init__(self, root: Path, cache: Path | None = None):
         self.root = root
@@ -209,50 +209,50 @@ class Viewer:
         self._lock = threading.Lock()
 
     def warm(self) -> None:
-        """Read what the first page shows."""
+        """Read in advance what the first page shows."""
         for run in self.runs.all()[:WARM]:
             self.runs.spark(run)
 
     def series(self, run: Path) -> Series:
-        """The curves of a run; only new lines are read."""
+        """The curves of a run; only new lines of its metrics are read."""
         return self._series(run).refresh()
 
     def index(self, run: Path) -> Index:
-        """The index of a run's rollouts, which starts to read new steps."""
+        """The index of a run's rollouts. Starts reading new steps."""
         with self._lock:
             index = self._indexes.setdefault(run, Index(run, self.cache))
         return index.refresh(PATIENCE_S)
 
 
 Render = Callable[[Viewer, Query], Markup]
-Act = Callable[[Viewer, Query], None]  # of a button: raises an error that the page shows
+Act = Callable[[Viewer, Query], None]  # the action of a button; the page shows the errors that it raises
 Result = TypeVar("Result")
 
 
 def rendered(render: Render, viewer: Viewer, address: str) -> Markup:
-    """What a page shows at an address; an error becomes a message on it."""
+    """The content of a page at an address. An error is shown as a message on the page."""
     return _guarded(render, viewer, address)
 
 
 def perform(act: Act, viewer: Viewer, address: str) -> Markup | None:
-    """Perform the action of a button on the values of an address. An error is returned as a message."""
+    """Perform the action of a button with the values of an address. An error is returned as a message."""
     return _guarded(act, viewer, address)
 
 
 def _guarded(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
-    """The result, or the message of an error; the stack trace of an unexpected one goes to the log."""
+    """The result of `work`, or the message of its error. The stack trace of an unexpected error is logged."""
     try:
         return work(viewer, parse(address))
     except PosttrainError as error:
         return message(message_of(error), "error")
-    except Exception as error:  # the page must stay usable whatever a damaged run leads to
+    except Exception as error:  # the page must remain usable whatever error a damaged run causes
         log.exception("a page could not be shown: %s", address)
-        return message(f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more.", "error")
+        return message(f"This cannot be shown: {type(error).__name__}. The log of posttrain ui says more.", "error")
 
 
 def models_below(viewer: Viewer) -> dict[str, str]:
-    """Name -> folder of every saved model: of each run, the latest first, its final, best and newest checkpoints, and
-    the quantised ones."""
+    """The folders of saved models by name: for each run, the latest first, its final model, best model, newest
+    checkpoints and quantised models; then those in quantized_models/. Stops at MOST_MODELS models of runs."""
     models: dict[str, str] = {}
     for run in viewer.runs.all():
         for folder in _models_of(run.folder):

@@ -1,7 +1,7 @@
-"""Token maps and votes of the page Chat.
+"""Token maps and votes of the Chat page.
 
-A map shows the tokens of a reply in colour, by the probabilities of one model or the difference of two. Votes between
-two replies become preference rows, which `posttrain train` reads (docs/data.md).
+A map colours the tokens of a reply by the probabilities of one model or by the difference between two models. Votes
+between two replies become preference rows, which `posttrain train` reads (docs/data.md).
 """
 
 import json
@@ -15,8 +15,8 @@ from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.runs.atomic import cannot_write
 from posttrain.serving.client import ScoredToken
 
-COLOURS = {  # of a token: what it shows, the value of full colour, the legend
-    "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: likelier under B. Orange: likelier under A."),
+COLOURS = {  # colouring -> quantity, value that has the full colour, legend
+    "difference": ("log-probability, B minus A (nats)", 2.0, "Blue: more likely under B. Orange: more likely under A."),
     "logprob": ("log-probability of A (nats)", 5.0, "Stronger: less likely."),
     "entropy": ("entropy of A (nats)", 3.0, "Stronger: less certain."),
 }
@@ -26,7 +26,7 @@ Turns = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A token of a reply with the numbers of model A and, if its tokens are the same, of model B."""
+    """A token of a reply with the numbers of model A and, if model B has the same tokens, of model B."""
 
     a: ScoredToken
     b: ScoredToken | None
@@ -40,13 +40,14 @@ class Cell:
 
 
 def cells(a: Sequence[ScoredToken], b: Sequence[ScoredToken] | None) -> list[Cell]:
-    """The tokens of both models; without B's where they differ from A's and cannot be compared token by token."""
+    """The tokens with the numbers of both models. If B's tokens differ from A's, the numbers of B are omitted, because
+    the models cannot be compared token by token."""
     same = b is not None and [token.id for token in a] == [token.id for token in b]
     return [Cell(token, b[at] if same and b is not None else None) for at, token in enumerate(a)]
 
 
 def token_map(reply: Sequence[Cell], colour: str, names: Sequence[str]) -> Markup:
-    """The reply with a coloured background for each token; its numbers show under the pointer and at the focus."""
+    """The reply with a coloured background for each token. A token under the pointer or the focus shows its numbers."""
     if colour == "difference" and not any(cell.b for cell in reply):
         colour = "logprob"
     title, full, legend = COLOURS[colour]
@@ -79,15 +80,15 @@ def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
 
 
 def seen(text: str) -> str:
-    """The text of a token with visible line breaks; where it is blank, also with visible spaces."""
+    """The text of a token with visible line breaks; if the text is blank, also with visible spaces."""
     lines = text.replace("\n", "⏎\n")
     return lines if text.strip() else lines.replace(" ", "␣") or "∅"
 
 
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
-    """Append a row with `prompt`, `chosen`, `rejected` and the facts; returns the number of rows in the file.
+    """Append a row with `prompt`, `chosen`, `rejected` and the facts. Returns the number of rows in the file.
 
-    A line cut short by a full disk stays a separate line. Raises RunError if the row cannot be written.
+    If a full disk cut the last line short, the row starts on a new line. Raises RunError if it cannot be written.
     """
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}

@@ -1,1 +1,1 @@
-"""Keeping runs in order (docs/runs.md): what `posttrain runs` does. Imports no torch."""
+"""Management of runs (docs/runs.md): what `posttrain runs` does. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Copies of runs: archives (.tar.gz or .tar), and snapshots, which pruning and deleting the run leave alone.
+"""Copies of runs: archives (.tar.gz or .tar), and snapshots, which pruning or deleting the run does not affect.
 
 .snapshots/{run}-{time}/snapshot.json    the run's relative path, time, note, SHA-256 of the files without a manifest
 .snapshots/{run}-{time}/run/             the copy
@@ -24,13 +24,13 @@ from posttrain.runs.folder import LOCK
 from posttrain.runs.provenance import now
 
 FACTS, COPY, FORMAT = "snapshot.json", "run", 1
-KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}  # of archives
-LEVEL = 1  # of gzip: weights hardly get smaller, so a higher level only takes time
+KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}  # ending of an archive's name -> mode of tarfile
+LEVEL = 1  # compression level of gzip: weights hardly compress, so a higher level only takes time
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot's facts. `run` is where the run was, and where it is restored."""
+    """A snapshot's facts. `run` is the path that the run had, and to which it is restored."""
 
     folder: Path
     run: Path
@@ -51,7 +51,7 @@ def snapshots_of(root: Path) -> list[Path]:
 
 
 def read_snapshot(folder: Path) -> Snapshot:
-    """A snapshot's facts; a damaged one has a `problem`, and the path of `run` that its name suggests."""
+    """A snapshot's facts. If it is damaged, `problem` says why, and the path `run` is derived from its name."""
     try:
         facts = _facts(folder)
     except RunError as error:
@@ -61,12 +61,12 @@ def read_snapshot(folder: Path) -> Snapshot:
 
 
 def original_of(folder: Path) -> Path:
-    """The path of the run whose copy a folder is; the folder itself if it is not a snapshot's copy."""
+    """The path of the original run, if the folder is a snapshot's copy; otherwise the folder itself."""
     return read_snapshot(folder.parent).run.resolve() if is_copy(folder) else folder.resolve()
 
 
 def is_copy(folder: Path) -> bool:
-    """Whether a folder is a snapshot's copy, whose files are sealed."""
+    """Whether a folder is a snapshot's copy, whose files must not change."""
     return folder.name == COPY and (folder.parent / FACTS).is_file()
 
 
@@ -78,11 +78,11 @@ def take(target: Path, name: str = "", note: str = "") -> Path:
     name = checked_name(name) if name else f"{'-'.join(relative.parts)}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = home / SNAPSHOTS / name
     if os.path.lexists(folder):
-        raise RunError(f"there is a snapshot {folder} already: give another --name")
+        raise RunError(f"the snapshot {folder} already exists: give another --name")
     with held(runs):
         size, free = size_of(target), shutil.disk_usage(home).free
         if size > free:
-            raise RunError(f"no space for a copy of {target}: it has {in_units(size)}, and {in_units(free)} are free")
+            raise RunError(f"no space for a copy of {target}: it takes {in_units(size)}, but {in_units(free)} are free")
 
         def write(temporary: Path) -> None:
             _copy(target, temporary / COPY)
@@ -97,8 +97,8 @@ def take(target: Path, name: str = "", note: str = "") -> Path:
 def restore(snapshot: Path, to: Path | None = None, replace: bool = False) -> Path:
     """Copy a snapshot back to where the run was, or to the folder `to`; returns that folder.
 
-    Every file is verified first. Raises RunError if one is damaged; if the folder exists, unless it is a run to
-    `replace`; and if a process runs in it.
+    Every file is verified first. Raises RunError if a file is damaged, if the folder exists (unless it is a run and
+    `replace` is set), or if a process runs in it.
     """
     if problems := problems_of(snapshot):
         raise RunError(f"{snapshot} is damaged ({'; '.join(problems[:5])}): nothing was restored")
@@ -110,14 +110,14 @@ def restore(snapshot: Path, to: Path | None = None, replace: bool = False) -> Pa
         raise RunError(f"{target} is a link: give another name with --to")
     size, free = size_of(snapshot), shutil.disk_usage(snapshot).free
     if size > free:
-        raise RunError(f"no space to restore {snapshot}: it has {in_units(size)}, and {in_units(free)} are free")
+        raise RunError(f"no space to restore {snapshot}: it takes {in_units(size)}, but {in_units(free)} are free")
     with held(folders_of(target) if exists else []):
         write_folder(target, lambda temporary: _copy(snapshot / COPY, temporary))
     return target
 
 
 def problems_of(snapshot: Path) -> list[str]:
-    """The problems of a snapshot's files, by the manifests of checkpoints and models and its list of other files."""
+    """The problems of a snapshot's files, checked against the manifests of saved models and its list of other files."""
     try:
         facts = _facts(snapshot)
     except RunError as error:
@@ -138,7 +138,7 @@ def drop(snapshot: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a tree with its links as links, without locks, leftovers of crashes, pipes and sockets."""
+    """Copy a tree, with links as links, without locks, leftovers of crashes, pipes and sockets."""
 
     def is_ignored(path: Path) -> bool:
         return path.name == LOCK or is_garbage(path) or not (path.is_symlink() or path.is_dir() or path.is_file())
@@ -150,7 +150,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _sealed(copy: Path) -> list[Path]:
-    """The folders below a copy whose manifest has the hashes of their files."""
+    """The folders below a copy that have a manifest with the hashes of their files."""
     runs = {path.parent for path in copy.rglob("run.json")} | {copy}
     saved = [folder for run in runs for folder in [*list_checkpoints(run), *(run / name for name in MODELS)]]
     return sorted(folder for folder in saved if (folder / MANIFEST).is_file() and not folder.is_symlink())
@@ -176,7 +176,7 @@ def _facts(snapshot: Path) -> dict[str, Any]:
     valid = valid and all(isinstance(facts.get(name), kind) for name, kind in kinds.items())
     valid = valid and _is_time(facts["made"])
     if not valid or Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
-        raise RunError(f"{snapshot / FACTS} is damaged or of another version of posttrain")
+        raise RunError(f"{snapshot / FACTS} is damaged or from another version of posttrain")
     return facts
 
 
@@ -189,24 +189,24 @@ def _is_time(text: str) -> bool:
 
 @dataclass(slots=True)
 class Archived:
-    """An archive, and what went into it."""
+    """An archive, with the number and the size of the files in it."""
 
     path: Path
     files: int = 0
-    size: int = 0  # of the files, in bytes
+    size: int = 0  # bytes of the files, uncompressed
 
 
 def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> Archived:
     """Write a run, or a whole run, to an archive whose only folder has the run's name.
 
-    Without `checkpoints`, folders that only a resume reads are omitted. Links inside the run stay links; the base of
-    adapters, a link to a model outside, is archived as files. Raises RunError if a process runs in it, for another kind
-    of archive, and for a file that exists, unless `overwrite` is set.
+    Without `checkpoints`, folders that only a resume reads are omitted. Links are archived as links, except the link
+    `base` to a model beside the run, which is archived as files. Raises RunError if a process runs in the run, for
+    another kind of archive, and for an existing file without `overwrite`.
     """
     runs = folders_of(target)
     kind = next((mode for suffix, mode in KINDS.items() if path.name.endswith(suffix)), None)
     if kind is None:
-        raise RunError(f"{path} is no archive that can be written: give a name that ends in {', '.join(KINDS)}")
+        raise RunError(f"{path} is not a supported kind of archive: give a name that ends in {', '.join(KINDS)}")
     if os.path.lexists(path) and not overwrite:
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     if path.resolve().is_relative_to(target.resolve()):
@@ -217,7 +217,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     with held(runs):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            settle(path.parent, path.name)  # of an export that was killed
+            settle(path.parent, path.name)  # removes what a killed export left
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
                     _add(archive, target, target.resolve().name, target.resolve(), checkpoints, done)
@@ -225,14 +225,14 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
-            raise cannot_write(path, error, "free some, or give another path with --output") from error
+            raise cannot_write(path, error, "free some space, or give another path with --output") from error
         finally:
             temporary.unlink(missing_ok=True)
     return done
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool, done: Archived) -> None:
-    """Add a path under a name, folders with their content in the order of names."""
+    """Add a path under a name; folders with their content, sorted by name."""
 
     def is_for_resume(path: Path) -> bool:
         return path.is_dir() and (path.name.startswith("checkpoint-") or path.name.endswith(".set-aside"))
@@ -258,7 +258,7 @@ def _is_model_beside(folder: Path, root: Path) -> bool:
 
 
 def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The entry without the owner on this machine, who means nothing elsewhere."""
+    """The entry without its owner, who means nothing on another machine."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     return info

@@ -1,4 +1,4 @@
-"""The facts of one run to show, and how two runs differ: in settings, versions and metrics, or bit for bit."""
+"""The facts of one run for display, and the differences of two: in settings, versions and metrics, or bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MISSING = "-"
 NO_VERSIONS = ("command", "folder", "models")  # provenance that differs between any two runs
-CLOCK = ("time", "seconds", "save_seconds")  # metrics that differ between equal runs
+CLOCK = ("time", "seconds", "save_seconds")  # metrics that differ even between equal runs
 
 
 def facts_of(run: RunSummary) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ class Differences:
 
 
 def differences(one: Path, other: Path) -> Differences:
-    """Compare two run folders. Metrics are the latest values of each. Raises RunError if a run.json is damaged."""
+    """Compare two run folders, with the latest value of each metric. Raises RunError if a run.json is damaged."""
     settings = [flat(RunSummary(run).config, lists=True) for run in (one, other)]
     versions = [_versions(run) for run in (one, other)]
     metrics = [latest_metrics(run) for run in (one, other)]
@@ -103,7 +103,7 @@ def _versions(run: Path) -> dict[str, Any]:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differing]:
-    """In the order of the first run, then what only the second has."""
+    """The values that differ, in the order of the first run, followed by those that only the second run has."""
     return [
         Differing(name, _text(name, one), _text(name, other), _change(one.get(name), other.get(name)))
         for name in dict.fromkeys([*one, *other])
@@ -145,9 +145,9 @@ class BitDifference:
 class BitComparison:
     """What was compared, and the differences, earliest step first."""
 
-    lines: int = 0  # of metrics.jsonl
+    lines: int = 0  # lines of metrics.jsonl
     tensors: int = 0
-    values: int = 0  # in the tensors
+    values: int = 0  # values in the tensors
     folders: list[str] = field(default_factory=list)
     differences: list[BitDifference] = field(default_factory=list)
 
@@ -155,9 +155,9 @@ class BitComparison:
 def compare_runs(one: Path, other: Path) -> BitComparison:
     """Compare the metrics (except times) and the saved folders of two run folders that should be equal.
 
-    The saved folders are the checkpoints that both have, their newest, `best` and `final`: weights, optimizer, random
-    generators, and the loop's state with a checksum of the rows trained on, in order. Numbers are equal if their bits
-    are: NaN equals NaN, 0.0 differs from -0.0.
+    The saved folders are the checkpoints that both runs have, the newest one of each run, `best` and `final`. They have
+    weights, optimizer, random generators, and the loop's state with a checksum of the rows trained on, in order.
+    Numbers are equal if their bits are equal: NaN equals NaN, but 0.0 differs from -0.0.
     """
     compared = BitComparison()
     compared.differences += _metric_differences(one, other, compared)
@@ -176,7 +176,8 @@ def _metric_differences(one: Path, other: Path, compared: BitComparison) -> Iter
     for number, (a, b) in enumerate(zip_longest(read_metrics(one), read_metrics(other)), start=1):
         where = f"metrics.jsonl line {number}"
         if a is None or b is None:
-            yield BitDifference((a or b or {})["step"], where, f"{_presence(a)} and {_presence(b)}")
+            what = f"{_presence(a)} in the first run, {_presence(b)} in the second"
+            yield BitDifference((a or b or {})["step"], where, what)
             return
         compared.lines += 1
         for name in a | b:
@@ -195,7 +196,7 @@ def _folder_differences(one: Path, other: Path, compared: BitComparison) -> Iter
             return
     steps = saved_step(one), saved_step(other)
     if steps[0] != steps[1]:
-        # The later one, as the runs may have been equal before it.
+        # The later step, because the runs may have been equal before it.
         yield BitDifference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
         return
     for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):
@@ -215,7 +216,7 @@ def _tensor_differences(
     for name in sorted(a | b):
         x, y = a.get(name), b.get(name)
         if x is None or y is None:
-            yield f"{name} {_presence(x)} and {_presence(y)}"
+            yield f"{name} {_presence(x)} in the first run, {_presence(y)} in the second"
         elif (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name} is {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
         else:

@@ -1,6 +1,7 @@
 """A list of runs: its order, its filters, and its table.
 
-The table is lines of text, made in milliseconds: rich measures and styles each cell, which takes longer than reading.
+The table is made as lines of text in milliseconds. rich would measure and style each cell, which takes longer than
+reading the runs.
 """
 
 import fnmatch
@@ -15,7 +16,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.terminal import visible
 from posttrain.runs.summary import RunSummary
 
-LEAST = 8  # characters that a folding column keeps
+LEAST = 8  # minimum width of a folding column, in characters
 
 ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda run: run.changed,
@@ -30,7 +31,7 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
 
 
 def ordered(runs: Iterable[RunSummary], order: str, reverse: bool = False) -> list[RunSummary]:
-    """The runs by one of ORDERS, those without a value always last. Raises RunError for another order."""
+    """The runs sorted by one of ORDERS; runs without a value come last. Raises RunError for another order."""
     if order not in ORDERS:
         raise RunError(f"cannot sort by {order}: give one of {', '.join(ORDERS)}")
     key = ORDERS[order]
@@ -61,8 +62,8 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 def filtered(runs: Iterable[RunSummary], terms: Iterable[str]) -> list[RunSummary]:
     """The runs that match every term: a word in any text of the run, or FIELD=VALUE.
 
-    Texts are compared with = and != (with * and ?), the numbers step, result, size (1.5GB) and age (30d) also with <,
-    <=, > and >=. Raises RunError for an invalid term.
+    Texts are compared with = and != (* and ? are wildcards); the numbers step, result, size (1.5GB) and age (30d) also
+    with <, <=, > and >=. Raises RunError for an invalid term.
     """
     tests = [_test(term) for term in terms]
     return [run for run in runs if all(test(run) for test in tests)]
@@ -80,19 +81,19 @@ def _test(term: str) -> Callable[[RunSummary], bool]:
     if field not in TEXTS:
         raise RunError(f"cannot filter by {field}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
     if sign not in ("=", "!="):
-        raise RunError(f"{term}: {field} is a text, compared with = or !=")
+        raise RunError(f"{term}: {field} is a text: compare it with = or !=")
     pattern = re.compile(fnmatch.translate(value.lower()))
     return lambda run: any(pattern.match(text.lower()) for text in TEXTS[field](run)) == (sign == "=")
 
 
 def seconds_of(text: str) -> float:
-    """30d, 12h, 2w as seconds. Raises RunError for anything else."""
-    return _in_units(text, SECONDS, "is no time: give a number with s, m, h, d or w, such as 30d")
+    """The seconds in a time such as `30d`, `12h` or `2w`. Raises RunError for anything else."""
+    return _in_units(text, SECONDS, "is not a time: give a number with s, m, h, d or w, such as 30d")
 
 
 def bytes_of(text: str) -> float:
-    """1.5GB, 300 MB, 1000 as bytes. Raises RunError for anything else."""
-    return _in_units(text, BYTES, "is no size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
+    """The bytes in a size such as `1.5GB`, `300 MB` or `1000`. Raises RunError for anything else."""
+    return _in_units(text, BYTES, "is not a size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
 
 
 def _in_units(text: str, units: Mapping[str, float], problem: str) -> float:
@@ -106,15 +107,15 @@ def _float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise RunError(f"'{text}' is no number") from None
+        raise RunError(f"'{text}' is not a number") from None
 
 
-BOUNDS: dict[str, Callable[[str], float]] = {"size": bytes_of, "age": seconds_of}  # of a filter; else a plain number
+BOUNDS: dict[str, Callable[[str], float]] = {"size": bytes_of, "age": seconds_of}  # other bounds are plain numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`folds`: its cells may take several lines. `right`: its cells are numbers."""
+    """A column of a table. `folds`: its cells may take several lines. `right`: its cells are right-aligned."""
 
     title: str
     folds: bool = False
@@ -122,7 +123,7 @@ class Column:
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The lines of a table in `width` characters. The widest folding columns shrink, the first (names) last."""
+    """The lines of a table in `width` characters. The widest folding columns shrink, the first (names) least."""
     cells = [[visible(cell).replace("\n", " ").replace("\t", " ") for cell in row] for row in rows]
     table = [[column.title for column in columns], *cells]
     widths = [max(cell_width(row[index]) for row in table) for index in range(len(columns))]
@@ -146,7 +147,7 @@ def _lines(row: Sequence[str], columns: Sequence[Column], widths: Sequence[int])
 
 
 def _folded(cell: str, width: int) -> Iterator[str]:
-    """A cell in lines of at most `width` characters, broken at spaces where that is possible."""
+    """A cell in lines of at most `width` characters, broken at spaces if possible."""
     while cell_width(cell) > width:
         end = width
         while end > 1 and cell_width(cell[:end]) > width:

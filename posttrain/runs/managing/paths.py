@@ -1,6 +1,6 @@
-"""The paths by which runs name each other: which runs need what lies in another, and the renaming of a run.
+"""The paths by which runs refer to one another: which runs need files of another run, and how a run is renamed.
 
-Runs name models that they start from or read, the base of adapters, and files of rows.
+Runs refer to the models that they start from or read, to the base of adapters, and to files of rows.
 """
 
 import os
@@ -18,13 +18,13 @@ from posttrain.runs.finding import BASE, SWEEP, checked_name, find_runs, folders
 from posttrain.runs.managing.copies import is_copy, original_of, snapshots_of
 from posttrain.runs.summary import RunSummary
 
-JOURNAL = "renaming.json"  # in a folder while it is renamed: which settings to update
-OWN = ("name", "output_dir", "logging_dir")  # last parts of settings that name no input
+JOURNAL = "renaming.json"  # file in a folder while it is renamed: which settings to update
+OWN = ("name", "output_dir", "logging_dir")  # last parts of the settings that do not name an input
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`run` names the absolute `path` in `what`: a setting, or a file."""
+    """`run` refers to the absolute `path` in `what`, a setting or a file."""
 
     run: Path
     what: str
@@ -35,8 +35,8 @@ class Need:
 
 
 def needed(targets: Sequence[Path], beside: Iterable[Path] = ()) -> list[Need]:
-    """What other runs need in the folders `targets`: the runs and snapshots next to each target's whole run, and in
-    the folders `beside`; not runs elsewhere."""
+    """What other runs need from the folders `targets`. Runs and snapshots next to each target's whole run and in the
+    folders `beside` are checked; runs elsewhere are not."""
     folders = {target.resolve() for target in targets}
     names = {folder.name for folder in folders}
     needs: list[Need] = []
@@ -52,9 +52,9 @@ def within(path: Path, folders: Set[Path]) -> bool:
 
 
 def refuse_needed(targets: Sequence[Path], beside: Iterable[Path], what: str) -> None:
-    """Raise RunError, which names them, if other runs need one of these folders."""
+    """Raise RunError, with the names of the runs, if other runs need one of these folders."""
     if needs := needed(targets, beside):
-        raise RunError(f"{what}: {described(needs)}. Keep it, remove those first, or give --force")
+        raise RunError(f"{what}: {described(needs)}. Keep it, remove the runs that need it first, or use --force")
 
 
 def described(needs: Sequence[Need]) -> str:
@@ -68,7 +68,7 @@ def described(needs: Sequence[Need]) -> str:
 
 
 def _others(targets: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
-    """The folders whose needs count: runs, whole runs and snapshots, each once."""
+    """The folders whose needs are checked: runs, whole runs and snapshots, each once."""
     roots = dict.fromkeys([*(root_of(target).parent for target in targets), *(path.resolve() for path in beside)])
     seen: set[Path] = set()
     for root in roots:
@@ -81,7 +81,7 @@ def _others(targets: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
 
 
 def _needs(folder: Path, names: set[str]) -> Iterator[Need]:
-    """What a run names outside itself. Its settings are parsed only if they have one of the `names`."""
+    """What a run refers to. Its settings are parsed only if they contain one of the `names`."""
     provenance = _json(folder / "run.json").get("provenance")
     provenance = provenance if isinstance(provenance, dict) else {}
     started_in = Path(str(provenance.get("folder") or "."))
@@ -105,7 +105,7 @@ def _needs(folder: Path, names: set[str]) -> Iterator[Need]:
 
 
 def _meant(facts: dict[str, Any], started_in: Path, home: Path) -> Iterator[Path]:
-    """The absolute paths that a recorded path may mean: from the run's folder, from where it was started, from here."""
+    """The absolute paths that a recorded path may mean: from the run's folder, from its start folder, or from here."""
     if isinstance(facts.get("from_here"), str):
         yield Path(os.path.normpath(home / facts["from_here"])).resolve()
     if isinstance(facts.get("path"), str):
@@ -120,7 +120,7 @@ def _mentions(path: Path, names: set[str]) -> bool:
         text = read_regular(path).decode(errors="replace") if path.is_file() else ""
     except OSError:
         return False
-    # A name that YAML escapes or folds may be written otherwise: then the settings are parsed in any case.
+    # YAML may escape or fold such a name and so write it differently: then the settings are always parsed.
     return any(name in text or not name.isascii() or " " in name for name in names)
 
 
@@ -134,7 +134,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Renamed:
-    """The new folder, the files in which the old path was replaced, and those that still have it, with the reason."""
+    """The new folder, the files in which the old path was replaced, and those that still have it, with the reasons."""
 
     folder: Path
     updated: list[Path] = field(default_factory=list)
@@ -144,19 +144,19 @@ class Renamed:
 def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = False) -> Renamed:
     """Give a run, or a whole run, another name in the same folder.
 
-    The new path replaces the old one in settings and provenance of all runs next to it, and the new name the old one in
-    its own settings. Checkpoints are sealed and stay as they are: a resume compares models by content. Raises RunError
-    for an invalid or taken name, for a model or stage of a whole run, if a process runs in it or in a run that needs
-    it, and, without `force`, if an adapter of another run names it as its base.
+    The new path replaces the old path in the settings and provenance of all runs next to it, and the new name replaces
+    the old name in the run's own settings. Checkpoints have checksums and do not change: a resume compares models by
+    content. Raises RunError for an invalid or taken name, for a model or stage of a whole run, if a process runs in it
+    or in a run that needs it, and, without `force`, if an adapter of another run names it as its base.
     """
     checked_name(name)
     runs, old = folders_of(target), target.resolve()
     if target.is_symlink():
         raise RunError(f"{target} is a link to {old}: give that folder")
     if root_of(target) != old:
-        raise RunError(f"{target} is named by the model or stage of {root_of(target).name}: rename that instead")
+        raise RunError(f"{target} is named after a model or stage of {root_of(target).name}: rename that run instead")
     if (old.parent / SWEEP).is_file():
-        raise RunError(f"{target} is not renamed: it is a trial of the sweep {old.parent.name}, which names it")
+        raise RunError(f"{target} is not renamed: it is a trial of the sweep {old.parent.name}, which needs its name")
     new = old.with_name(name)
     if os.path.lexists(new):
         raise RunError(f"{target.with_name(name)} exists: choose another name")
@@ -164,8 +164,8 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
     sealed = [need for need in needs if need.what.endswith("adapter_config.json") or is_copy(need.run)]
     if sealed and not force:
         raise RunError(
-            f"{target} is not renamed: {', '.join(map(str, dict.fromkeys(sealed)))} would lose it, since files with "
-            "checksums are not changed. Keep the name, or give --force"
+            f"{target} is not renamed: {', '.join(map(str, dict.fromkeys(sealed)))} would lose it, because files with "
+            "checksums are not changed. Keep the name, or use --force"
         )
     others = [run for run in dict.fromkeys(need.run for need in needs) if not is_copy(run)]
     with held([*runs, *(run for other in others for run in _runs_in(other))]):
@@ -183,8 +183,8 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
 
 
 def finish_renaming(folder: Path) -> bool:
-    """Finish a renaming that was killed, or drop its record if nothing had changed; returns whether there was one.
-    Raises RunError if a process runs in one of the runs, or the record is damaged."""
+    """Finish an interrupted renaming, or drop its record if nothing had changed; returns whether there was one. Raises
+    RunError if a process runs in one of the runs, or the record is damaged."""
     if not (folder / JOURNAL).is_file():
         return False
     facts, here = load_json(folder / JOURNAL), folder.resolve()
@@ -213,7 +213,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _update(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> None:
-    """Replace the old path in a run's settings and provenance, and its own name."""
+    """Replace the old path in a run's settings and provenance; with `own`, also the run's name."""
     config, facts = folder / "config.yaml", folder / "run.json"
     try:
         saved = load_json(facts) if facts.is_file() else {}
@@ -249,7 +249,7 @@ def _update_settings(config: Path, name: str | None, replaced: Callable[[str], s
 
 
 def _replacer(old: Path, new: Path, started_in: Path) -> Callable[[str], str]:
-    """Replaces a path at or below `old`, absolute or relative to where the run was started or to here."""
+    """A function that replaces paths at or below `old`, absolute or relative to the run's start folder or to here."""
 
     def replaced(value: str) -> str:
         if old.name not in value or "/" not in value:  # a single word is not a model in a run

@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which checkpoints are kept: the newest intact ones; with `keep_best` also the one of the step of `best/`."""
+    """Which checkpoints are kept: the newest intact ones and, with `keep_best`, that of the step of `best/`."""
 
     keep_last: int = 1
     keep_best: bool = False
@@ -63,9 +63,9 @@ class Rule:
 
 
 def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> None:
-    """Delete a run folder, or that of a whole run, with its content; links are removed, not followed.
+    """Delete the folder of a run, or of a whole run, with its content; links are removed, not followed.
 
-    Raises RunError if a process runs in it, it is a link or no run, or, without `force`, if other runs need it.
+    Raises RunError if a process runs in it, if it is a link or not a run, or, without `force`, if other runs need it.
     """
     if target.is_symlink():
         raise RunError(f"{target} is a link to {target.resolve()}: give that folder, or remove the link yourself")
@@ -80,9 +80,9 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
 
 
 def settle_runs(root: Path, targets: Iterable[Path] = ()) -> list[str]:
-    """Finish or undo what interrupted commands left beside the runs in `root`, or beside `targets`: a line each.
+    """Finish or undo what interrupted commands left beside the runs in `root` or beside `targets`; returns a line each.
 
-    Files that a running process writes, and those that cannot be changed, stay.
+    Files that a running process is writing, or that cannot be changed, are kept.
     """
     done = []
     for folder in _homes(root, targets):
@@ -109,7 +109,7 @@ def left_over(root: Path) -> list[Plan]:
 
 
 def _homes(root: Path, targets: Iterable[Path] = ()) -> list[Path]:
-    """The folders that have runs directly in them: down to the stages of whole runs, and the folders of snapshots."""
+    """The folders that directly contain runs, down to the stages of whole runs, and the folders of snapshots."""
     homes = [root, *(target.parent for target in targets)]
     for folder in homes[:]:
         with suppress(OSError):
@@ -120,10 +120,10 @@ def _homes(root: Path, targets: Iterable[Path] = ()) -> list[Path]:
 
 
 def plan_prune(run: Path, rule: Rule) -> Plan:
-    """What the rule deletes from a run, needed by others or not; nothing is deleted yet.
+    """What the rule deletes from a run, whether or not other runs need it; nothing is deleted yet.
 
     Kept checkpoints are verified: a damaged one does not count as kept. Raises RunError if no checkpoint is intact, or
-    a process runs in the run.
+    if a process runs in the run.
     """
     with held([run]):
         return Plan(run, _items(run, rule))
@@ -182,14 +182,14 @@ def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path]
     if rule.keep_best and (run / "best").is_dir():
         try:
             step = saved_step(run / "best")
-        except RunError:  # best/ is damaged: keep what it may have been a copy of
+        except RunError:  # best/ is damaged: keep every checkpoint that it may be a copy of
             return set(checkpoints), {}
         kept |= {path for path in checkpoints if path.name == f"checkpoint-{step}"}
     return kept, damaged
 
 
 def prune(plan: Plan) -> int:
-    """Delete what a plan lists; returns the bytes. Raises RunError, and deletes nothing, if the run is in progress."""
+    """Delete a plan's items; returns their bytes. Raises RunError, and deletes nothing, if the run is in progress."""
     with held([plan.run] if (plan.run / RUN_FILE).is_file() else []):
         existing = [item for item in plan.items if os.path.lexists(item.path)]
         for item in existing:
@@ -204,7 +204,7 @@ def prune(plan: Plan) -> int:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether this is a folder, and not a link to one."""
+    """Whether this is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 

@@ -28,18 +28,18 @@ T = TypeVar("T")
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
 HELP = """↑ ↓ Page Home End   choose a run          enter   show it
-/                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears
-o                   the next order (time, name, state, method, model, step, result, size); O reverses it
+/                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears it
+o                   sort by the next of time, name, state, method, model, step, result, size; O reverses the order
 t                   edit the tags, separated by spaces
 n                   edit the note
-r                   rename; settings of other runs that name it are updated
-d                   delete, after a question
-p                   prune: delete all checkpoints but the newest intact one, after a question
-s                   snapshot: a whole copy in .snapshots, which pruning and deleting leave alone
+r                   rename; the settings of other runs that refer to it are updated
+d                   delete, after confirmation
+p                   prune: delete all checkpoints except the newest intact one, after confirmation
+s                   snapshot: a full copy in .snapshots, which pruning and deleting do not affect
 R                   read the folder again
-q                   leave
+q                   quit
 
-A run in progress is never changed, and a run that others need is neither deleted nor pruned:
+A run in progress is never changed, and a run that other runs need is neither deleted nor pruned:
 posttrain runs rm --force deletes it."""
 
 
@@ -59,7 +59,7 @@ class TextScreen(ModalScreen[None]):
 
 
 class InputScreen(ModalScreen[str | None]):
-    """A field for one line of text; None for Escape."""
+    """A field for one line of text; Escape returns None."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel")]
 
@@ -78,7 +78,7 @@ class InputScreen(ModalScreen[str | None]):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question: y is yes, any other key no."""
+    """A question: y means yes; n, Escape, Enter and q mean no."""
 
     BINDINGS: ClassVar = [Binding("y", "dismiss(True)", "yes"), Binding("n,escape,enter,q", "dismiss(False)", "no")]
 
@@ -93,7 +93,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class RunsApp(App[None]):
-    """The runs below a folder. Errors are messages at the bottom; nothing changes without its key."""
+    """The runs below a folder. Errors are shown as messages at the bottom; runs change only when a key is pressed."""
 
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
@@ -127,8 +127,8 @@ class RunsApp(App[None]):
     def __init__(self, root: Path):
         super().__init__()
         self.root = root
-        self.runs: list[RunSummary] = []  # all of them
-        self.shown: list[RunSummary] = []  # in the table, in its order
+        self.runs: list[RunSummary] = []  # all runs
+        self.shown: list[RunSummary] = []  # the runs in the table, in its order
         self.terms = ""
         self.order, self.reverse = "time", True  # the latest first, where the cursor starts
 
@@ -156,7 +156,7 @@ class RunsApp(App[None]):
     # The table
 
     def read(self) -> None:
-        """Read the folder again; the cursor stays on its run."""
+        """Read the folder again; the cursor remains on the same run."""
         self.runs = summaries_below(self.root)
         self.fill()
 
@@ -165,7 +165,7 @@ class RunsApp(App[None]):
         chosen, problem = self.current, ""
         try:
             self.shown = ordered(filtered(self.runs, self.terms.split()), self.order, self.reverse)
-        except RunError as error:  # the filter is half typed: the table stays as it is
+        except RunError as error:  # the filter is not complete yet: the table is unchanged
             problem = str(error)
         self.table.clear()
         for run in self.shown:
@@ -211,7 +211,7 @@ class RunsApp(App[None]):
         field.focus()
 
     def action_clear(self) -> None:
-        """Empty and leave the filter's field."""
+        """Clear the filter and close its field."""
         field = self.query_one("#filter", Input)
         field.value = ""
         field.remove_class("open")
@@ -264,7 +264,7 @@ class RunsApp(App[None]):
     async def action_delete(self) -> None:
         if (run := self.current) and self._tried(lambda: refuse_needed([run.folder], [self.root], run.name)):
             what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
-            if await self.push_screen_wait(ConfirmScreen(f"Delete {visible(what)}, for good?")):
+            if await self.push_screen_wait(ConfirmScreen(f"Permanently delete {visible(what)}?")):
                 self._changed(lambda: delete(run.folder, [self.root]), f"deleted {run.name}")
 
     @work
