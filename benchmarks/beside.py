@@ -1,8 +1,8 @@
-"""What a short run spends beside its steps: `python -m benchmarks.beside`. Writes results/beside.json and its table.
+"""The time of a short run outside its steps: `python -m benchmarks.beside`. Writes results/beside.json and its table.
 
-A process of `posttrain train` makes ten SFT steps with a model of 44 million parameters; its wall time less that of the
-steps is what imports, data, model, the first step's check, the checkpoint, the final model, the picture and the report
-take. The median of three runs, after one that fills the cache of the data.
+A `posttrain train` process makes ten SFT steps with a model of 44 million parameters. Its wall time minus the time of
+the steps is the time for imports, data, model, the first step's check, the checkpoint, the final model, the plot and
+the report. The result is the median of three runs, after one run that fills the data cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_model(folder: Path) -> None:
 
 
 def timed(*command: str) -> tuple[float, str]:
-    """The wall time of a Python process, its start and end included, and what it prints."""
+    """The wall time of a Python process, including its start and end, and what it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def timed(*command: str) -> tuple[float, str]:
 
 
 def measure(folder: Path, number: int) -> dict[str, float]:
-    """One run: where the seconds went."""
+    """The seconds that one run spends on each part."""
     settings = {
         "name": f"run-{number}",
         "output_dir": str(folder),

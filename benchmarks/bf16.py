@@ -1,11 +1,11 @@
 """bfloat16 on this processor: `python -m benchmarks.bf16`, a part of `make bench`.
 
-Training by DPO and SFT, sampling 128 completions at a time, and a GRPO step, each in bfloat16 beside our float32 and
-beside TRL in bfloat16, in processes of their own, in turn. The models, rows and settings are those of `benchmarks.run`,
-`.generate` and `.online`. Losses must be those of float32 to 1e-2.
+Training with DPO and SFT, sampling 128 completions at a time, and a GRPO step: each in bfloat16 is compared with our
+float32 and with TRL in bfloat16, in separate processes, in turn. Models, rows and settings are those of
+`benchmarks.run`, `.generate` and `.online`. Losses must equal those of float32 to 1e-2.
 
-A processor without instructions for bfloat16 (AVX512-BF16, AMX) gains nothing: there the losses alone are compared, of
-two steps, and the table names the processor. Prints the table and writes results/bf16.json.
+On a processor without instructions for bfloat16 (AVX512-BF16, AMX), bfloat16 gains nothing. There only the losses of
+two steps are compared, and the table names the processor. Prints the table and writes results/bf16.json.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def compare(name: str, models: Path, rounds: int) -> dict[str, Any]:
 
 
 def compare_losses(name: str, models: Path) -> dict[str, Any]:
-    """Two steps in each dtype: what a processor without instructions for bfloat16 is asked for."""
+    """Make two steps in each dtype, for a processor without instructions for bfloat16."""
     print(f"{name}: losses alone", flush=True)
     dtypes = ("float32", "bfloat16")
     found = {dtype: [trained(name, models, "posttrain", dtype, "--steps", "2")] for dtype in dtypes}

@@ -1,4 +1,4 @@
-"""What both sides of a benchmark share: the model folder and the rows, so that weights, text and order are the same."""
+"""Shared by both sides of a benchmark: the model folder and the rows, so that weights, text and order are the same."""
 
 import gzip
 import json
@@ -12,18 +12,20 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.models import write_model
-from posttrain.base.memory import peak_of_process  # standard library only, as TRL is measured with it too
+from posttrain.base.memory import peak_of_process  # uses only the standard library, because TRL is measured with it too
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 BATCH_SIZE = 8
-# posttrain's defaults; more for the adapter, so that its losses move.
+# posttrain's defaults; higher for the adapter, so that its losses change.
 LEARNING_RATES = {"dpo": 1e-6, "dpo-lora": 1e-4, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
-PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a max_length of 1024 cuts nothing
+PAIRS = (
+    96  # number of first pairs of HH harmless; the longest has 589 tokens, so a max_length of 1024 truncates nothing
+)
 MAX_LENGTH = 1024
 THREADS = 2
 
-# TRL's settings in every benchmark: float32 on the CPU, no gradient checkpointing, only the steps.
+# TRL's settings in every benchmark: float32 on the CPU, no gradient checkpointing, nothing but the steps.
 TRL_SETTINGS = {
     "lr_scheduler_type": "constant",
     "gradient_checkpointing": False,
@@ -47,9 +49,9 @@ ALPACA_PROMPT_INPUT = (
 
 
 def make_models(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """Folders of the random model and its tokenizer: `policy` (causal LM), `reward` (scalar head); made when missing.
+    """Folders of the random model and its tokenizer: `policy` (causal LM), `reward` (scalar head); created if missing.
 
-    Qwen3 architecture, 31.7M parameters, float32, every random number from `seed`. Both share their backbone weights.
+    Qwen3 architecture, 31.7M parameters, float32, all random numbers from `seed`. Both have the same backbone weights.
     """
     folders = {"policy": folder / "policy", "reward": folder / "reward"}
     if all((path / "model.safetensors").exists() for path in folders.values()):
@@ -83,7 +85,7 @@ def preference_rows(count: int = PAIRS) -> list[dict[str, str]]:
 
 
 def labelled_rows(count: int = PAIRS) -> list[dict[str, object]]:
-    """The same pairs as KTO takes them: each completion a row of its own with a label, chosen and rejected in turn."""
+    """The same pairs in KTO's form: each completion is a separate row with a label, chosen and rejected in turn."""
     rows: list[dict[str, object]] = []
     for row in preference_rows(count):
         for name, label in (("chosen", True), ("rejected", False)):
@@ -99,7 +101,7 @@ def rows_of(method: str) -> list[dict]:
 
 
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Prompt, chosen and rejected reply of two transcripts; empty strings when they differ before the last reply."""
+    """Prompt, chosen and rejected reply of two transcripts; empty strings if they differ before the last reply."""
     marker = "\n\nAssistant:"
     end, other_end = (text.rindex(marker) + len(marker) for text in (chosen, rejected))
     if chosen[:end] != rejected[:other_end]:
@@ -120,14 +122,14 @@ def sft_rows() -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
-    """Write the rows as JSONL, for the side that reads files; returns the path."""
+    """Write the rows as JSONL, for the side that reads files. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def in_own_process(module: str, *arguments: str, python: str | Path = sys.executable, **environment: str) -> dict:
-    """What `python -m benchmarks.MODULE ARGUMENTS` measured on THREADS threads: the JSON of the last line it prints."""
+    """Run `python -m benchmarks.MODULE ARGUMENTS` on THREADS threads. Returns the JSON in its last line of output."""
     done = subprocess.run(
         [str(python), "-m", f"benchmarks.{module}", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment,
@@ -140,12 +142,12 @@ def in_own_process(module: str, *arguments: str, python: str | Path = sys.execut
 
 
 def peak_memory_gb() -> float:
-    """The most resident memory this process has had so far, in GB (1e9 bytes)."""
+    """The peak resident memory of this process so far, in GB (1e9 bytes)."""
     return peak_of_process() / 1e9
 
 
 def machine() -> dict[str, str | int | None]:
-    """What a number was measured on."""
+    """The machine that a number was measured on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -158,8 +160,8 @@ def machine() -> dict[str, str | int | None]:
 
 
 def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
-    """Write results by name into a JSON file, over earlier ones of the same names; returns all that it has now."""
-    from posttrain.runs.files import load_json, save_json  # not where TRL is measured
+    """Write results by name into a JSON file, replacing earlier ones of the same names. Returns all its results."""
+    from posttrain.runs.files import load_json, save_json  # not imported where TRL is measured
 
     here = {name: {"machine": machine()} | result for name, result in results.items()}
     whole = (load_json(path) if path.exists() else {}) | here
@@ -168,7 +170,7 @@ def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
 
 
 def processors(results: dict[str, dict]) -> str:
-    """Which results were measured on which processor, a line for the page that shows them."""
+    """A line for the page of results that names the processor of each result."""
     names: dict[str, list[str]] = {}
     for name, result in results.items():
         names.setdefault(result["machine"]["processor"], []).append(name)
@@ -178,7 +180,7 @@ def processors(results: dict[str, dict]) -> str:
 
 
 def put_table(page: Path, table: str, name: str = "table") -> None:
-    """Write the table into a page of the docs, between the marker of that name and the next end."""
+    """Write the table into a page of the docs, between the marker of that name and the next end marker."""
     head, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition("<!-- end -->")
     if not (begin and end):

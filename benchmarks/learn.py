@@ -1,9 +1,9 @@
 """Does each method learn, and from its labels? `make learn`. Writes results/learn.json and docs/learning.md's table.
 
-The task is the quickstart's: SFT of a small model with random weights on sums, three of four demonstrations with their
-working. Every preference method then learns to show the working always, from pairs of a reply with it and one without.
-As a control each learns from labels shuffled by coin. All of it is measured on problems that no model was trained on,
-for three seeds, each with a model and data of its own.
+The task is the quickstart's: SFT of a small model with random weights on sums, where three of four demonstrations show
+their working. Every preference method then learns to always show the working, from pairs of a reply with and a reply
+without it. As a control, each method also learns from randomly swapped labels. Everything is measured on problems that
+no model was trained on, for three seeds, each with its own model and data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PAIRS, HELD_OUT_PAIRS = 960, 200
 WORKED = f"{TAGS.reasoning_start}{{solution}}{TAGS.reasoning_end}{TAGS.solution_start}{{answer}}{TAGS.solution_end}"
 BARE = WORKED.replace("{solution}", "")
 
-# What a method is given beyond the data, the seed and the steps.
+# A method's settings, in addition to the data, the seed and the steps.
 METHODS: dict[str, list[str]] = {
     "dpo": ["method.type=dpo", "method.beta=1.0", "training.learning_rate=5e-5"],
     "ipo": ["method.type=ipo", "method.beta=0.5", "training.learning_rate=5e-5"],
@@ -63,14 +63,14 @@ COMMON = [
     "checkpoint.save_steps=1000000",
     "devices.type=cpu",
 ]
-# SFT is evaluated on worked solutions to problems that no model is trained on.
+# SFT is evaluated on worked solutions of problems that no model is trained on.
 HELD_OUT = ["data.validation.rows=null", "data.validation.source=builtin:arithmetic", "data.validation.max_rows=200"]
 LABELS = ("true", "shuffled")
 SETTINGS = {"size": asdict(SIZE), "pairs": PAIRS, "common": COMMON, "methods": METHODS}
 
 # What must hold for every seed. `worked` and `right` are shares of sampled replies, standard error about 0.02.
-GAIN = 0.08  # more replies with a working, of each preference method over the SFT model
-NO_GAIN = 0.05  # most that a control may gain
+GAIN = 0.08  # minimum increase of `worked` from the SFT model, for each preference method
+NO_GAIN = 0.05  # maximum increase for a control
 SFT_RIGHT, SFT_CONTROL_RIGHT = 0.2, 0.04
 
 
@@ -89,7 +89,7 @@ class Trial:
 
 
 def prepare(folder: Path, seed: int) -> list[Trial]:
-    """A model from nothing, taught by SFT, and the pairs and labelled replies it makes; measured before and after."""
+    """Train a random model by SFT and write the pairs and labelled replies. Returns trials before and after SFT."""
     began = time.perf_counter()
     make_model(folder / "model", seed)
     for stage, text in settings_files(folder, seed, SIZE).items():
@@ -103,7 +103,7 @@ def prepare(folder: Path, seed: int) -> list[Trial]:
 
 
 def write_pairs(folder: Path, seed: int) -> None:
-    """Replies with and without their working, as pairs and one by one for KTO, with each kind of labels."""
+    """Write replies with and without their working, as pairs and singly for KTO, with both kinds of labels."""
     rng = random.Random(seed)
     rows = list(arithmetic_problems("train", PAIRS, seed + 2))
     pairs = [{"prompt": row["problem"], "chosen": WORKED.format(**row), "rejected": BARE.format(**row)} for row in rows]
@@ -120,7 +120,7 @@ def write_pairs(folder: Path, seed: int) -> None:
 
 
 def sft_control(folder: Path, seed: int) -> list[Trial]:
-    """SFT on the same problems, each with the solution of another: the form can be learned, sums cannot."""
+    """SFT on the same problems, each with another problem's solution: the format can be learned, sums cannot."""
     began = time.perf_counter()
     rows = list(arithmetic_problems("train", SIZE.worked, seed))
     others = random.Random(seed).sample(rows, len(rows))
@@ -131,7 +131,7 @@ def sft_control(folder: Path, seed: int) -> list[Trial]:
 
 
 def prefer(folder: Path, seed: int, method: str, labels: str) -> list[Trial]:
-    """Train the taught model by one preference method on one kind of label."""
+    """Train the SFT model with one preference method on one kind of label."""
     began, name = time.perf_counter(), f"{method}-{labels}"
     data = folder / labels / ("kto.jsonl" if method == "kto" else "pairs.jsonl")
     paths = [f"name={name}", f"output_dir={folder}", f"model.path={folder / 'sft/final'}", f"data.source={data}"]
@@ -140,7 +140,7 @@ def prefer(folder: Path, seed: int, method: str, labels: str) -> list[Trial]:
 
 
 def train(file: Path | None, overrides: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
-    """Train a configuration; its `results.json` has the evaluations at the start and at the end."""
+    """Train a configuration. Returns its `results.json`, with the evaluations at the start and at the end."""
     torch.set_num_threads(1)
     config = load(file, overrides).config
     runner.train(config)
@@ -150,7 +150,7 @@ def train(file: Path | None, overrides: Sequence[str]) -> Mapping[str, Mapping[s
 def measured(
     folder: Path, seed: int, method: str, labels: str, model: Path, final: Mapping[str, float], began: float
 ) -> Trial:
-    """Answers to held-out problems, and how far the model tells chosen from rejected in held-out pairs."""
+    """Measure a model's answers to held-out problems, and how well it tells chosen from rejected in held-out pairs."""
     problems = list(arithmetic_problems("test", SIZE.held_out, seed))
     replies = sample_replies(model, problems, "", seed=seed)
     return Trial(
@@ -167,7 +167,7 @@ def measured(
 
 @torch.inference_mode()
 def margins(folder: Path, rows: Sequence[Mapping[str, str]]) -> torch.Tensor:
-    """log p(with working) - log p(without) of the solutions to problems: (P)."""
+    """log p(with working) - log p(without) for the solution of each problem: (P)."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     prompts = [
         tokenizer.apply_chat_template(turns(row["problem"]), add_generation_prompt=True, tokenize=False) for row in rows
@@ -182,11 +182,11 @@ def margins(folder: Path, rows: Sequence[Mapping[str, str]]) -> torch.Tensor:
     return log_prob(WORKED) - log_prob(BARE)
 
 
-# --- all trials, and what they must come to ---------------------------------------------------------------------------
+# --- all trials, and their requirements -------------------------------------------------------------------------------
 
 
 def run_all(folder: Path, seeds: Sequence[int], methods: Sequence[str], jobs: int) -> list[Trial]:
-    """Every trial, `jobs` at a time: a seed's preference methods as soon as its taught model is there."""
+    """Run every trial, `jobs` at a time; a seed's preference methods start as soon as its SFT model exists."""
     trials: list[Trial] = []
     running: dict[Future[list[Trial]], Callable[[], None]] = {}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -216,14 +216,14 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def others(seeds: Sequence[int]) -> list[Trial]:
-    """What an earlier run with the same settings found for other seeds: seeds may be run one by one."""
+    """The trials of other seeds from an earlier run with the same settings: seeds may be run one by one."""
     if not RESULTS.is_file() or (saved := load_json(RESULTS))["settings"] != SETTINGS:
         return []
     return [Trial(**trial) for trial in saved["trials"] if trial["seed"] not in seeds]
 
 
 def failures(trials: Sequence[Trial]) -> list[str]:
-    """What should hold of every seed and does not."""
+    """The requirements that a seed does not meet."""
     at = {(t.seed, t.method, t.labels): t for t in trials}
     out = []
 
@@ -254,7 +254,7 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """The page's table: each value once for every seed."""
+    """The page's table, with each value once per seed."""
     rows = [
         "| | labels | right answers | working shown | held-out margin, nats | held-out loss |",
         "|---|---|---|---|---|---|",

@@ -1,14 +1,14 @@
 """Do the methods learn from rewards? Part of `make learn`. Writes results/learn_online.json and a table of the docs.
 
-    sums      a small model taught to add, its output weights mixed with noise and made smaller until about 10 % of the
-              answers are right; every loss, and PPO; GRPO in bfloat16 too; distillation from a teacher of four times
-              the weights, which is to be as right as GRPO on a quarter of the sampled tokens
-    sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % are right
+    sums      a small model trained to add, its output weights mixed with noise and scaled down until about 10 % of the
+              answers are right; every loss, and PPO; also GRPO in bfloat16; distillation from a teacher with four times
+              the weights, which must reach GRPO's accuracy with a quarter of the sampled tokens
+    sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % of its answers are right
     stories   the trained stories260K, rewarded for stories that name a dog
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
 
-All with the recipes and settings that users have, for three seeds; what must hold is in CASES. Answers are measured on
-prompts that no model was trained on.
+All tasks use the recipes and settings that users have, with three seeds; CASES defines what must hold. Answers are
+measured on prompts that no model was trained on.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ STEPS = 80
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A method on a task. `above`: what the held-out reward must exceed; `gain`: by how much it must rise; `kl`: what
-    the KL to the start, in nats a token, must stay below; `beside`: a case that it must be as right as, seed by seed,
-    on a quarter of the sampled tokens."""
+    """A method on a task. `above`: the held-out reward must exceed this; `gain`: it must rise by more than this;
+    `kl`: the KL to the start, in nats per token, must be below this; `beside`: the name of a case whose accuracy this
+    case must reach, seed by seed, with a quarter of the sampled tokens."""
 
     task: str
     method: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Case:
     gain: float | None = None
     kl: float | None = None
     beside: str | None = None
-    samples: int = 1  # completions of each held-out prompt: the rewards of a model need more than right answers
+    samples: int = 1  # completions of each held-out prompt: rewards from a model need more than right answers do
 
 
 def _grpo(**method: Any) -> dict[str, Any]:
@@ -114,8 +114,8 @@ SETTINGS = {name: asdict(case) for name, case in CASES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One trained model: the mean held-out reward before and after, the KL to the start in nats a token, and how many
-    tokens it sampled to learn from."""
+    """One trained model: the mean held-out reward before and after, the KL to the start in nats per token, and the
+    number of tokens sampled for training."""
 
     name: str
     seed: int
@@ -198,7 +198,7 @@ def stories_task(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def replies_task(folder: Path, seed: int) -> dict[str, Any]:
-    """A reward model of HH pairs, and prompts of other pairs: the short ones, as the model has 512 positions."""
+    """A reward model trained on HH pairs, and short prompts of other pairs, because the model has 512 positions."""
     pairs = []
     with gzip.open(SHARED / "data/hh-harmless/train.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in itertools.islice(lines, 4000):
@@ -243,7 +243,7 @@ TASKS = {
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, str]], held_out: int) -> None:
-    """`train.jsonl` and `test.jsonl`, the last so many rows."""
+    """Write `train.jsonl` and `test.jsonl`; the latter has the last `held_out` rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows[:-held_out]), ("test", rows[-held_out:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -268,7 +268,7 @@ QUIET = {
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Train these settings; what results.json says."""
+    """Train with these settings, and return the content of results.json."""
     folder = Path(settings["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{settings['name']}.json"
@@ -302,7 +302,7 @@ def trial(folder: Path, name: str, seed: int) -> Trial:
 
 
 def failures(trials: Sequence[Trial]) -> list[str]:
-    """What should hold and does not."""
+    """The requirements that are not met."""
     out = []
     for t in trials:
         case = CASES[t.name]
@@ -321,7 +321,7 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Each value once for every seed."""
+    """The table, with each value once per seed."""
     lines = [
         "| task | method | held-out reward before | after | must be | KL, nats a token | thousand tokens sampled |",
         "|---|---|---|---|---|---|---|",
@@ -343,7 +343,7 @@ def table(trials: Sequence[Trial]) -> str:
 
 
 def kept(anew: Sequence[str]) -> list[Trial]:
-    """The saved trials of other cases than those that ran anew, where their settings are still the same."""
+    """The saved trials of cases that were not run again and whose settings are unchanged."""
     saved = load_json(RESULTS)
     same = {name for name in CASES if saved["settings"].get(name) == json.loads(json.dumps(SETTINGS[name]))}
     return [Trial(**one) for one in saved["trials"] if one["name"] in same - {*anew}]

@@ -10,9 +10,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 
 def write_model(folder: Path, tokenizer: Path, family: str = "qwen3", seed: int = 0, **sizes: Any) -> PreTrainedModel:
-    """Write a model and the tokenizer of another folder to `folder`; returns the model, float32.
+    """Write a model and the tokenizer of another folder to `folder`. Returns the model, float32.
 
-    `sizes` are settings of the family's transformers configuration; vocabulary and special tokens are the tokenizer's.
+    `sizes` are settings of the family's transformers configuration; vocabulary and special tokens come from the
+    tokenizer.
     """
     made = AutoTokenizer.from_pretrained(tokenizer)
     ids = {name: getattr(made, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

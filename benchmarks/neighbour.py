@@ -1,7 +1,7 @@
 """A small model beside a busy process: `python -m benchmarks.neighbour`. Prints a table, writes results/neighbour.json.
 
-The quickstart's SFT, 150 steps, in a process of its own: with the cores to itself and beside a process that never
-rests. As posttrain runs it by default, and with OpenMP's ways to wait as they can be set for a process.
+The quickstart's SFT, 150 steps, runs in a separate process: alone on the cores, and beside a process that is always
+busy. It runs with posttrain's defaults, and with each way in which OpenMP threads can be set to wait.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from posttrain.quickstart import Size, settings_files
 from posttrain.quickstart.model import make_model
 
 STEPS = 150
-GOAL_IDLE, GOAL_BUSY = 1.1, 2.5  # times the best way's time without a neighbour; times posttrain's own
+GOAL_IDLE, GOAL_BUSY = 1.1, 2.5  # idle: times the fastest way's idle time; busy: times posttrain's own idle time
 RESULTS = Path(__file__).parent / "results" / "neighbour.json"
-# Name -> the environment that makes it so. With OMP_WAIT_POLICY or GOMP_SPINCOUNT set, posttrain leaves waiting alone.
+# Name -> its environment variables. If OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, posttrain does not change waiting.
 OURS = "posttrain's default"
 WAYS = {
     OURS: {},
@@ -34,7 +34,7 @@ WAYS = {
 
 
 def train(folder: Path) -> dict[str, float]:
-    """Seconds of the steps alone, without loading and saving, and the last loss logged."""
+    """Seconds of the steps, without loading and saving, and the last logged loss."""
     make_model(folder / "model", seed=0)
     settings = folder / "sft.yaml"
     settings.write_text(settings_files(folder, 0, Size())["sft"], encoding="utf-8")
@@ -46,7 +46,7 @@ def train(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def neighbour(busy: bool) -> Iterator[None]:
-    """A process that uses one core as long as the block lasts."""
+    """If `busy`, run a process that uses one core during the block."""
     if not busy:
         yield
         return
@@ -59,7 +59,7 @@ def neighbour(busy: bool) -> Iterator[None]:
 
 
 def measure(rounds: int) -> dict[str, dict]:
-    """Way -> its seconds without and with the neighbour, in turn in every round, and the last losses of its runs."""
+    """For each way, the seconds without and with the neighbour, alternating in every round, and the last losses."""
     found: dict[str, dict] = {way: {"idle": [], "busy": [], "losses": []} for way in WAYS}
     for number in range(rounds):
         for kind in ("idle", "busy"):
@@ -73,7 +73,7 @@ def measure(rounds: int) -> dict[str, dict]:
 
 
 def table_of(found: dict[str, dict]) -> str:
-    """The medians, a line a way."""
+    """The table of medians, one line per way."""
     lines = ["| threads wait | s alone | s beside a busy process |", "|---|---|---|"]
     for way, runs in found.items():
         idle, busy = (

@@ -1,19 +1,19 @@
-"""A whole step of GRPO, PPO and distillation beside TRL's, at natural lengths: `python -m benchmarks.online grpo`.
+"""A whole step of GRPO, PPO and distillation compared with TRL at natural lengths: `python -m benchmarks.online grpo`.
 
 Prompts are the first of HH harmless. Each completion ends at the length, in the model's own tokens, of a recorded model
-solution (at most 256), as if its stop token had come then: the same completions for both sides. TRL generates with
-transformers and gets its stop token there; the embedded engine is given the lengths as limits. Each side runs in a
-process of its own, in turn; the time is from the first completion's begin to the last update's end, the memory the
-process's peak.
+solution (at most 256), as if its stop token had been sampled there, so both sides have completions of the same lengths.
+TRL generates with transformers, which is forced to sample the stop token there; the embedded engine receives the
+lengths as limits. The sides run in separate processes, in turn. The time is from the start of the first completion to
+the end of the last update; the memory is the peak of the process.
 
-Of ours, the time that the rollout store takes is counted too: gathering a step's numbers, and writing them, which a
-thread does beside the training.
+For our side, the time of the rollout store is also measured: gathering a step's numbers, and writing them, which a
+thread does during training.
 
-GRPO: 8 prompts x 8 completions a step, TRL 1.16 with its defaults, float32, no gradient checkpointing.
-PPO: 16 prompts x 1 completion a step, 4 epochs, against a reward model; TRL 1.12, which had PPO last, comes from a
-folder of its own (`make bench` fills it): its value function is a second model, ours a head on the policy.
-Distillation: 8 prompts x 4 completions a step, reverse KL to a second model of the same size; GKD of TRL 1.16,
-which gets each prompt four times.
+GRPO: 8 prompts x 8 completions per step, TRL 1.16 with its defaults, float32, no gradient checkpointing.
+PPO: 16 prompts x 1 completion per step, 4 epochs, with a reward model. TRL 1.12, the last version with PPO, comes from
+a separate folder (`make bench` fills it). Its value function is a second model, ours is a head on the policy.
+Distillation: 8 prompts x 4 completions per step, reverse KL to a second model of the same size; GKD of TRL 1.16,
+which receives each prompt four times.
 
 Prints the table and writes results/online.json. Leave the machine alone meanwhile.
 """
@@ -52,7 +52,7 @@ GOALS = {
     "ppo": (3.0, float("inf")),
     "distill": (3.0, float("inf")),
 }  # TRL's time over ours; our memory over TRL's
-STORING = 0.02  # of a step's time, at most
+STORING = 0.02  # maximum share of a step's time
 
 
 # --- posttrain --------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def run_posttrain(
         ],
         "data": {
             "source": str(write_rows(folder / "rows.jsonl", [{"prompt": text} for text in prompts_of(method)])),
-            "template": "chat" if method == "distill" else "none",  # GKD takes conversations alone
+            "template": "chat" if method == "distill" else "none",  # GKD only takes conversations
             "shuffle": False,
             "max_length": MAX_LENGTH,
             "max_prompt_length": None,  # TRL drops no prompt
@@ -125,7 +125,7 @@ def run_posttrain(
 
 
 def timed(owner: Any, name: str) -> list[float]:
-    """The seconds that each later call of a class's method or a module's function takes, as they come."""
+    """A list to which every later call of a class's method or a module's function adds its seconds."""
     method, seconds = getattr(owner, name), []
 
     def measured(*arguments, **named):
@@ -149,7 +149,7 @@ def _without_stops(sampling):
 
 
 def models_in(folder: Path) -> dict[str, Path]:
-    """Policy and reward model, and a teacher with other weights; made when missing."""
+    """Policy, reward model, and a teacher with different weights; created if missing."""
     return make_models(folder) | {"teacher": make_models(folder / "other", seed=1)["policy"]}
 
 
@@ -171,12 +171,12 @@ def one_side(side: str, method: str, models: Path, dtype: str) -> dict:
 
 
 def measure(side: str, method: str, models: Path, cache: Path) -> dict:
-    """One side in a process of its own."""
+    """Measure one side in a separate process."""
     return in_own_process("online", method, "--side", side, "--models", str(models), POSTTRAIN_CACHE=str(cache))
 
 
 def compare(method: str, models: Path, rounds: int) -> dict:
-    """Both sides in turn, `rounds` times: medians, and the ratio of each round."""
+    """Measure both sides in turn, `rounds` times: medians, and the ratio of each round."""
     found: dict[str, list[dict]] = {"posttrain": [], "trl": []}
     for number in range(rounds):
         for side, results in found.items():
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=["posttrain", "trl"], help="one side in this process")
     parser.add_argument("--models", type=Path, help="with --side: folder of the random models")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --side; not of ppo")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --side; not for ppo")
     arguments = parser.parse_args()
     if arguments.side:
         print(json.dumps(one_side(arguments.side, arguments.methods[0], arguments.models, arguments.dtype)))

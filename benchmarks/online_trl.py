@@ -14,11 +14,11 @@ from benchmarks.common import TRL_SETTINGS
 from benchmarks.online_work import LIMIT, MAX_LENGTH, STEPS, WORK, characters, prompts_of
 
 TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
-ROWS = 8  # sequences that TRL takes at a time
+ROWS = 8  # number of sequences that TRL processes at a time
 
 
 class Lengths(LogitsProcessor):
-    """The stop token at each row's length, and not before."""
+    """Forces the stop token at each row's length, and forbids it before."""
 
     def __init__(self, start: int, lengths: torch.Tensor, stop: int):
         self.start, self.lengths, self.stop = start, lengths, stop
@@ -32,7 +32,7 @@ class Lengths(LogitsProcessor):
 
 
 class Timed:
-    """Gives a model's `generate` the lengths of the next step, and times it."""
+    """Passes the lengths of the next step to a model's `generate`, and times the call."""
 
     def __init__(self, model, lengths: list[list[list[int]]], stop: int):
         self.began, self.seconds, self.sampled = 0.0, 0.0, 0
@@ -120,7 +120,7 @@ def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder:
         train_dataset=Dataset.from_list(ids),
         eval_dataset=Dataset.from_list(ids[:1]),
     )
-    # Its loader shuffles; which prompt gets which length does not matter to the work as long as all come.
+    # The trainer shuffles prompts. Which prompt has which length does not matter, as long as all lengths are used.
     sampling_time = Timed(trainer.policy_model, lengths, tokenizer.eos_token_id)
     trainer.train()
     seconds = time.perf_counter() - sampling_time.began
@@ -129,7 +129,7 @@ def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder:
 
 
 def run_trl_distill(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str) -> dict:
-    """GKD as on-policy distillation: every completion the student's (lmbda 1), reverse KL (beta 1)."""
+    """GKD as on-policy distillation: the student writes every completion (lmbda 1); the loss is reverse KL (beta 1)."""
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 

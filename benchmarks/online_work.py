@@ -1,4 +1,4 @@
-"""The work that both sides of benchmarks/online.py do: prompts, lengths of completions, the reward."""
+"""The work of both sides of benchmarks/online.py: prompts, lengths of completions, and the reward."""
 
 import json
 import random
@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import SHARED, preference_rows
 
-LIMIT = 256  # tokens of a completion
+LIMIT = 256  # maximum tokens of a completion
 MAX_LENGTH = 1024
 STEPS = {"grpo": 3, "ppo": 2, "distill": 3}
-WORK = {"grpo": (8, 8), "ppo": (16, 1), "distill": (8, 4)}  # prompts a step, completions of each
+WORK = {"grpo": (8, 8), "ppo": (16, 1), "distill": (8, 4)}  # prompts per step, completions per prompt
 
 
 def draw_lengths(method: str, model: Path, seed: int = 0) -> list[list[list[int]]]:
@@ -35,5 +35,5 @@ def prompts_of(method: str) -> list[str]:
 
 
 def characters(completions: Sequence[str], **_columns: object) -> list[float]:
-    """A reward that costs nothing: the share of the letter e."""
+    """A reward that takes almost no time: the share of the letter e."""
     return [text.count("e") / max(1, len(text)) for text in completions]

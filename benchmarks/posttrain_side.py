@@ -1,7 +1,7 @@
 """posttrain's side of the benchmark: `python -m benchmarks.posttrain_side dpo --models DIR --steps 12`.
 
-The ordinary recipe through ordinary settings: float32 on the CPU, constant learning rate, the file's order, one log a
-step. The JSON it prints has what TRL's side has.
+The ordinary recipe with ordinary settings: float32 on the CPU, constant learning rate, the file's order, one log line
+per step. It prints JSON with the same values as TRL's side.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from posttrain import runner
 from posttrain.config import load
 from posttrain.scoring import RewardScorer, Scorer
 
-# Tokens a pack holds, the memory knob: most batches of pairs fit in one. SFT shares nothing between rows, and packs of
-# the longest row allowed are as fast as whole batches.
+# Tokens per pack, which determine memory: most batches of pairs fit in one pack. SFT shares nothing between rows, and
+# packs of the longest allowed row are as fast as whole batches.
 TOKENS_PER_PACK = {"sft": MAX_LENGTH} | dict.fromkeys(("dpo", "dpo-lora", "kto", "orpo", "reward"), 3072)
 
 
@@ -47,7 +47,7 @@ def settings(
     learning_rate: float | None = None,
     dtype: str = "float32",
 ) -> list[str]:
-    """The run's settings as overrides, the form a user types; what is None is the method's default."""
+    """The run's settings as overrides, as a user would type them; None stands for the method's default."""
     source = write_rows(folder / "rows.jsonl", rows_of(method))
     lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method == "dpo-lora" else []
     return [
@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 @contextmanager
 def counting() -> Iterator[list[dict]]:
-    """Notes of each pack that is scored what has to be computed for it (see run.useful_flops)."""
+    """Record what has to be computed for each pack that is scored (see run.useful_flops)."""
     work: list[dict] = []
 
     def note(module: torch.nn.Module, inputs: tuple, _) -> None:
@@ -114,7 +114,7 @@ def counting() -> Iterator[list[dict]]:
                     "scored": len(pack.target_N) if causal else 0,
                     "visible": int(
                         (pack.position_T + 1).sum()
-                    ),  # each token sees those above it in its tree, and itself
+                    ),  # each token sees itself and the tokens above it in its tree
                     "backward": torch.is_grad_enabled(),
                 }
             )
@@ -129,7 +129,7 @@ def counting() -> Iterator[list[dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=LEARNING_RATES)
-    parser.add_argument("--models", type=Path, required=True, help="folder of the random models; made when missing")
+    parser.add_argument("--models", type=Path, required=True, help="folder of the random models; created if missing")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, help="default: posttrain's for the method")
     parser.add_argument("--tokens-per-pack", type=int, help="default: by method")

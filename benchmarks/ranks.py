@@ -1,9 +1,9 @@
-"""Two ranks with one thread each beside one process with two: `python -m benchmarks.ranks dpo grpo --rounds 3`.
+"""Two ranks with one thread each against one process with two: `python -m benchmarks.ranks dpo grpo --rounds 3`.
 
-The same settings, rows and steps, in turn; the time is that of the steps, without loading and saving. The model is that
-of the other benchmarks (34M parameters, float32); GRPO, PPO and distillation take 8 prompts x 4 completions of at most
-64 tokens, and have one update per step. Prints the table and writes results/ranks.json. Leave the machine alone
-meanwhile.
+Both have the same settings, rows and steps, and run in turn; the time is that of the steps, without loading and saving.
+The model is that of the other benchmarks (31.7M parameters, float32); GRPO, PPO and distillation use 8 prompts x 4
+completions of at most 64 tokens, and make one update per step. Prints the table and writes results/ranks.json. Leave
+the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.common import (
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("sft", "dpo", "dpo-lora", "kto", "orpo", "reward", "grpo", "ppo", "distill")
 ONLINE = ("grpo", "ppo", "distill")
-GOAL = 0.9  # one process's time over that of two ranks
+GOAL = 0.9  # time of one process over time of two ranks
 STEPS = 10
 REWARD = "def brief(completions, **columns):\n    return [-len(one) / 100 for one in completions]\n"
 
@@ -70,7 +70,7 @@ def settings(method: str, folder: Path, models: Path) -> list[str]:
 
 
 def measure(method: str, ranks: int, models: Path) -> float:
-    """Seconds of the steps."""
+    """Seconds that the steps take."""
     with TemporaryDirectory() as folder:
         given = [*settings(method, Path(folder), models), "name=run"]
         start = ["launch", "--nproc", str(ranks)] if ranks > 1 else ["train"]

@@ -1,8 +1,8 @@
 """A reward model on HH harmless, three seeds: `python -m benchmarks.reward_hh`. Writes results/reward_hh.json.
 
-1,600 training pairs, 300 test pairs, the really trained model stories260K; no pair is dropped or cut. One pass; the
-model measured is the last one, so the test set chooses nothing. A seed changes the head's start and the order of the
-data.
+1,600 training pairs, 300 test pairs, and the pretrained model stories260K; no pair is dropped or truncated. There is
+one epoch, and the last model is measured, so nothing is selected on the test set. The seed changes the initial head and
+the order of the data.
 """
 
 import json
@@ -36,7 +36,7 @@ SETTINGS = [
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share of `count` trials (Wilson 1927)."""
+    """The 95 % interval of a share of `count` trials (Wilson 1927)."""
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return middle - half, middle + half

@@ -1,8 +1,8 @@
-"""posttrain beside TRL 1.16 on the same work: `make bench`, or `python -m benchmarks.run dpo reward sft --rounds 3`.
+"""posttrain and TRL 1.16 on the same work: `make bench`, or `python -m benchmarks.run dpo reward sft --rounds 3`.
 
-Both sides train the same random model on the same rows in the same order, in processes of their own, in turn; times are
-of the training loop, memory is the peak of the whole process. Prints the table and writes results/cpu.json. Leave the
-machine alone meanwhile: two threads that share their cores with something else wait for one another.
+Both sides train the same random model on the same rows in the same order, in separate processes, in turn. Times are
+those of the training loop; memory is the peak of the whole process. Prints the table and writes results/cpu.json. Leave
+the machine alone meanwhile: two threads that share their cores with other work wait for each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from posttrain.models.matmul import product
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = {"dpo": 12, "dpo-lora": 12, "kto": 12, "orpo": 12, "reward": 12, "sft": 12}
-# What is compared: the method, and how many of a batch's 8 rows TRL takes in a forward (8 is its default). Row by row
-# TRL is at its leanest, and in SFT, where rows share nothing, at its fastest too: measured beside, without a goal.
+# Method, and how many of a batch's 8 rows TRL takes per forward pass (8 is its default). Row by row, TRL uses the least
+# memory, and in SFT, where rows share nothing, is also fastest: this is measured too, without a goal.
 COMPARISONS = {name: (name, 8) for name in STEPS} | {"sft, row by row": ("sft", 1)}
-GOALS = {  # TRL's time over ours; our memory over TRL's
+GOALS = {  # minimum of TRL's time over ours, maximum of our memory over TRL's
     "dpo": (4.5, 0.4),
     "dpo-lora": (3.5, 0.5),
     "kto": (3.0, 0.5),
@@ -37,7 +37,7 @@ LARGEST_LOSS_DIFFERENCE = 1e-3
 
 
 def matmul_rate() -> float:
-    """Float32 GFLOP/s of products shaped like the model's own (2,048 tokens through its MLP), best of several."""
+    """Float32 GFLOP/s of products with the shapes of the model (2,048 tokens through its MLP), the best of several."""
     torch.set_num_threads(THREADS)
     x, weight = torch.randn(2048, 512), torch.randn(1536, 512)
     best = float("inf")
@@ -50,8 +50,8 @@ def matmul_rate() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What useful work is counted from: weights of all layers, those of one MLP, those of the head; and attention's
-    multiplications and additions, in all layers, of a query with a key and its value."""
+    """The numbers from which useful work is counted: the weights of all layers, of one MLP and of the head; and
+    attention's multiplications and additions, in all layers, for one query with one key and its value."""
 
     layers: int
     mlp: int
@@ -60,7 +60,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Sizes:
-        """Of a model whose layers are those of Qwen and LLaMA."""
+        """The sizes of a model with layers like those of Qwen and LLaMA."""
         heads, hidden, depth = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
         size = getattr(config, "head_dim", None) or hidden // heads
         mlp = 3 * hidden * config.intermediate_size
@@ -69,10 +69,9 @@ class Sizes:
 
 
 def useful_flops(work: list[dict], frozen: bool, sizes: Sizes) -> float:
-    """2 x weights used x tokens forward, twice that backward, once where the weights are frozen; attention counted.
+    """2 x weights used x tokens for forward, twice that for backward, or once if weights are frozen; plus attention.
 
-    What is computed again is not counted, nor what need not be: the head and the last MLP for tokens that are not
-    read.
+    Recomputation is not counted, nor is needless work: the head and the last MLP for tokens whose output is not read.
     """
     total = 0.0
     for pack in work:
@@ -84,13 +83,13 @@ def useful_flops(work: list[dict], frozen: bool, sizes: Sizes) -> float:
 
 
 def run_side(module: str, method: str, models: Path, folder: Path, *arguments: str) -> dict:
-    """One side in a process of its own; its measurements."""
+    """Run one side in a separate process, and return its measurements."""
     given = [method, "--models", str(models), "--steps", str(STEPS[method]), *arguments]
     return in_own_process(module, *given, POSTTRAIN_CACHE=str(folder / "cache"))
 
 
 def compare(name: str, models: Path, rounds: int) -> dict:
-    """Both sides in turn, `rounds` times: medians, ratios by round, and the largest difference of a step's loss."""
+    """Run both sides in turn, `rounds` times: medians, ratios per round, the largest difference of a step's loss."""
     method, micro_batch = COMPARISONS[name]
     ours, theirs, rate = [], [], matmul_rate()
     print(f"{name}: float32 matmul rate on {THREADS} threads {rate:.0f} GFLOP/s", flush=True)

@@ -1,7 +1,7 @@
 """How long `posttrain runs list` takes over 500 runs: `python -m benchmarks.runs_list`.
 
 Makes 500 run folders with the files of real ones (settings, 200 lines of metrics, a log, two checkpoints, best, final)
-and times the command in processes of its own, start of Python included, with the folders in the system's cache.
+and times the command in separate processes, including the start of Python, with the folders in the system's cache.
 
 Prints the table and writes results/runs_list.json. Leave the machine alone meanwhile.
 """
@@ -38,7 +38,7 @@ OTHERS = {f"diagnostic/{number}": 0.123456789 + number for number in range(25)}
 
 
 def make_runs(root: Path, count: int = RUNS) -> None:
-    """Run folders with everything that a list could stumble over but large weights."""
+    """Make run folders with everything that could slow the list down, except large weights."""
     os.fsync = lambda descriptor: None  # pyright: ignore[reportAttributeAccessIssue] (made, measured and deleted)
     for number in range(count):
         method = METHODS[number % len(METHODS)]
@@ -71,7 +71,7 @@ def _fill(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def measure(root: Path, repeats: int) -> dict[str, float]:
-    """Wall and CPU seconds of the command: the median, and the least."""
+    """Wall and CPU seconds of the command: medians, and the lowest wall time."""
     command = [sys.executable, "-m", "posttrain", "runs", "list", "--output-dir", str(root)]
     wall, cpu = [], []
     for _ in range(repeats + 1):
@@ -81,7 +81,7 @@ def measure(root: Path, repeats: int) -> dict[str, float]:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert f"{RUNS} runs" in done.stdout, done.stdout[-300:]
-    wall, cpu = wall[1:], cpu[1:]  # the first fills the system's cache
+    wall, cpu = wall[1:], cpu[1:]  # the first run fills the system's cache
     return {"wall": statistics.median(wall), "least": min(wall), "cpu": statistics.median(cpu)}
 
 

@@ -1,7 +1,7 @@
-"""What checkpoints cost: `python -m benchmarks.save`. Prints a line and writes results/save.json.
+"""The cost of checkpoints: `python -m benchmarks.save`. Prints a line and writes results/save.json.
 
-DPO of the benchmark's model, a checkpoint every two steps: the time of a save (weights, optimizer, hashes, all of it
-forced to the disk, the oldest deleted) beside the time of the steps between two saves at the default interval.
+DPO with the benchmark's model and a checkpoint every two steps: the time of a save (weights, optimizer and hashes, all
+flushed to disk, and the oldest deleted) compared with the time of the steps between two saves at the default interval.
 """
 
 import json
@@ -21,11 +21,11 @@ from posttrain.runs.files import save_json
 from posttrain.runs.finding import size_of
 
 STEPS, EVERY = 12, 2
-GOAL = 0.02  # of the time that steps take
+GOAL = 0.02  # maximum share of the time that steps take
 
 
 def measure(folder: Path) -> dict:
-    """Train, and read from the run folder how long steps and saves took."""
+    """Train, and read the times of steps and saves from the run folder."""
     given = settings("dpo", folder, folder / "models", STEPS)
     runner.train(load(None, [*given, f"checkpoint.save_steps={EVERY}"]).config)
     run = folder / "bench"

@@ -1,8 +1,8 @@
 """How much `posttrain serve` gains from concurrent requests: `python -m benchmarks.serve`.
 
-    throughput   tokens per second through HTTP of 32 clients over that of one, each client a process of its own, with
-                 requests of 128 tokens to the random model of 31.7M parameters
-    first token  seconds until a streamed chat reply of stories260K begins, one client
+    throughput   tokens per second over HTTP for 32 clients divided by those for one client; each client is a separate
+                 process with requests of 128 tokens to the random model of 31.7M parameters
+    first token  seconds until a streamed chat reply of stories260K begins, with one client
 
 Prints the table and writes results/serve.json. Leave the machine alone meanwhile.
 """
@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import SHARED, add_results, make_models, processors, put_table
 
 RESULTS, PAGE = Path(__file__).parent / "results/serve.json", Path(__file__).parent / "README.md"
-CLIENTS, TOKENS, REQUESTS = 32, 128, 3  # of each client, one after another
+CLIENTS, TOKENS, REQUESTS = 32, 128, 3  # REQUESTS: per client, one after another
 GOALS = {"throughput": 6.0, "first": 0.3}
 
-# A client without packages: its start and work take as little as possible of the two cores.
+# A client without packages, so that it uses as little as possible of the two cores.
 CLIENT = """
 import http.client, json, sys, time
 port, seed, requests, tokens = map(int, sys.argv[1:])
@@ -44,7 +44,7 @@ for number in range(requests):
 
 @contextmanager
 def server(model: Path, *options: str) -> Iterator[int]:
-    """The port of a server in a process of its own."""
+    """Run a server in a separate process. Yields its port."""
     command = [sys.executable, "-m", "posttrain", "serve", str(model), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

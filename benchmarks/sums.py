@@ -1,8 +1,8 @@
-"""A task of seconds for methods that sample completions: sums of two numbers below 20, which a small model was taught.
+"""A task that takes seconds, for methods that sample completions: sums of two numbers below 20, known to a small model.
 
-The model is taught every sum. Then the weights that choose its words are mixed with as much noise, and made smaller,
-which makes it less sure of each word, until about one answer in ten is right.
-Reinforcement learning is given four fifths of the problems; the others are held out from it.
+The model is trained on every sum. Then its output weights are mixed with an equal amount of noise and scaled down,
+which makes the model less certain of each token, until about one answer in ten is right. Reinforcement learning trains
+on four fifths of the problems; the others are held out.
 
 `python -m benchmarks.sums FOLDER` writes the tasks that the tests use (tests/sums), with the hash of every file.
 """
@@ -25,19 +25,19 @@ from posttrain.models.lean import lean
 
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
 STOP, START = "$", "^"
-SAVED = {"half": 0.5, "tenth": 0.1}  # tasks kept as files: the share of right answers at the start
+SAVED = {"half": 0.5, "tenth": 0.1}  # tasks saved as files, with their share of right answers at the start
 HASHES = "SHA256SUMS"
-TIMES = 8  # an answer is sampled: of 80 at 90 %, that alone makes the share uncertain by 3 points, of 640 by 1
+TIMES = 8  # answers per problem; sampling makes a share of 90 % uncertain by 3 points for 80 answers, by 1 for 640
 EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}]'
 
 
 def exact(completions, answer, **_columns):
-    """The reward: 1 for the right sum."""
+    """The reward: 1 for the right sum, otherwise 0."""
     return [float(text.strip() == str(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
-    """Write `model/`, `train.jsonl` and `test.jsonl` to the folder; the last asks each held-out sum several times."""
+    """Write `model/`, `train.jsonl` and `test.jsonl` to the folder; `test.jsonl` repeats each held-out sum."""
     model, tokenizer = taught(seed)
     weaken(unsure(model.lm_head.weight), lambda: accuracy(model, tokenizer, PROBLEMS), right, most=1.0)
     model.save_pretrained(folder / "model")
@@ -49,14 +49,14 @@ def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
 
 
 def make_teacher(folder: Path, seed: int = 0) -> None:
-    """Write `teacher/`: a model of four times the weights that was taught every sum, and is not weakened."""
+    """Write `teacher/`: a model with four times the weights that was trained on every sum and is not weakened."""
     model, tokenizer = taught(seed, hidden=128)
     model.save_pretrained(folder / "teacher")
     tokenizer.save_pretrained(folder / "teacher")
 
 
 def taught(seed: int, hidden: int = 64) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A model that was taught every sum, and its tokenizer."""
+    """A model that was trained on every sum, and its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = LlamaForCausalLM(
@@ -78,7 +78,7 @@ def taught(seed: int, hidden: int = 64) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token per character."""
     vocabulary = {character: index for index, character in enumerate(f"{START}{STOP}0123456789+=")}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token=START))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -87,7 +87,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def teach(model: PreTrainedModel, tokenizer, steps: int = 600) -> None:
-    """Supervised learning of every sum, written out: `7+8=15$`, with the loss on what follows the sign."""
+    """Train on every sum, written as `7+8=15$`, with the loss on what follows the equals sign."""
     asked = [len(tokenizer(problem).input_ids) for problem, _ in PROBLEMS]
     ids = [tokenizer(problem + answer + STOP).input_ids for problem, answer in PROBLEMS]
     longest = max(map(len, ids))
@@ -106,7 +106,7 @@ def teach(model: PreTrainedModel, tokenizer, steps: int = 600) -> None:
 
 
 def weaken(change: Callable[[float], None], measure: Callable[[], float], right: float, most: float) -> None:
-    """Change a model by as much, from 0 to `most`, as leaves this share of the answers right, found by halving."""
+    """Change a model so that this share of its answers is right. The amount, 0 to `most`, is found by bisection."""
     low, high = 0.0, most
     for _ in range(10):
         middle = (low + high) / 2
@@ -115,10 +115,10 @@ def weaken(change: Callable[[float], None], measure: Callable[[], float], right:
 
 
 def unsure(weight: torch.Tensor) -> Callable[[float], None]:
-    """`change(amount)`: the weight half noise, and that times 1 - amount.
+    """`change(amount)` sets the weight to a mix of weight and noise in equal parts, times 1 - amount.
 
-    Noise on all weights would make a model forget each sum in its own way; more of it here, where seeds differ in how
-    much they bear, would leave some of them nothing to find the sums by.
+    With noise on all weights, a model would forget each sum in a different way. With more noise on this weight, some
+    seeds, which differ in how much noise they tolerate, could no longer find the sums.
     """
     weight = weight.detach()
     mixed = (weight + torch.randn_like(weight) * weight.std()) / math.sqrt(2)
@@ -126,7 +126,7 @@ def unsure(weight: torch.Tensor) -> Callable[[float], None]:
 
 
 def noisy(model: PreTrainedModel) -> Callable[[float], None]:
-    """`change(amount)`: so many times its own spread of noise on every weight."""
+    """`change(amount)` adds noise to every weight: `amount` times the weight's standard deviation."""
     weights = [p.detach() for p in model.parameters()]
     taught = [weight.clone() for weight in weights]
     noise = [torch.randn_like(weight) * weight.std() for weight in weights]
@@ -158,7 +158,7 @@ def hashes_of(folder: Path) -> str:
 
 
 def check_saved(folder: Path) -> None:
-    """Raises ValueError if a file of the saved tasks is not the one that was written."""
+    """Raise ValueError if a file of the saved tasks has changed since it was written."""
     if hashes_of(folder) != (folder / HASHES).read_text():
         raise ValueError(f"{folder} is damaged: restore it, or write it again with `make sums`")
 

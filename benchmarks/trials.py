@@ -1,4 +1,4 @@
-"""What the two halves of `make learn` do with their trained models at the end."""
+"""What both halves of `make learn` do with their trained models at the end."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from posttrain.runs.files import save_json
 
 
 def save_trials(path: Path, settings: object, trials: Sequence[Any]) -> None:
-    """The trained models as JSON, with the machine and the settings."""
+    """Save the trained models as JSON, with the machine and the settings."""
     save_json(path, {"machine": machine(), "settings": settings, "trials": [asdict(trial) for trial in trials]})
 
 
 def verdict(failed: Sequence[str]) -> int:
-    """Say which thresholds do not hold; the exit status."""
+    """Print which thresholds do not hold, and return the exit status."""
     print("\n".join(failed) or "every threshold holds")
     return int(bool(failed))

@@ -1,8 +1,8 @@
 """TRL's side of the benchmark: `python -m benchmarks.trl_side dpo --models DIR --steps 12`.
 
 TRL 1.16 with its defaults, except: float32 on the CPU, no gradient checkpointing, constant learning rate, the file's
-order, one log a step. The JSON it prints has each step's loss and seconds, seconds from the first step's begin to the
-last step's end (loading and tokenising excluded), tokens fed, and the peak of the process's memory (loading included).
+order, one log line per step. It prints JSON with each step's loss and seconds, the seconds from the start of the first
+step to the end of the last (without loading and tokenising), tokens fed, and peak memory (including loading).
 """
 
 import argparse
@@ -34,18 +34,19 @@ from benchmarks.common import (
     rows_of,
 )
 
-ROWS_A_FORWARD = {"sft": 1}  # for the others TRL's default, the whole batch
+ROWS_A_FORWARD = {"sft": 1}  # other methods use TRL's default, the whole batch
 
-# SFT is compared with TRL at its fastest correct setting. All of these are correct on the CPU: on a two-layer model
-# with large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers 5.23 makes a
-# block mask from the position ids where SDPA gets no attention mask; without it the loss would be off by 0.06 or more.
+# SFT is compared with TRL at TRL's fastest correct setting. All of these settings are correct on the CPU: on a
+# two-layer model with large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers
+# 5.23 makes a block mask from the position ids if SDPA receives no attention mask; without the block mask, the loss
+# would be off by 0.06 or more.
 # Seconds of the first three steps of eight rows (7,742 tokens), the best of a few on a busy two-core machine, and peak:
-#   plain, 8 rows a forward          34    5.2 GB   half of it is padding
+#   plain, 8 rows per forward        34    5.2 GB   half of it is padding
 #   padding_free, 8 rows             17    3.5 GB   the dense mask pays for attention between rows
 #   padding_free, 4 rows             12    2.7 GB
 #   padding_free, 2 rows             10    2.0 GB
-#   padding_free or plain, 1 row     10    1.7 GB   the setting taken: eight rows accumulated, same losses
-#   packed (bfd), 8 packs of 1024    48    7.1 GB   one step of 8,142 tokens, once; other batches, so other losses
+#   padding_free or plain, 1 row     10    1.7 GB   the setting used: eight rows accumulated, same losses
+#   packed (bfd), 8 packs of 1024    48    7.1 GB   one step of 8,142 tokens, once; different batches and losses
 SFT_MODES = {
     "plain": {},
     "padding_free": {"padding_free": True, "max_length": None},
@@ -63,7 +64,7 @@ LORA = LoraConfig(
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, data loading and logging between steps included."""
+    """Seconds of each optimizer step, including data loading and logging between steps."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
@@ -77,7 +78,7 @@ class Clock(TrainerCallback):
 
 
 def build(arguments: argparse.Namespace, folder: str, clock: Clock):
-    """The TRL trainer of the method, ready to train."""
+    """The TRL trainer for the method, ready to train."""
     method = arguments.method
     trainer_class, config_class = {
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
@@ -105,7 +106,7 @@ def build(arguments: argparse.Namespace, folder: str, clock: Clock):
     )
     path = str(make_models(arguments.models)["reward" if method == "reward" else "policy"])
     data = {"args": config, "train_dataset": Dataset.from_list(rows_of(method)), "callbacks": [clock]}
-    if method == "orpo":  # takes no path, and would put a token before the prompt that posttrain's tokens lack
+    if method == "orpo":  # takes no path, and would put a BOS token before the prompt, which posttrain does not
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokenizer.bos_token = None
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -118,7 +119,7 @@ def build(arguments: argparse.Namespace, folder: str, clock: Clock):
 
 
 def start_like_posttrain(model: torch.nn.Module, path: str) -> None:
-    """Give new adapters posttrain's random numbers for seed 0."""
+    """Set new adapters to posttrain's random numbers for seed 0."""
     torch.manual_seed(0)
     same = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), LORA)
     sampled = {name: p for name, p in same.named_parameters() if "lora_A" in name}
@@ -158,14 +159,14 @@ def measure(arguments: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=LEARNING_RATES)
-    parser.add_argument("--models", type=Path, required=True, help="folder of the random models; made when missing")
+    parser.add_argument("--models", type=Path, required=True, help="folder of the random models; created if missing")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, help="default: posttrain's for the method")
     parser.add_argument("--sft-mode", choices=SFT_MODES, default="padding_free")
     parser.add_argument(
-        "--micro-batch", type=int, help="rows a forward, a divisor of the batch; the rest is accumulated"
+        "--micro-batch", type=int, help="rows per forward, a divisor of the batch; the rest is accumulated"
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="not of orpo and dpo-lora")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="not for orpo and dpo-lora")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     print(json.dumps(measure(arguments)))

@@ -1,11 +1,11 @@
 """How fast the pages of `posttrain ui` answer: `python -m benchmarks.ui`, or `make bench-ui`.
 
     500 runs             of 200 logged steps with checkpoints, made by this script
-    100,000 rollouts     of 256 tokens (800 steps of 125 completions), in one of them
+    100,000 rollouts     of 256 tokens (800 steps of 125 completions), in one of the runs
 
-Each page is asked for by HTTP as a browser does: the page, then what it shows; the first time (nothing is in any cache)
-and again. Also: how long the index of the rollouts takes, in its own thread, and the memory of the process at the end.
-Prints the table and writes results/ui.json.
+Each page is requested over HTTP as by a browser: the page, then its content; first with empty caches, then again. Also
+measured: the time of the rollout index, in a separate thread, and the memory of the process at the end. Prints the
+table and writes results/ui.json.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PAGES = {
 
 
 def make(folder: Path) -> None:
-    """The folder of runs, once."""
+    """Make the folder of runs, unless it exists."""
     if (folder / "made").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +96,7 @@ def make(folder: Path) -> None:
 
 
 def fill(run: Path, random: np.random.Generator) -> None:
-    """100,000 rollouts."""
+    """Add 100,000 rollouts to a run."""
     store, words = RolloutStore(run, 20 * GIB, 0), np.array(WORDS)
     for step in range(1, STEPS + 1):
         prompts = [
@@ -125,7 +125,7 @@ def fill(run: Path, random: np.random.Generator) -> None:
 
 
 def asked(address: str, path: str) -> float:
-    """Seconds until a page and what it shows have arrived."""
+    """Seconds until a page and its content have arrived."""
     begin = time.perf_counter()
     made = shown(address, path)
     seconds = time.perf_counter() - begin
@@ -134,7 +134,7 @@ def asked(address: str, path: str) -> float:
 
 
 def indexed(address: str) -> float:
-    """Seconds until all rollouts can be searched."""
+    """Seconds until the search covers all rollouts."""
     begin = time.perf_counter()
     while "being built" in shown(address, "/rollouts?run=run-000"):
         time.sleep(1)

@@ -1,26 +1,26 @@
-"""The one batch of every method: trees of token ids laid flat, with a few facts per token.
+"""The batch that every method uses: trees of token ids laid flat, with a few facts per token.
 
 Shape letters, used as suffixes on tensors everywhere:
-    T  physical tokens: what the model is fed, trees laid one after another, depth first
+    T  physical tokens: the model's input, trees laid one after another, depth first
     N  scored tokens: the targets whose log-probability is computed
-    U  physical tokens that predict a target, one or several
+    U  physical tokens that predict one or several targets
     S  sequences: paths from a root to a leaf (a completion with its prompt)
     G  groups: the prompts of a rollout, each with its completions
-    R  trained tokens of a rollout, completion after completion: a pack's N are some of them
+    R  trained tokens of a rollout, completion after completion; a pack's scored tokens are some of them
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
 
-(Engines use other letters: posttrain/engines/cache.py.)
+(Engines use different letters: posttrain/engines/cache.py.)
 
-A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
-prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector defines
-which keys a query sees:
+A preference pair is a tree with two leaves. A GRPO group is a tree with one leaf per completion. An SFT example is a
+tree with a single leaf. A prompt's tokens are computed once for all completions in the pack, even if these belong to
+several examples. One vector defines which keys a query sees:
 
     key k is visible to query q   <=>   k <= q < end_T[k]
 
-A prompt token's `end` is the end of its whole tree, a completion token's the end of that completion, so `end_T` alone
-defines causality, document boundaries and prompt sharing, for trees of any depth.
+A prompt token's `end` is the end of its whole tree; a completion token's `end` is the end of that completion. So one
+vector, `end_T`, defines causality, document boundaries and prompt sharing, for trees of any depth.
 
-`fewest` and `equal` choose the pack of each example: examples with the same root share its tokens within a pack.
+`fewest` and `equal` assign examples to packs. Within a pack, examples with the same root share its tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
+HAVE_SEGMENTS = ("cpu", "cuda")  # devices on which PyTorch has segment_reduce
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node of a tree of token ids; a sequence is a path from the root to a leaf.
 
-    `trained` selects the tokens that are targets: one bool for all, or one per token. The first token of a root has no
-    token before it that could predict it and is never scored.
+    `trained` selects the tokens that are targets: one bool for all, or one per token. The first token of a root is
+    never scored, because no token before it could predict it.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -57,8 +57,8 @@ class Example:
 
     trees: tuple[Node, ...]
     row: int
-    margin: float | None = None  # reward models: by how much chosen is better
-    tie: bool = False  # reward models: neither of the two is better
+    margin: float | None = None  # reward models: how much better chosen is than rejected
+    tie: bool = False  # reward models: neither completion is better
     label: bool | None = None  # KTO: whether the completion is desirable
     facts: Mapping[str, Any] | None = None  # online methods: `prompt` as in the data, `answer`, the row's `columns`
 
@@ -68,7 +68,7 @@ class Pack:
     """A flat batch of T physical tokens, N scored tokens, S sequences. Index tensors are int64, all on one device."""
 
     tokens_T: Tensor
-    position_T: Tensor  # depth in the tree: the position a sequence alone would give the token
+    position_T: Tensor  # depth in the tree: the token's position in its sequence
     end_T: Tensor  # key k is visible to query q <=> k <= q < end_T[k]
     source_N: Tensor  # physical token whose hidden state predicts the target
     target_N: Tensor  # the target's token id
@@ -78,15 +78,15 @@ class Pack:
     length_S: Tensor  # scored tokens of each sequence
     last_S: Tensor  # last physical token of each sequence
     group_S: Tensor  # index of the example (in the list given to `pack`) that owns the sequence
-    groups: tuple[int, ...]  # group_S as numbers, which need no wait for a GPU
-    tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
+    groups: tuple[int, ...]  # group_S as Python integers, so that reading them does not wait for a GPU
+    tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last tree
     nodes: tuple[tuple[int, int], ...]  # start and `end` of each run of tokens that see the same earlier tokens
-    longest: int  # maximum number of physical tokens of a sequence
+    longest: int  # number of physical tokens of the longest sequence
     weight_N: Tensor | None = None  # SFT: loss weights of the targets, float32; None: all 1
 
     @property
     def num_tokens(self) -> int:
-        """T without padding."""
+        """The number of physical tokens without padding."""
         return self.tree_start[-1]
 
     @property
@@ -98,12 +98,12 @@ class Pack:
         return sum_segments(value_N, self.length_S)
 
     def pairs(self, value_S: Tensor) -> tuple[Tensor, Tensor]:
-        """A value per sequence as values of chosen and of rejected completions (P each): a pair's are adjacent."""
+        """Split a value per sequence into those of chosen and of rejected completions (P each), which alternate."""
         return value_S[0::2], value_S[1::2]
 
     @property
     def pair_groups(self) -> tuple[int, ...]:
-        """The example that owns each pair."""
+        """The index of the example that owns each pair."""
         return self.groups[0::2]
 
     @property
@@ -112,7 +112,7 @@ class Pack:
         return self.sequence_N % 2 == 0
 
     def with_targets(self, kept_N: Tensor) -> Pack:
-        """The same pack with only the selected targets: bool (N)."""
+        """Return the same pack with only the targets that `kept_N`, bool, selects."""
         source_N, sequence_N = self.source_N[kept_N], self.sequence_N[kept_N]
         read_U, where_N = source_N.unique(return_inverse=True)
         return replace(
@@ -127,9 +127,9 @@ class Pack:
         )
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack with its tensors on `device`: to a GPU in one asynchronous copy."""
+        """Return the same pack on `device`. Its index tensors are sent to a GPU in one asynchronous copy."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        weight_N = values.pop("weight_N")  # of another type than the others
+        weight_N = values.pop("weight_N")  # float32, unlike the other tensors
         weight_N = None if weight_N is None else sent(weight_N, device).to(device)
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         if torch.device(device).type == "cuda" and not self.tokens_T.is_cuda:
@@ -139,24 +139,24 @@ class Pack:
         return replace(self, weight_N=weight_N, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def seen_ST(self) -> Tensor:
-        """Which physical tokens belong to each sequence: those that its last token sees, bool (S, T)."""
+        """Return which physical tokens belong to each sequence (those that its last token sees), bool (S, T)."""
         index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
         return (index_T <= self.last_S[:, None]) & (self.last_S[:, None] < self.end_T)
 
     def paths(self) -> list[Tensor]:
-        """The physical tokens of each sequence, from root to leaf."""
+        """Return the physical tokens of each sequence, from root to leaf."""
         return [torch.nonzero(seen_T).squeeze(1) for seen_T in self.seen_ST()]
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`: to a GPU by an asynchronous copy from page-locked memory."""
+    """Return the tensor on `device`. It is sent to a GPU by an asynchronous copy from page-locked memory."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def physical_length(tree: Node, keep_last: bool = False) -> int:
-    """Physical tokens a tree takes in a pack: every node once, without the last token of each leaf unless kept."""
+    """Count a tree's physical tokens in a pack: nodes once, leaves without their last token unless `keep_last`."""
     if tree.children:
         return len(tree.tokens) + sum(physical_length(child, keep_last) for child in tree.children)
     return len(tree.tokens) if keep_last else max(len(tree.tokens) - 1, 0)
@@ -171,16 +171,16 @@ def pack(
 ) -> list[Pack]:
     """Pack examples by first-fit-decreasing into packs of at most `tokens_per_pack` physical tokens.
 
-    The fullest pack comes first: later packs fit into the memory that it leaves, and at its peak there are no gradients
-    yet. Within a pack, examples of one tree with equal roots (several rows of one prompt) share the root and are
-    adjacent; otherwise examples keep the order of the list.
+    The fullest pack comes first: at its memory peak no gradients exist yet, and later packs fit into the memory that
+    it frees. Within a pack, one-tree examples with equal roots (several rows of one prompt) share the root and are
+    adjacent. Apart from that, examples keep the order of the list.
 
-    The last token of a sequence predicts nothing and is not fed; with `keep_last` it is, for its hidden state (reward
-    models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
-    kernel meets few shapes. With several `ranks`, packs are equally full and their number is a multiple of `ranks`, so
-    that every `ranks`-th one is an equal share.
+    The last token of a sequence predicts nothing and is not fed to the model, except with `keep_last`: reward models
+    read its hidden state. `pad_to` pads every pack to a multiple of this number with tokens that see only themselves,
+    so that compiled kernels see few shapes. With several `ranks`, packs are equally full and their number is a
+    multiple of `ranks`, so that each rank can take an equal share (every `ranks`-th pack).
 
-    Raises ValueError if an example is longer than `tokens_per_pack`: its loss needs all of it at once.
+    Raises ValueError if an example is longer than `tokens_per_pack`, because its loss needs the whole example at once.
     """
     lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
     for example, length in zip(examples, lengths, strict=True):
@@ -197,7 +197,7 @@ def pack(
 
 
 def _root(example: Example, index: int) -> Hashable:
-    """A key that is equal for examples that may share their root: its tokens, and which of them are trained."""
+    """Return a key that is equal for examples that may share their root: its tokens, and which of them are trained."""
     root = example.trees[0]
     if len(example.trees) > 1 or not root.children:
         return index
@@ -206,7 +206,7 @@ def _root(example: Example, index: int) -> Hashable:
 
 
 def _in_order(held: dict[Hashable, list[int]], examples: Sequence[Example]) -> list[list[tuple[int, Example]]]:
-    """A pack's examples with their numbers; those of one root together, at the first one's position in the list."""
+    """Return a pack's examples with their indices, grouped by root. Groups have the order of their first examples."""
     return [[(i, examples[i]) for i in members] for members in sorted(sorted(members) for members in held.values())]
 
 
@@ -275,7 +275,7 @@ class _Layout:
         return torch.from_numpy(np.concatenate(weights).astype(np.float32))
 
     def lay(self, node: Node, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
-        """Append `node` and its descendants. `previous` is the physical token before the node, `path` the scored
+        """Append `node` and its descendants. `previous`: the physical token before the node. `path`: the scored
         (source, target, weight) arrays of its ancestors, which every leaf copies."""
         ids = np.asarray(node.tokens, np.int64)
         start = self.length
@@ -317,7 +317,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def sequences(tree: Node) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every path of a tree as (token ids, which are trained), the input of one-by-one evaluation."""
+    """Yield every path of a tree as (token ids, mask of trained tokens), to evaluate sequences one by one."""
     ids = np.asarray(tree.tokens, np.int64)
     trained = np.broadcast_to(np.asarray(tree.trained, bool), ids.shape)
     if not tree.children:
@@ -328,39 +328,39 @@ def sequences(tree: Node) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
-    """Sums over consecutive segments of lengths `length_S`: (N) to (S), floating point. `length_S` adds up to N.
+    """Sum consecutive segments of lengths `length_S`, which add up to N: (N) -> (S), floating point.
 
-    Sums have a fixed order, so that results are reproducible to the bit on a GPU too, unlike with `index_add`.
+    Values are added in a fixed order, so results are reproducible bit for bit even on a GPU, unlike with `index_add`.
     """
     if value_N.device.type not in HAVE_SEGMENTS:
         sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
         return value_N.new_zeros(len(length_S)).index_add(0, sequence_N, value_N)
-    if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # on a GPU the check would wait for it
+    if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # on a GPU this check would wait for the device
         raise ValueError(f"lengths add up to {int(length_S.sum())}, but there are {len(value_N)} values")
-    return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # unchecked: no wait for a GPU
+    return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # unsafe: does not wait for a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Examples as numbers: their tokens, what they may share, and how many tokens that is."""
+    """What packing knows of each example: its length in tokens, the key of its root, and the root's length."""
 
     lengths: Sequence[int]
     roots: Sequence[Hashable]
     shared: Sequence[int]
 
 
-# The examples of each pack by their root, and its free tokens.
+# The indices of each pack's examples, by root; and the number of free tokens of each pack.
 Bins = tuple[list[dict[Hashable, list[int]]], list[int]]
 
 
 def fewest(items: Items, tokens: int) -> Bins:
-    """Packs of at most `tokens`: longest example first, each into the first pack with room that has its root, else the
-    first with room, else a new one."""
+    """Fill packs of at most `tokens`, longest example first. An example goes into the first pack with room that has
+    its root, otherwise into the first pack with room, otherwise into a new pack."""
     return _filled(items, tokens, 0, keep_roots=False)
 
 
 def equal(items: Items, tokens: int, ranks: int) -> Bins:
-    """Equally full packs; their number is that of `fewest`, rounded up to a multiple of `ranks`."""
+    """Fill packs equally. Their number is that of `fewest`, rounded up to a multiple of `ranks`."""
     count = -(-len(fewest(items, tokens)[0]) // ranks) * ranks
     candidates = [_filled(items, tokens, count, keep_roots) for keep_roots in (True, False)]
     # Fewest packs first, then the most room in the fullest pack.
@@ -368,8 +368,8 @@ def equal(items: Items, tokens: int, ranks: int) -> Bins:
 
 
 def _filled(items: Items, tokens: int, count: int, keep_roots: bool) -> Bins:
-    """With a `count`, start with that many packs and put each example into the emptiest. With `keep_roots`, keep the
-    examples of one root together, and place the roots with the most tokens first."""
+    """Fill packs of at most `tokens`. With a `count`, start with that many packs and put each example into the emptiest
+    one. With `keep_roots`, keep examples of one root together, and place the roots with the most tokens first."""
     order = [(-length, index) for index, length in enumerate(items.lengths)]
     if keep_roots:
         first: dict[Hashable, int] = {}
@@ -392,7 +392,7 @@ def _filled(items: Items, tokens: int, count: int, keep_roots: bool) -> Bins:
         elif count:
             b = max(fitting, key=lambda b: (keep_roots and root in bins[b], room[b] - needed[b]))
         else:
-            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
+            b = min(fitting, key=needed.__getitem__)  # the first pack that has the root, otherwise the first pack
         bins[b].setdefault(root, []).append(index)
         room[b] -= needed[b]
     used = [b for b, held in enumerate(bins) if held]

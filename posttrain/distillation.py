@@ -1,7 +1,7 @@
 """The divergence between a student's and a teacher's next-token distributions, from their hidden states.
 
-Both heads are applied to a chunk of rows at a time, and the student's gradient is computed with the chunk: a [N, V]
-tensor of either model never exists, and no logits are computed twice.
+Both heads are applied to one chunk of rows at a time, and the student's gradient is computed in the same pass: no
+[N, V] tensor of either model is ever created, and no logits are computed twice.
 
 p is the student's distribution, q the teacher's, m = (1 − β) p + β q:
 
@@ -9,8 +9,8 @@ p is the student's distribution, q the teacher's, m = (1 − β) p + β q:
     forward KL       KL(q ‖ p) = Σ q log(q / p)             covers all modes: classic distillation
     Jensen-Shannon   β KL(q ‖ m) + (1 − β) KL(p ‖ m)        between the two (arXiv 2306.13649, equation 1)
 
-Each divergence maps log p and log q (N, V) to its value for each row (N) and its gradient by the student's logits
-(N, V), the logits that log p is the log-softmax of. As in TRL 1.16's GKD, nothing is multiplied by the square of a
+Each divergence maps log p and log q (N, V) to its value per row (N) and its gradient with respect to the student's
+logits (N, V), whose log-softmax is log p. As in the GKD of TRL 1.16, nothing is multiplied by the square of the
 temperature.
 """
 
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from posttrain.models.matmul import float32_weight, product
 from posttrain.scoring import chunks_of, head_of, logits_of, row_step
 
-# Elements of a block of logits. About five of them exist at a time, like a chunk of `ChunkedScores`.
+# Maximum elements of a chunk of logits. About five such chunks exist at a time; together they are about as large as one
+# chunk of `ChunkedScores`.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -36,21 +37,21 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q); by the logits p (log(p / q) − KL)."""
+    """KL(p ‖ q), and its gradient p (log(p / q) − KL)."""
     p, ratio = log_p.exp(), log_p - log_q
     value_N = torch.linalg.vecdot(p, ratio)
     return value_N, p.mul_(ratio.sub_(value_N[:, None]))
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q ‖ p); by the logits p − q."""
+    """KL(q ‖ p), and its gradient p − q."""
     q = log_q.exp()
     value_N = torch.linalg.vecdot(q, log_q - log_p)
     return value_N, q.neg_().add_(log_p.exp())
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
-    """β KL(q ‖ m) + (1 − β) KL(p ‖ m), 0 < β < 1; by the logits (1 − β) p (log(p / m) − KL(p ‖ m))."""
+    """β KL(q ‖ m) + (1 − β) KL(p ‖ m), 0 < β < 1, and its gradient (1 − β) p (log(p / m) − KL(p ‖ m))."""
     log_m = log_q + math.log(beta)
     torch.logaddexp(log_p + math.log1p(-beta), log_m, out=log_m)
     p, ratio = log_p.exp(), log_p - log_m
@@ -61,7 +62,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor
 
 
 def divergence_of(name: str, beta: float) -> Divergence:
-    """The divergence of this name, one of DIVERGENCES (KeyError otherwise); `beta` is Jensen-Shannon's."""
+    """Return the divergence called `name`, one of DIVERGENCES (KeyError otherwise). Only `jsd` uses `beta`."""
     return {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": partial(jensen_shannon, beta=beta)}[name]
 
 
@@ -70,9 +71,9 @@ class Comparison(NamedTuple):
 
     loss: Tensor  # sum of weight_N * divergence_N
     divergence_N: Tensor  # nats
-    logprob_N: Tensor  # nats, the student's of the target
-    entropy_N: Tensor  # nats, of the student's distribution
-    teacher_logprob_N: Tensor  # nats, the teacher's of the target
+    logprob_N: Tensor  # nats, the student's log-probability of the target
+    entropy_N: Tensor  # nats, the entropy of the student's distribution
+    teacher_logprob_N: Tensor  # nats, the teacher's log-probability of the target
 
 
 class Head(NamedTuple):
@@ -88,12 +89,12 @@ class Head(NamedTuple):
         """The model's LM head for the first `vocabulary` token ids."""
         head, scale, softcap = head_of(model)
         bias = None if head.bias is None else head.bias[:vocabulary]
-        weight = head.weight  # once: with new tokens PEFT merges it at each access
+        weight = head.weight  # read once: with new tokens, PEFT merges it at every access
         weight = weight if len(weight) == vocabulary else weight[:vocabulary]
         return cls(weight, bias, temperature / scale, softcap)
 
     def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of a chunk, float32, and the capped logits if there is a cap (for its gradient)."""
+        """Return a chunk's log-probabilities, float32, and, for the gradient of a cap, the capped logits."""
         logits, capped = logits_of(hidden, wide, self.bias, self.temperature, self.softcap)
         return logits.sub_(logits.logsumexp(-1, keepdim=True)), capped
 
@@ -108,8 +109,8 @@ def compare_distributions(
 ) -> Comparison:
     """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
 
-    Heads of different sizes, for instance of a vocabulary padded to another multiple, are compared on the ids that both
-    have, over which each distribution is normalised. `divergence` is from `divergence_of`.
+    If the heads differ in size, for instance because one vocabulary is padded, they are compared on the ids that both
+    have, and each distribution is normalised over these ids. `divergence` comes from `divergence_of`.
     """
     vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
     (ours, hidden_N), (theirs, teacher_N) = (
@@ -124,8 +125,8 @@ def compare_distributions(
 class ChunkedDivergence(torch.autograd.Function):
     """The outputs of `Comparison`. Sums run in float32 whatever the models' dtypes.
 
-    The weights of the sum are known beforehand, so forward can compute the gradients by hidden states and head, and
-    backward multiplies them by the incoming gradient.
+    The weights of the sum are known beforehand, so forward can compute the gradients with respect to hidden states and
+    head, and backward multiplies them by the incoming gradient.
     """
 
     @staticmethod
@@ -173,7 +174,7 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         (factor, *_), gradients = grad_outputs, ctx.gradients
-        ctx.gradients = None  # scaled in place, so usable once
+        ctx.gradients = None  # they are scaled in place, so they can be used only once
         if gradients is None:
             raise RuntimeError("this divergence was already backpropagated: compute it again")
         return (*(None if grad is None or factor is None else grad.mul_(factor) for grad in gradients), *[None] * 6)

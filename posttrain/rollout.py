@@ -5,7 +5,7 @@
 Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over its trained tokens,
 completion after completion. A completion may also have tokens that were not sampled, such as a tool's output: they are
 fed to the model, but are not among the R. A `RolloutPack` is a pack of some of the completions, with the positions of
-its N scored tokens among the R: `old_R[part.token_N]` has the pack's values.
+its N scored tokens among the R: `old_R[part.token_N]` are the pack's values.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class RolloutPack:
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """What follows a prompt: the tokens, which of them are trained, and the reward.
+    """A sampled completion of a prompt: its tokens, which of them are trained, and the reward.
 
     A total reward of None drops the completion from the update. Raises ValueError unless each trained token has a
     log-probability.
     """
 
-    group: int  # the index of its prompt in the rollout
+    group: int  # the index of the completion's prompt in the rollout
     tokens: Sequence[int]  # without the prompt, with the stop token
-    logprobs: Sequence[float]  # the engine's, nats: one for each trained token
+    logprobs: Sequence[float]  # under the engine, nats: one for each trained token
     text: str
     finish_reason: FinishReason
-    version: int  # of the sampling weights
+    version: int  # version of the sampling weights
     reward: CompletionReward
     trained: Sequence[bool] | None = None  # for each token: False if it was not sampled; None: all are trained
 
@@ -92,7 +92,7 @@ class Rollout:
 
     @cached_property
     def reward_S(self) -> Tensor:
-        """The total rewards, float32; NaN without a reward."""
+        """The total reward of each completion, float32; NaN if it has no reward."""
         return torch.tensor([np.nan if total is None else total for total in self.rewarded.totals])
 
     @cached_property
@@ -106,7 +106,7 @@ class Rollout:
 
     @cached_property
     def length_S(self) -> Tensor:
-        """Trained tokens of each completion."""
+        """The number of trained tokens of each completion."""
         return torch.tensor([len(completion.logprobs) for completion in self.completions], dtype=torch.int64)
 
     @cached_property
@@ -117,7 +117,7 @@ class Rollout:
 
     @cached_property
     def sequence_R(self) -> Tensor:
-        """The completion that each token belongs to."""
+        """The index of the completion that each trained token belongs to."""
         return torch.arange(len(self.completions)).repeat_interleave(self.length_S)
 
     @property
@@ -134,17 +134,17 @@ class Rollout:
 
     @property
     def all_equal(self) -> bool:
-        """Whether several completions of the step have a reward, and all have the same."""
+        """Whether several completions of the step have a reward, and all these rewards are equal."""
         values = self.reward_S[self.has_reward_S]
         return len(values) > 1 and bool((values == values[0]).all())
 
     def examples(
         self, chosen: Sequence[int] | Tensor, tokens_per_pack: int, feeds_last: bool = False
     ) -> tuple[list[Example], list[list[int]]]:
-        """The chosen completions as trees, and the indices of each tree's leaves.
+        """The chosen completions as trees, and for each tree the indices of the completions that are its leaves.
 
         The completions of a prompt are leaves of one tree, or of several if one tree would be larger than a pack.
-        `feeds_last`: packs have each completion's last token.
+        `feeds_last`: packs include each completion's last token.
         """
         fed_S = [len(completion.tokens) - int(not feeds_last) for completion in self.completions]
         examples: list[Example] = []
@@ -174,7 +174,7 @@ class Rollout:
         return made
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a rollout, by TRL's names; empty without completions."""
+        """The metrics of a rollout, with TRL's names; empty without completions."""
         if not self.completions:
             return {}
         length, stopped = self.length_S.float(), self.length_S[~self.truncated_S].float()
@@ -197,7 +197,7 @@ class Rollout:
 
 
 def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """The completions, which feed `fed_S` tokens, in parts that fit into a pack of `most` together with the prompt."""
+    """Divide completions that feed `fed_S` tokens into parts that fit, with the prompt, in packs of `most` tokens."""
     some: list[int] = []
     taken = prompt
     for index in indices:
@@ -226,12 +226,12 @@ def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, 
 
 
 class Sampler:
-    """Samples and rewards completions. `seed` is the run's.
+    """Samples and rewards completions. `seed` is the seed of the run.
 
     A completion's random stream is a function of the run's seed, the step, the prompt's index in the step and its row,
-    so that a resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the
+    so a resumed run samples the same completions as an uninterrupted one. `evaluation` contains the samplers of the
     validation sets. Without `keeps`, the engine releases its memory after each rollout. `continues`: a completion's
-    text continues its prompt's, leading spaces included; False: as in runs of earlier versions.
+    text continues the text of its prompt, including leading spaces; False: as in runs of earlier versions.
     """
 
     def __init__(
@@ -260,10 +260,10 @@ class Sampler:
     def __call__(
         self, stream: int | str, prompts: Sequence[Example], num_generations: int, rounds: int = 0, version: int = 0
     ) -> Rollout:
-        """`num_generations` completions of each prompt, from weights that must be of this `version`.
+        """Sample `num_generations` completions of each prompt, with weights that must have this `version`.
 
         `stream` names the random stream: the step, or the validation set. Groups in which all rewards are equal are
-        sampled again, at most `rounds` times. Raises VitalSignError if the engine has other weights, and RewardError.
+        sampled again, at most `rounds` times. Raises VitalSignError if the weights have another version; RewardError.
         """
         rollout = self._sample(f"{stream}", prompts, num_generations, version)
         for round in range(1, rounds + 1):
@@ -278,14 +278,14 @@ class Sampler:
 
     def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
         requests = [(i, prompt, seed_of(self.seed, stream, i, prompt.row)) for i, prompt in enumerate(prompts)]
-        # Each rank completes some of the prompts, with the seeds that they have in the step.
+        # Each rank completes some of the prompts; the seeds do not depend on which rank it is.
         made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version))
         return Rollout(prompts, sorted(chain(*made), key=attrgetter("group")))
 
     def _generate(self, requests: Sequence[tuple[int, Example, int]], n: int, version: int) -> list[SampledCompletion]:
-        """The rewarded completions of prompts, each with its index in the step and its seed.
+        """The rewarded completions of prompts, which are given with their index in the step and their seed.
 
-        The engine is also called without prompts: the ranks share its servers.
+        The engine is called even if there are no prompts, because the ranks share its servers.
         """
         prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
         groups = self.engine.generate(
@@ -299,7 +299,7 @@ class Sampler:
         if stale:
             raise VitalSignError(
                 f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
-                "engine did not get the new weights after the last step"
+                "engine did not receive the new weights after the last step"
             )
         stops, made, inputs = self.sampling.stop_token_ids, [], []
         for (index, prompt, _), tokens, group in zip(requests, prompts, groups, strict=True):
@@ -317,11 +317,11 @@ class Sampler:
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     """The last characters of a prompt, enough to see an open `<think>`."""
-    return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` and a line break are fewer tokens
+    return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` and a line break take fewer tokens
 
 
 def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> RewardInput:
-    """A completion as input of the rewards; `prompt` is the end of its prompt, `facts` are those of the row."""
+    """A completion as the input of rewards. `prompt`: the end of its prompt; `facts`: the facts of its row."""
     return RewardInput(
         text,
         completion.tokens,
@@ -341,7 +341,7 @@ def _facts(prompt: Example) -> Mapping[str, Any]:
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
-    """Several rollouts with the same rewards, concatenated."""
+    """Concatenate several rollouts that were scored by the same rewards."""
     prompts: list[Example] = []
     completions: list[SampledCompletion] = []
     for rollout in rollouts:

@@ -1,7 +1,7 @@
-"""Log-probabilities, entropies and rewards of a pack's scored tokens, as the forward of a module.
+"""Modules whose forward computes log-probabilities, entropies, values or rewards of a pack.
 
-The LM head is applied only to `hidden[source_N]`, in chunks, with the logits recomputed in backward: a [N, V]
-tensor never exists, and prompt tokens never go through the head.
+The LM head is applied only to `hidden[source_N]`, in chunks, and backward recomputes the logits: no [N, V] tensor is
+ever created, and prompt tokens never pass through the head.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import PARTS
 
-# Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
-# leave the device idle.
+# Maximum elements of a chunk of logits. CPU: 16 MB in float32, which fits in its cache. GPU: more, because small
+# products would leave it idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-GRADIENT_ELEMENTS = 1 << 27  # minimum of a chunk of logits' gradients with kernels/scores.py: 256 MB in 16 bits
-READ_STEP = 4 * ROWS  # the last layer continues with a multiple of this number of tokens
+GRADIENT_ELEMENTS = 1 << 27  # minimum elements of a chunk of logit gradients (kernels/scores.py): 256 MB in 16 bits
+READ_STEP = 4 * ROWS  # the last layer computes its output for a multiple of this number of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scores:
 
 
 class Scorer(nn.Module):
-    """A causal language model that takes packs. `model` is a plain transformers model or a PEFT one."""
+    """A causal language model that takes packs. `model` is a plain transformers model or a PEFT model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -60,9 +60,9 @@ class Scorer(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """A causal language model with a value head: the expected return before each scored token.
+    """A causal language model with a value head, which predicts the expected return before each scored token.
 
-    The head reads the hidden states that predict the tokens. It starts at 0, and is saved next to the model.
+    The head reads the hidden states that predict the tokens. Its weights start at 0 and are saved next to the model.
     """
 
     FILE = "value_head.safetensors"
@@ -73,7 +73,7 @@ class ValueScorer(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
-        """The model with a new head, or with a checkpoint's. Raises DamagedError if the checkpoint has none."""
+        """Add a new head to the model, or the head in `checkpoint`. Raises DamagedError if that cannot be loaded."""
         words, _, _ = head_of(model)
         head = nn.Linear(words.weight.shape[1], 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
@@ -81,18 +81,18 @@ class ValueScorer(nn.Module):
         if checkpoint is not None:
             try:
                 head.load_state_dict(load_file(checkpoint / cls.FILE))
-            except (OSError, SafetensorError, RuntimeError) as error:  # missing, damaged, of another shape
+            except (OSError, SafetensorError, RuntimeError) as error:  # missing, damaged, or a different shape
                 raise DamagedError(f"{cls.FILE}: {error}") from error
         return cls(model, head)
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:
-        """Scores, and values (N, float32)."""
+        """Return the scores, and the values (N, float32)."""
         hidden_N = scored_states(self.model, pack)
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
         return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """`state_dict`: the model's, if it is not in the model itself (models/sharding.py)."""
+        """Save model and head. `state_dict`: the model's weights, if the model is sharded (models/sharding.py)."""
         save(self.model, folder, state_dict)
         save_file(
             {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}, folder / self.FILE
@@ -100,10 +100,10 @@ class ValueScorer(nn.Module):
 
 
 class RewardScorer(nn.Module):
-    """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32.
+    """A sequence classifier with one output. It takes packs made with `keep_last` and returns rewards (S), float32.
 
-    It reads the last token that is not the config's pad token, as in transformers: for a model that pads with its stop
-    token, the last token before the final stop tokens.
+    Like transformers, it reads a sequence's last token that is not the config's pad token. If the model pads with its
+    stop token, this is the last token before the final stop tokens.
     """
 
     def __init__(self, model: nn.Module):
@@ -118,7 +118,7 @@ class RewardScorer(nn.Module):
 
 
 def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
-    """The index (S) of each sequence's last token that is not `pad`; its first token if there is no other."""
+    """Return the index (S) of each sequence's last token that is not `pad`, or of its first token if all are `pad`."""
     if pad is None:
         return pack.last_S
     seen_ST, index_T = pack.seen_ST(), torch.arange(len(pack.tokens_T), device=pack.tokens_T.device)
@@ -128,9 +128,10 @@ def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
 
 
 def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
-    """The last hidden states (N, D) that predict the pack's targets; one that predicts several is repeated.
+    """Return the last hidden states (N, D) that predict the pack's targets, one row per target.
 
-    This is an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU too.
+    A state that predicts several targets is repeated by an embedding lookup, because the gradient of the lookup sums
+    repeated rows in float32 and in a fixed order, even on a GPU.
     """
     if is_packed(base_of(model)):
         return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
@@ -138,14 +139,14 @@ def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
 
 
 def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> torch.Tensor:
-    """The last hidden state (S, D) of one physical token of each sequence."""
+    """Return the last hidden state (S, D) of one physical token per sequence, at the indices `index_S`."""
     if is_packed(base_of(model)):
         return _packed_states(model, pack, index_S)
     return _row_states(model, pack, torch.arange(pack.num_sequences, device=index_S.device), index_S)
 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
-    """For families proven for packing, which take the pack directly: last hidden states (len(read), D)."""
+    """Return last hidden states (len(read), D) from a model of a packed family, which takes the pack directly."""
     requested = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
         requested = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
@@ -156,20 +157,21 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
         use_cache=False,
         packed=PackedMask(pack, requested, len(read)),
     )
-    hidden = out.last_hidden_state[0]  # of all tokens, or only of the requested ones (models/lean.py)
+    hidden = out.last_hidden_state[0]  # for all tokens, or only for the requested ones (models/lean.py)
     return hidden[: len(read)] if len(hidden) == len(requested) else hidden.index_select(0, read)
 
 
 def _through_backbone(model: nn.Module, **inputs: Any) -> Any:
-    """The output of the model's backbone, with what a sharded model does before and after its own forward."""
+    """Run the model's backbone, with the hooks that a sharded model has around its own forward."""
     backbone = backbone_of(base_of(model))
     return model.through_hooks(backbone, **inputs) if PARTS in model.__dict__ else backbone(**inputs)  # pyright: ignore
 
 
 def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """For other families, one sequence per row, right padded: last hidden states (len(index), D) of physical tokens.
+    """Return last hidden states (len(index), D) from a model of any other family: one right-padded row per sequence.
 
-    A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
+    `index` are physical tokens. A token shared by several sequences is computed in each of their rows, and read from
+    the row of the sequence in `owner`.
     """
     tokens_SL, mask_SL = _rows(pack)
     out = _through_backbone(model, input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False)
@@ -177,17 +179,17 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
-    """The scores of targets from the hidden states (N, D) that predict them."""
+    """Return the scores of targets, from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
-    weight = head.weight  # once: with new tokens PEFT merges it at each access
+    weight = head.weight  # read once: with new tokens, PEFT merges it at every access
     fused = uses_triton(base_of(model), weight)
     return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
 
 
 def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pack as right-padded rows, one sequence each: token ids and mask (S, L), column = position."""
+    """Return a pack as right-padded rows, one per sequence: token ids and mask (S, L). Columns are positions."""
     seen_ST, longest = pack.seen_ST(), pack.longest
-    column_ST = pack.position_T.where(seen_ST, longest)  # invisible tokens go to an extra column
+    column_ST = pack.position_T.where(seen_ST, longest)  # tokens of other sequences go to an extra column
     tokens_SL = pack.tokens_T.new_zeros(len(seen_ST), longest + 1)
     mask_SL = torch.zeros_like(tokens_SL).scatter_(1, column_ST, seen_ST.long())
     tokens_SL.scatter_(1, column_ST, pack.tokens_T.where(seen_ST, 0))
@@ -195,12 +197,12 @@ def _rows(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ChunkedScores(torch.autograd.Function):
-    """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
+    """log softmax(cap(h W^T + b) / temperature)[target], the softmax's entropy, and whether the target is its mode.
 
-    Computed a chunk of rows at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves one number
-    per row, the log of the softmax's denominator. Backward recomputes each chunk's logits:
+    Rows are computed one chunk at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves two
+    numbers per row: the log of the softmax's denominator, and the entropy. Backward recomputes each chunk's logits:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
-    Sums run in float32 whatever the model's dtype, those of the logits too.
+    All sums, including those of the logits, run in float32 whatever the model's dtype.
     """
 
     @staticmethod
@@ -256,7 +258,7 @@ class ChunkedScores(torch.autograd.Function):
 
 
 def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
-    """The log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode."""
+    """Return the log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode."""
     size = len(target_N)
     log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
     wide = float32_weight(weight)
@@ -278,7 +280,7 @@ def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
 def _logits_gradient(
     hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
 ) -> torch.Tensor:
-    """One chunk's gradient by h W^T + b, float32. One of `grad_logprob` and `grad_entropy` may be None."""
+    """Return one chunk's gradient with respect to h W^T + b, float32. `grad_logprob` or `grad_entropy` may be None."""
     logits, capped = logits_of(hidden, weight, bias, temperature, softcap)
     log_p = logits.sub_(log_z[:, None])
     if grad_entropy is None:
@@ -304,24 +306,24 @@ def _triton():
 
 
 def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
-    """The complete logits: (N, D) to (N, V) float32. For engines, which sample from them."""
+    """Return the logits of all tokens, (N, D) -> (N, V) float32. Engines sample from them."""
     head, scale, cap = head_of(model)
     return logits_of(hidden_N, weight_of(head), head.bias, 1.0 / scale, cap)[0]
 
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
-    """`size` rows split so that the logits of one part are a block of CHUNK_ELEMENTS."""
+    """Split `size` rows into parts whose logits have at most CHUNK_ELEMENTS elements, but at least one row."""
     return _chunks(size, head_of(model)[0].weight)
 
 
 def head_of(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
-    """The LM head, the family's factor of the logits, and their cap."""
+    """Return the LM head, the factor by which the model scales its logits, and their softcap (None: no cap)."""
     config = base_of(model).config
     return head_layer(model), logit_scale(config), logit_softcap(config)
 
 
 def logits_of(hidden, weight, bias, temperature, softcap):
-    """One chunk's float32 logits over the temperature, and the capped logits if there is a cap (for its gradient)."""
+    """Return a chunk's float32 logits divided by the temperature, and, for the gradient of a cap, the capped logits."""
     logits = float32_product(hidden, weight, bias)
     capped = None
     if softcap is not None:
@@ -334,8 +336,8 @@ def row_step(weight: torch.Tensor) -> int:
 
 
 def gradient_elements(weight: torch.Tensor, trained: bool) -> int:
-    """Elements of a chunk of the logits' gradient with kernels/scores.py. A trained weight's gradient, float32, is read
-    and written for every chunk: with chunks of as many bytes that costs little beside the products."""
+    """The number of elements in a chunk of logit gradients with kernels/scores.py. The float32 gradient of a trained
+    weight is read and written for every chunk, which costs little next to the products if a chunk has as many bytes."""
     return max(GRADIENT_ELEMENTS, 2 * weight.numel()) if trained else GRADIENT_ELEMENTS
 
 
@@ -345,6 +347,6 @@ def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
 
 
 def chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
-    """`size` rows in chunks of `rows`, rounded up to a multiple of `step`; the remainder by `step` is another chunk."""
+    """Split `size` rows into chunks of `rows`, rounded up to a multiple of `step`; `size % step` rows come last."""
     rows, even = -(-rows // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

@@ -199,7 +199,7 @@ def test_what_is_not_installed_names_its_extra(scratch_model, monkeypatch, packa
 
 
 def test_kernels_for_gpus_are_refused_on_a_cpu(scratch_model):
-    with pytest.raises(ModelError, match="use_liger_kernel: its kernels are for GPUs, and this run computes on cpu"):
+    with pytest.raises(ModelError, match="use_liger_kernel: its kernels are for GPUs, but this run computes on cpu"):
         load_model(ModelConfig(path=str(scratch_model), use_liger_kernel=True), "lm", torch.float32, CPU)
 
 
@@ -674,8 +674,8 @@ REFUSED = {
         {"devices": {"strategy": "fsdp"}},
         r"lora.modules_to_save cannot be combined with devices.strategy: fsdp",
     ),
-    "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or has a blank one"),
-    "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or has a blank one"),
+    "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or contains a blank one"),
+    "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or contains a blank one"),
 }
 
 

@@ -163,7 +163,7 @@ def test_ties_are_for_reward_models(refused, method):
 def test_what_pairs_are_needed_for(refused):
     write(Path("rows.jsonl"), LABELLED)
     error = refused()
-    assert "which has no chosen and rejected" in error and "need preference pairs" in error
+    assert "which has no pairs of completions" in error and "need preference pairs" in error
 
 
 def test_a_missing_file_names_its_neighbour(refused):

@@ -142,7 +142,7 @@ def test_no_difference_is_said_plainly(tmp_path, capsys):
     assert difference["better"] is None and difference["low"] < 0 < difference["high"]
     found = " ".join(capsys.readouterr().out.split())
     assert "No difference shown between b and a" in found
-    assert f"One of {difference['smallest']:.3f} would have been detected in 80 % of cases." in found
+    assert f"A difference of {difference['smallest']:.3f} would have been detected in 80 % of cases." in found
     same = compared(tmp_path, tmp_path / "a", evaluation(tmp_path / "copy", answered(one)))
     assert only(same)["p"] == 1 and only(same)["flips"] == [] and only(same)["low"] < 0 < only(same)["high"]
 
@@ -198,7 +198,7 @@ def test_which_of_a_runs_models(tmp_path, capsys):
     evaluation(run / "evaluation/checkpoint-20", answered([1.0, 1.0]))
     assert main(["compare", str(run), evaluation(tmp_path / "b", answered([1.0, 1.0]))]) == 1
     error = capsys.readouterr().err
-    assert "has evaluations of checkpoint-10, checkpoint-20, none of its final model" in error
+    assert "has evaluations of checkpoint-10, checkpoint-20, but not of its final model" in error
     assert "runs/x/evaluation/checkpoint-20" in error
     evaluation(run / "evaluation/final", answered([0.0, 0.0]))
     found = read_source(str(run))
@@ -224,13 +224,13 @@ def test_seeds_set_a_floor(tmp_path, capsys):
     pooled = math.sqrt(sum(np.var(values, ddof=1) for values in runs) / 2)
     assert suite["seeds"]["deviation"] == pytest.approx(pooled)
     assert one["seed_floor"] == pytest.approx(4.302653 * pooled, rel=1e-5)  # t of 2, times sqrt(1/2 + 1/2)
-    assert f"Seeds alone may make up to {one['seed_floor']:.3f}." in " ".join(capsys.readouterr().out.split())
+    assert f"Seeds alone may cause up to {one['seed_floor']:.3f}." in " ".join(capsys.readouterr().out.split())
     named = [f"old={made['sft', 0]}", f"old={made['sft', 1]}", f"new={made['grpo', 0]}"]
     assert [side["name"] for side in compared(tmp_path, *named)["sides"]] == ["old", "new"]
     two = compared(tmp_path, made["sft", 0], made["sft", 1])  # seeds alone: each is a side
     assert [side["name"] for side in two["sides"]] == ["sft-0", "sft-1"]
     assert two["suites"]["reward on validation"]["seeds"] is None
-    assert main(["compare", named[0], named[1]]) == 1 and "one side only" in capsys.readouterr().err
+    assert main(["compare", named[0], named[1]]) == 1 and "only one side" in capsys.readouterr().err
 
 
 def test_files_of_other_commands(tmp_path, capsys):
@@ -324,9 +324,9 @@ def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, ca
         ([*models, "--max-rows", "3"], "--max-rows applies to the evaluation of models"),
         ([*models, "--suite", "gsm9k"], "did you mean gsm8k"),
         ([f"{models[0]}@3", models[1], "--suite", "few.yaml"], "to evaluate a checkpoint, give its folder"),
-        ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in one folder"),
+        ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in the same folder"),
         (models, "has nothing to compare: no evaluation (posttrain eval, or --suite, makes one)"),
-        (["no/model", models[1]], "a model of the hub needs suites to compare on"),
+        (["no/model", models[1]], "a model of the hub needs suites to compare on (--suite)"),
     ):
         (tmp_path / "b").mkdir(exist_ok=True)
         if not (tmp_path / "b/stories260K").exists():
@@ -362,7 +362,8 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
     assert won["replies"] == ["[[B]]", "[[A]]"] and placed["replies"] == ["[[A]]", "[[A]]"]
     out = " ".join(capsys.readouterr().out.split())
     assert "The judge prefers b to a on completions (p < 0.0001)." in out
-    assert "20 of 28 verdicts are the same in both orders; 8 follow the first place, 0 the second (p = 0.0078)." in out
+    assert "20 of 28 verdicts are the same in both orders; 8 follow the first position" in out
+    assert "0 the second (p = 0.0078)." in out
     page = (tmp_path / "out/compare.html").read_text()
     assert "reply 000!" in page and "The judge prefers b to a" in page and "[A is b] [[A]]\n\n[A is a] [[B]]" in page
     graded = [answered([1.0] * 4), answered([0.0] * 4)]
@@ -439,7 +440,7 @@ def test_what_is_refused(tmp_path, capsys):
         ([a, tmp_path / "missing"], "there is no file or folder"),
         ([a, tmp_path / "empty"], "has nothing to compare: no evaluation"),
         ([a, other], "no scored suite that two of these have in common (a: sums; other: gsm8k)"),
-        ([a, short], "is incomplete: answers.jsonl has 3 answers of sums, summary.json counts 5"),
+        ([a, short], "is incomplete: answers.jsonl has 3 answers of sums, but summary.json counts 5"),
         ([a, twice], "has item 0, sample 0 of sums twice"),
         ([a, damaged], "answers.jsonl line 1 is damaged"),
         ([a, tmp_path / "unfinished"], "not finished"),

@@ -138,7 +138,7 @@ def test_going_on_with_a_comparison(settings, capsys):
         (["--method", "sft,grop"], "did you mean grpo?"),
         (["--method", "sft,dpo"], "fewer than two methods"),
         (["--method", "all", "data.validation=null"], "set rewards, data.validation"),
-        (["--method", "all", "rollout.save=false"], "leave rollout.save true"),
+        (["--method", "all", "rollout.save=false"], "keep rollout.save: true"),
         (["--method", "all", "data.sauce=x"], "is not a setting"),
     ],
 )

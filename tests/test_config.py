@@ -174,7 +174,7 @@ def test_aliases_of_online_methods_come_to_each_ones_own_names(write):
 
 def test_an_alias_beside_its_own_name_is_an_error(write):
     write({"a.yaml": "model: gpt2\nmethod: {type: dpo, beta: 0.1, kl_coef: 0.3}\ndata: {source: x}\n"})
-    with pytest.raises(ConfigError, match=r"a\.yaml:2: kl_coef is another name of beta"):
+    with pytest.raises(ConfigError, match=r"a\.yaml:2: kl_coef is another name for beta"):
         load("a.yaml")
 
 
@@ -234,7 +234,7 @@ def test_models_by_number_and_all_at_once(write):
     )
     with pytest.raises(ConfigError, match="there are 2 models; say which"):
         load("a.yaml", ["model.path=x"])
-    with pytest.raises(ConfigError, match="models has entries 0 to 1, no 2"):
+    with pytest.raises(ConfigError, match="models has entries 0 to 1, not 2"):
         load("a.yaml", ["models.2.path=x"])
     assert [m.path for m in load("a.yaml", ["models=[opt]"]).config.models] == ["opt"]
 

@@ -51,7 +51,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
             "training: {learning_rate: .inf}\n",
             "training.learning_rate is inf; it must be a number of 0 or more or null",
         ),
-        ("training: {optimizer: adam}\n", "training.optimizer is 'adam'; did you mean adamw? it is one of adamw"),
+        ("training: {optimizer: adam}\n", "training.optimizer is 'adam'; did you mean adamw? it must be one of adamw"),
         ("training: 5\n", "a.yaml:4: training is 5; it must be a mapping with batch_size, tokens_per_pack"),
         ("training: {warmup_steps: 1.5}\n", "training.warmup_steps is 1.5; give a share below 1, or a whole number"),
         ("seed: -1\n", "seed is -1; it must be a whole number of 0 or more"),
@@ -67,13 +67,16 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs checkpoint.best_metric"),
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
-        ("evaluation: {with_replacement: true}\n", "evaluation.with_replacement is true, but num_batches is null: how"),
+        (
+            "evaluation: {with_replacement: true}\n",
+            "evaluation.with_replacement is true, but num_batches is null",
+        ),
         (
             "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",
             "evaluation.datasets.0.with_replacement is true, but num_batches is null",
         ),
-        ("evaluation: {num_generations: 4}\n", "evaluation.num_generations is read where completions are sampled"),
-        ("evaluation: {temperature: 0.5}\n", "evaluation.temperature is read where completions are sampled for"),
+        ("evaluation: {num_generations: 4}\n", "evaluation.num_generations has no effect: it needs completions"),
+        ("evaluation: {temperature: 0.5}\n", "evaluation.temperature has no effect: it needs completions"),
         (
             "evaluation: {num_generations: 4, temperature: 0, datasets: [{name: a, source: b}]}\n"
             "rewards: [{type: math}]\n",
@@ -81,11 +84,11 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, rewards: [{type: math}, {type: math}]}]}\n",
-            "evaluation.datasets.0.rewards.1.name would be 'math', as an earlier reward's",
+            "evaluation.datasets.0.rewards.1.name would be 'math', which is the name of an earlier reward",
         ),
         (
             "evaluation: {datasets: [{name: a, source: b, template: chatt}]}\n",
-            "evaluation.datasets.0.template is 'chatt'; it is one of chat, chatml",
+            "evaluation.datasets.0.template is 'chatt'; it must be one of chat, chatml",
         ),
         ("training: {tokens_per_pack: 512}\n", "tokens_per_pack is 512, but an example may have 1024 tokens"),
     ],
@@ -99,7 +102,7 @@ def test_one_wrong_setting(tmp_path, text, message):
     [
         ("data: {source: x, format: hh}\n", "data.format is hh, which has no labels; kto needs kto"),
         ("training: {batch_size: 1}\n", "training.batch_size is 1, but loss_type: kto estimates the KL from"),
-        ("training: {tokens_per_pack: 2000}\n", "but an example with another's completion may have 2048 tokens"),
+        ("training: {tokens_per_pack: 2000}\n", "but an example with another completion may have 2048 tokens"),
     ],
 )
 def test_wrong_settings_with_kto(tmp_path, text, message):
@@ -115,21 +118,21 @@ def test_labels_are_read_by_kto_alone(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it is one of auto, preference"),
+        ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it must be one of auto, preference"),
         ({"max_length": "abc"}, "data.max_length is 'abc'; it must be a whole number of 1 or more"),
         ({"max_prompt_length": "p0"}, "it must be auto or a whole number of 1 or more or text such as p90 or null"),
         ({"max_prompt_length": 1024}, "data.max_prompt_length is 1024, which leaves no room for a completion"),
         ({"validation": {"ratio": 2}}, "data.validation.ratio is 2; it must be a number above 0 and below 1 or null"),
         ({"validation": {"ratio": 0.1, "rows": 2}}, "needs one of ratio, rows and source, not ratio and rows"),
         ({"validation": {}}, "data.validation needs one of ratio, rows and source, not none"),
-        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split is read with source only"),
+        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split has no effect without source"),
         ({"source": []}, "data.source is a list; it must be text or a list of mappings with source, split"),
         (
             {"source": [{"source": "x", "weigt": 2}]},
             "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
         ),
-        ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows is for a single source, not for a list"),
-        ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, chatml"),
+        ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows must not be set if source is a list"),
+        ({"template": "chatt"}, "data.template is 'chatt'; it must be one of chat, chatml"),
         ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
     ],
 )
@@ -140,7 +143,7 @@ def test_wrong_data_settings(tmp_path, data, message):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("maths", "rewards.0 is 'maths'; did you mean math? it is one of match_format_exactly, "),
+        ("maths", "rewards.0 is 'maths'; did you mean math? it must be one of match_format_exactly, "),
         (3, "rewards.0 is 3; it must be one of match_format_exactly, "),
         (None, "rewards.0 is null; it must be one of match_format_exactly, "),
         ({"type": "maths"}, "rewards.0.type is 'maths'; did you mean math?"),
@@ -155,9 +158,9 @@ def test_wrong_rewards(tmp_path, reward, message):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it is one of {NAMES}"),
+        ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it must be one of {NAMES}"),
         ({}, "method.type is missing"),
-        ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it is one of {NAMES}"),
+        ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it must be one of {NAMES}"),
         (["sft", "dpo"], f"method is a list; it must be one of {NAMES}, or a mapping with type"),
         ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo, orpo"),
         ({"type": "orpo", "simpo_gamma": 1}, "method.simpo_gamma is not a setting of orpo, but of cpo, simpo"),
@@ -166,7 +169,7 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
         ({"type": "simpo", "loss_type": "ipo"}, "method.loss_type is not a setting of simpo, but of dpo, cpo"),
         ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
-        ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it is one of sigmoid, hinge"),
+        ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it must be one of sigmoid, hinge"),
         ({"type": "dpo", "loss_type": ["sigmoid", "hing"]}, "method.loss_type.1 is 'hing'; did you mean hinge?"),
         ({"type": "dpo", "loss_type": []}, "method.loss_type is a list"),
         ({"type": "dpo", "loss_weights": [1, 2]}, "method.loss_weights has 2 weights for 1 losses"),
@@ -181,7 +184,7 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "dpo", "reference_free": True, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
         ({"type": "dpo", "reference_free": True, "precompute_ref_log_probs": True}, "there is no reference to compute"),
         ({"type": "dpo", "reference_free": True, "ref_model": "x"}, "names a reference, but reference_free is true"),
-        ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
+        ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but with use_ref_model: false"),
         (
             {"type": "sft", "completion_only_loss": True, "assistant_only_loss": True},
             "conflicts with completion_only_loss",
@@ -189,8 +192,8 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "grpo", "loss_type": "no_baseline", "epsilon": 0.1}, "epsilon is not read by no_baseline"),
         ({"type": "grpo", "loss_type": "reinforce_with_baseline", "epsilon_high": 1}, "epsilon_high is not read by"),
         ({"type": "grpo", "loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "epsilon is not read by cispo"),
-        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator is for the KL to a reference"),
-        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator is for the KL to a reference"),
+        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator applies to the KL to a reference"),
+        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator applies to the KL to a reference"),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
         ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
         ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),
@@ -224,7 +227,7 @@ def test_losses_of_a_difference_do_without_a_reference(loss):
 def test_pairs_need_twice_the_tokens_and_a_format_with_pairs(tmp_path):
     message = refused_values(tmp_path, method="dpo", data={"source": "x", "max_length": 5000, "format": "text"})
     assert "training.tokens_per_pack is 8192, but a pair may have 10000 tokens" in message
-    assert "data.format is text, which has no chosen and rejected" in message
+    assert "data.format is text, which has no pairs of completions" in message
     with pytest.raises(ValidationError):  # in Python too, not only from files
         DPOMethod(loss_weights=(1.0, 2.0))
 
@@ -279,7 +282,7 @@ def test_settings_that_are_not_read_but_may_be_elsewhere_are_told(tmp_path):
     assert load(tmp_path / "b.json").notes == [f"stage dpo: {notes[0]}"]
     constant = ["training.lr_scheduler_type=constant"]
     assert load(tmp_path / "a.json", constant).notes == []
-    notes = ["training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has"]
+    notes = ["training.warmup_steps is not read: constant has no warm-up, but constant_with_warmup does"]
     assert load(tmp_path / "a.json", [*constant, "training.warmup_steps=5"]).notes == notes
 
 
@@ -297,24 +300,24 @@ def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
         ("training:\n\tmax_steps: 3\n", "a.yaml:2: not valid YAML at column 1: the line is indented with a tab"),
         ("model: gpt2\n  method: sft\n", "a.yaml:2: not valid YAML at column 9"),
         ("model: [gpt2\n", "not valid YAML"),
-        ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that holds"),
+        ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that"),
         ("data:\n  source: x\n training: 1\n", "is the line indented like its neighbours?"),
-        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is given too and is not a mapping"),
+        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is also given and is not a mapping"),
         (
             "model: !!python/object/apply:os.system [ls]\n",
             "a.yaml:1: the YAML tag !!python/object/apply:os.system is refused",
         ),
         ("model: !load x\n", "a.yaml:1: the YAML tag !load is refused"),
         ("seed: !!int abc\n", "a.yaml:1: 'abc' is not a !!int"),
-        ("- a\n- b\n", "a.yaml holds a list; a settings file is a mapping"),
-        ("just text\n", "a.yaml holds a text; a settings file is a mapping"),
+        ("- a\n- b\n", "a.yaml contains a list; it must be a mapping"),
+        ("just text\n", "a.yaml contains a string; it must be a mapping"),
         ("a: &a {<<: *a}\n", "not"),
         ("base: &b {x: 1}\nmodel: {<<: *b}\n", "a.yaml:2: `<<` is not supported; use `extends: other.yaml`"),
         ("a: &a [*a]\n", "a.yaml"),
         (
             "a: &a [x,x,x,x,x,x,x,x,x]\n"
             + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
-            "aliases multiply",
+            "aliases expand too far",
         ),
         ("model: \x00gpt2\n", "a.yaml is not plain text"),
         (b"model: gpt2\xff\n", "a.yaml is not UTF-8 text (byte 11)"),
@@ -331,7 +334,7 @@ def test_bad_yaml(tmp_path, text, message):
     [
         ('{"model": "gpt2",\n "seed": }', "a.json:2: not valid JSON at column 10"),
         ('{"seed": 1,\n\t"seed": 2}', "a.json:2: seed is given twice, first on line 1; keep one"),
-        ("[1]", "a.json holds a list"),
+        ("[1]", "a.json contains a list"),
         (
             '{"model": "m", "method": "sft",\n\n"data": {"source": "x"}, "sed": 1}',
             "a.json:3: sed is not a setting; did you mean seed?",
@@ -346,7 +349,7 @@ def test_bad_json(tmp_path, text, message):
     ("override", "message"),
     [
         ("training.max_steps", "'training.max_steps' is not an override such as training.max_steps=200"),
-        ("b.yaml", "one configuration file is taken"),
+        ("b.yaml", "only one configuration file can be given"),
         ("=3", "'=3' is not an override"),
         ("training..x=3", "'training..x' is not the path of a setting"),
         ("data.validation={ratio: 0.1", "does not close its bracket"),

@@ -238,7 +238,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "train: 2 rows" in out and "saved in kept; use it with data.source=kept" in out
     for arguments, message in (
         (["rows.jsonl", "kept"], "kept already exists"),
-        (["builtin:arithmetic", "other"], "is generated and needs no saving"),
+        (["builtin:arithmetic", "other"], "is generated and need not be saved"),
         (["gsm8", "other"], "did you mean gsm8k"),
     ):
         assert main(["data", "save", *arguments]) == 1

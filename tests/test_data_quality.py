@@ -371,17 +371,17 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert re.search(r"^prompt, exact duplicate +1[0-5] ", shown, re.M), shown
     [suite] = data["contamination"].values()
     assert data["rows"] == {"train": 25, "validation": 5} and suite["copies"] == 1 and suite["hits"][0][1] == 1.0
-    assert "1 question cannot be read" in shown and suite["unread"] == 1
+    assert "unreadable questions, not checked: 1 of" in shown and suite["unread"] == 1
     assert data["label_noise"] is None and data["length_bias"]["pairs"] == 25
 
     for wrong, message in (
         (["--report", "found.json"], "found.json exists"),
-        (["--ngram", "5"], "--ngram 5: it is 13 or 8"),
-        (["--no-quality", "--against", asked], "--no-quality excludes"),
+        (["--ngram", "5"], "--ngram 5: it must be 13 or 8"),
+        (["--no-quality", "--against", asked], "--no-quality cannot be combined"),
         (["--against", "gsmk"], "did you mean gsm8k"),
         (["--against", "none.jsonl"], "--against none.jsonl: there is no such file"),
         (["--reward-model", str(model)], "config.json"),
-        (["method=sft", "--reward-model", str(model)], "--reward-model judges preference pairs"),
+        (["method=sft", "--reward-model", str(model)], "--reward-model scores preference pairs"),
     ):
         assert main([*arguments, *wrong]) != 0
         error = capsys.readouterr().err

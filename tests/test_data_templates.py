@@ -504,9 +504,7 @@ def test_every_method_saves_the_templates_end_of_turn(method, lora, base_model, 
         model = ModelConfig(path=str(folder))
         loaded = load_model(model, "lm", torch.float32, torch.device("cpu"))
         assert stop_token_ids(loaded, load_tokenizer(model)) == tuple(stops)
-    assert (
-        "'<|im_end|>', which ends a turn of the chat template, is added" in (tmp_path / "run/training.log").read_text()
-    )
+    assert "added '<|im_end|>', which ends a turn in the chat template" in (tmp_path / "run/training.log").read_text()
     assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == stops
 
@@ -760,16 +758,16 @@ def test_defaults_of_variables_are_the_template_with_them_given(start):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"messages": []}, "messages is set for every chat template and cannot be given"),
+        ({"messages": []}, "messages is set for every chat template and cannot be changed"),
         ({"tools": []}, "tools is set for"),
         ({"add_generation_prompt": True}, "add_generation_prompt is set for"),
         ({"eos_token": "x"}, "eos_token is set for"),
         ({"strftime_now": 1}, "strftime_now is set for"),
         ({"if": 1}, "if is set for"),
-        ({"a b": 1}, "'a b' is not a name"),
-        ({"x": float("nan")}, "has a value that is no JSON"),
-        ({"x": {1, 2}}, "has a value that is no JSON"),
-        ({"x": "\ud800"}, "has a value that is no JSON"),
+        ({"a b": 1}, "'a b' cannot be the name"),
+        ({"x": float("nan")}, "has a value that is not JSON"),
+        ({"x": {1, 2}}, "has a value that is not JSON"),
+        ({"x": "\ud800"}, "has a value that is not JSON"),
         ([1], "must be a mapping of names to values"),
         ("no", "must be a mapping of names to values"),
     ],
@@ -792,7 +790,7 @@ def test_a_variable_that_nothing_reads_is_refused():
         choose_template(DataConfig(source="x", chat_template_kwargs={"enable_thinkin": True}), byte_tokenizer(CHATML))
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         choose_template(DataConfig(source="x", chat_template_kwargs={"x": True}), byte_tokenizer())
-    with pytest.raises(ValueError, match="are read by a chat template, not with template: none"):
+    with pytest.raises(ValueError, match="have no effect with template: none"):
         DataConfig(source="x", template="none", chat_template_kwargs={"x": True})
 
 

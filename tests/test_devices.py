@@ -56,9 +56,9 @@ def test_ranks_have_a_gpu_each_and_a_process_alone_the_first(gpus):
     assert [own_device(two, rank, 2).ids for rank in range(2)] == [(3,), (1,)]
     assert [own_device(visible, rank, 8).ids for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert own_device(visible, 0, 1) is visible
-    with pytest.raises(ModelError, match="process 2 of this machine has no GPU, it has 2"):
+    with pytest.raises(ModelError, match="there is no GPU for process 2 of this machine: start at most 2"):
         own_device(two, 2, 3)
-    with pytest.raises(ModelError, match=r"names 2 GPUs, and this process trains on one.*launch --nproc 2"):
+    with pytest.raises(ModelError, match=r"names 2 GPUs, but this process trains on one.*launch --nproc 2"):
         own_device(two, 0, 1)
 
 
@@ -95,4 +95,4 @@ def test_every_command_that_computes_takes_its_gpu(tmp_path, shared, gpus, monke
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:0"])
 def test_a_device_that_is_none(capsys, device):
     assert main(["score", "model", "rows.jsonl", "--device", device]) == 2
-    assert f"--device is '{device}': it is one of auto, cpu" in capsys.readouterr().err
+    assert f"--device is '{device}': it must be one of auto, cpu" in capsys.readouterr().err

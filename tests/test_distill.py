@@ -313,7 +313,7 @@ def test_resumed_equals_uninterrupted(tmp_path, student, scratch_model, power_cu
 
 
 def test_another_tokenizer_is_refused(tmp_path, student, shared):
-    with pytest.raises(ModelError, match=r"has another tokenizer than .* tokens differ, such as .*student's family"):
+    with pytest.raises(ModelError, match=r"has a different tokenizer from .* tokens differ, e\.g\. .*student's family"):
         train(tmp_path, student, {"teacher": str(shared / "models/stories260K")})
 
 

@@ -540,7 +540,9 @@ def test_limits_of_positions(engine_of):
         engine.generate([[3], [3] * 17], sampling)
 
 
-@pytest.mark.parametrize(("prompt", "message"), [([], "prompt 1 is empty"), ([3, VOCAB], f"token id {VOCAB}.*another")])
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "prompt 1 is empty"), ([3, VOCAB], f"token id {VOCAB}.*different")]
+)
 def test_bad_prompts_are_named(engine_of, prompt, message):
     with pytest.raises(DataError, match=message):
         engine_of(policy_of()).generate([[3], prompt], SAMPLED)

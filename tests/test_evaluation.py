@@ -162,7 +162,7 @@ def test_suites_during_training(sums_home, data, tmp_path, power_cut, method):
     ("method", "suites", "said"),
     [
         ({"type": "sft"}, ["gsm"], "did you mean gsm8k"),
-        ({"type": "sft"}, ["mmlu_logprob"], "is of the kind choices"),
+        ({"type": "sft"}, ["mmlu_logprob"], "is a suite of the kind choices"),
     ],
 )
 def test_wrong_suites(sums_home, data, tmp_path, method, suites, said):

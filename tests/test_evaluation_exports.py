@@ -122,7 +122,7 @@ def test_messages(evaluation, tmp_path):
         export_evaluation(evaluation, "inspect", tmp_path / "file" / "logs")
     lines = (evaluation / "answers.jsonl").read_text().splitlines(keepends=True)
     (evaluation / "answers.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(RunError, match="has no answer of refusals: evaluate again"):
+    with pytest.raises(RunError, match="has no answers of refusals: evaluate again"):
         export_evaluation(evaluation, "lm-eval")
     (evaluation / "answers.jsonl").write_text(lines[0].replace("0.6", "0.7"))
     with pytest.raises(RunError, match=r"answers of gsm8k temperature=0\.7, which summary.json lacks"):
@@ -131,7 +131,7 @@ def test_messages(evaluation, tmp_path):
     summary = json.loads((evaluation / "summary.json").read_text())
     del summary["created"]
     (evaluation / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(RunError, match=r"summary\.json is damaged, it lacks 'created'"):
+    with pytest.raises(RunError, match=r"summary\.json is damaged: it lacks 'created'"):
         export_evaluation(evaluation, "inspect")
     (evaluation / "summary.json").unlink()
     with pytest.raises(RunError, match=r"summary\.json is missing"):
@@ -197,12 +197,12 @@ def test_contexts_and_prompts_that_are_too_long_lose_their_beginning(stories, by
     sampling = stories.sampling({"do_sample": False, "until": [". "], "max_gen_toks": 12}, 1)
     [[whole]], [[cut]] = (stories.complete([prompt], sampling) for prompt in (long, long[-500:]))
     assert whole.text == cut.text and 0 < whole.tokens <= 12
-    assert "1 prompt shortened from the left to 500 tokens" in caplog.text
-    with pytest.raises(DataError, match="has 600 tokens and the model 512 positions"):
+    assert "1 prompt truncated on the left to 500 tokens" in caplog.text
+    with pytest.raises(DataError, match="has 600 tokens, but the model 512 positions"):
         stories.logprobs([([1], [5] * 600)])
     with pytest.raises(DataError, match="has no context"):
         stories.logprobs([([], [5])])
-    with pytest.raises(ConfigError, match=r"512 tokens leave no room .* set the task's max_gen_toks to less"):
+    with pytest.raises(ConfigError, match=r"512 tokens leave no room .* lower the task's max_gen_toks"):
         stories.complete([[1, 2]], stories.sampling({"do_sample": False, "until": [], "max_gen_toks": 512}, 1))
 
 

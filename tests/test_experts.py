@@ -213,7 +213,7 @@ def test_families_without_such_a_loss(caplog):
     with pytest.raises(ModelError, match="no load-balancing loss for Qwen3ForCausalLM"):
         RouterLoss(dense, 0.1)
     assert RouterLoss(dense, 0.1, is_explicit=False).coefficient == 0.0
-    assert "its routers are trained without one" in caplog.text
+    assert "its routers are trained without this loss" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,7 @@ def test_which_coefficient(tmp_path, shared, mixture, capsys):
         assert main(["plan", str(folder / "config.yaml")]) == 0
         assert f"about {planned[0].num_tokens:,} tokens (" in capsys.readouterr().out
     settings["model"] = {"path": str(shared / "models/stories260K")}
-    with pytest.raises(ConfigError, match=re.escape("method.router_aux_loss_coef is 0.1, but llama is no mixture")):
+    with pytest.raises(ConfigError, match=re.escape("method.router_aux_loss_coef is 0.1, but llama is not a mixture")):
         run(tmp_path, "name=dense", "method.router_aux_loss_coef=0.1", **settings)
     assert run(tmp_path, "name=dense", "method.router_aux_loss_coef=0", overwrite=True, **settings)
 

@@ -276,7 +276,7 @@ def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dtype", "int8"], "--dtype int8: it is one of auto"),
+        (["--dtype", "int8"], "--dtype int8: it must be one of auto"),
         (["--for", "olama"], "did you mean ollama"),
         (["--max-shard-size", "5"], "such as 5GB"),
         (["--private"], "give --push-to-hub ID as well"),

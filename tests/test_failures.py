@@ -218,7 +218,7 @@ def test_weights_that_have_moved_are_not_saved(tmp_path, shared, scratch_model, 
     with pytest.raises(ValueError, match="late"):
         start(tmp_path, sections)
     assert names(tmp_path / "run") == []
-    assert "step 3 ended after changing the weights" in (tmp_path / "run/training.log").read_text()
+    assert "step 3 was interrupted after changing the weights" in (tmp_path / "run/training.log").read_text()
 
 
 def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scratch_model, monkeypatch, capsys):

@@ -268,7 +268,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, shared, scra
     assert any(not torch.equal(weights[3][name], weights[4][name]) for name in weights[3])
     assert json.loads((run / "results.json").read_text())["skipped_steps"] == 1
     assert run_facts(tmp_path)["counters"]["skipped_steps"] == 1
-    assert "step 3 skipped, weights unchanged: not finite:" in (run / "training.log").read_text()
+    assert "step 3 skipped, weights unchanged; non-finite values:" in (run / "training.log").read_text()
     assert [line.get("skipped_steps") for line in numbers(run)] == [None, 1, 1]
 
 
@@ -279,7 +279,7 @@ def test_five_in_a_row_end_the_run_and_a_resume_goes_on(tmp_path, shared, scratc
     sections = sft_sections(shared, scratch_model, max_steps=10)
     with monkeypatch.context() as patch:
         poisoned(patch, {2, 4, 5, 6, 7, 8, 9, 10}, kind)
-        with pytest.raises(VitalSignError, match=r"5 steps in a row were not finite \(\w+\), the last is step 8"):
+        with pytest.raises(VitalSignError, match=r"5 steps in a row were not finite \(\w+\), the last of them step 8"):
             start(tmp_path, sections)
     run = tmp_path / "run"
     assert run_facts(tmp_path)["state"] == "failed" and not (run / "final").exists()

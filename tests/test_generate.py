@@ -180,8 +180,8 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
     assert "runs/r/final" in out and "cut off" in out and "spread" in out and "100%" in out
     rows = re.findall(r"^ *(\d+) +8 +8 to 8 +100% +\d+% +0% +(\S+) +(\S+) *$", out, re.MULTILINE)
     assert rows == [("0", "-2", "0"), ("1", "-2", "0")], "8 tokens are 2 beyond the target, and none is in format"
-    assert "row 0, reward -2" in out and "2 have completions of one and the same reward" in out
-    assert "truncated at 8 tokens" in out and "Only 0% follow the template's format" in out
+    assert "row 0, reward -2" in out and "2 have completions with equal rewards" in out
+    assert "truncated at 8 tokens" in out and "Only 0% of completions follow the template's format" in out
     assert main(["sample", "runs/nothing"]) == 2 and "is not a folder" in capsys.readouterr().err
 
 
@@ -205,9 +205,9 @@ def test_suggestions():
     assert "raise the temperature" in said(distinct=0.25)
     assert "Train with SFT first" in said(formatted=0.1) and said(formatted=None) == said()
     assert said(rewards=(0.0, 1.0)) == said()
-    assert "Of 1 prompt 1 has completions of one and the same reward" in said(rewards=(1.0, 1.0))
+    assert "Of 1 prompt, 1 has completions with equal rewards" in said(rewards=(1.0, 1.0))
     assert "1 of 2 completions have no reward" in said(rewards=(1.0,))
     assert "None of the 2 completions has a reward" in said(rewards=())
     one, other = (Measured(0, (4, 5), 0.0, 1.0, None, rewards) for rewards in ((0.0, 1.0), (1.0, 1.0)))
     [few] = suggestions([one, one, other], rollout)
-    assert few == "Of 3 prompts 1 has completions of one and the same reward, which teach a group nothing."
+    assert few == "Of 3 prompts, 1 has completions with equal rewards, from which nothing is learned."

@@ -50,7 +50,7 @@ def test_a_wrong_key_gets_its_hint(override, message):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--config", "there is no flag --config; give the file alone: posttrain train FILE"),
+        ("--config", "there is no flag --config; give the file without a flag: posttrain train FILE"),
         ("--skip-sft", "write --skip sft"),
         ("--group_size", "there is no flag --group_size; write method.num_generations"),
         ("--dpo_beta", "write method.beta"),
@@ -71,7 +71,7 @@ def test_a_wrong_flag_gets_its_hint(flag, message):
 
 def test_the_name_of_an_argument_is_no_flag(capsys):
     assert main(["train", "--config", "old.yaml"]) == 2
-    assert "there is no flag --config; give the file alone: posttrain train FILE" in capsys.readouterr().err
+    assert "there is no flag --config; give the file without a flag: posttrain train FILE" in capsys.readouterr().err
 
 
 def test_every_name_is_answered_as_key_and_as_flag():

@@ -345,7 +345,7 @@ def test_tasks_that_cannot_be_run(shared, tmp_path):
     from posttrain.evaluation.lm_eval_model import run_lm_eval
 
     model = ModelConfig(path=str(shared / STORIES))
-    with pytest.raises(ConfigError, match=r"lm-eval has no task hellaswagg, no\.yaml: `lm-eval ls tasks` lists them"):
+    with pytest.raises(ConfigError, match=r"lm-eval has no task hellaswagg, no\.yaml: see `lm-eval ls tasks`"):
         run_lm_eval(model, ["hellaswagg", "no.yaml"])
     with pytest.raises(ConfigError, match="stories260K has no chat template"):
         run_lm_eval(model, ["hellaswag"], chat=True)

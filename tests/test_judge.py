@@ -477,7 +477,7 @@ def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home,
     flag = json.dumps({**json.loads(term.model_dump_json()), "base_url": "http://127.0.0.1:9"})
     capsys.readouterr()
     assert main(["regrade", str(folder), "--reward", flag]) == 0
-    assert "0 of 64 advantages change their sign" in capsys.readouterr().out and len(server.asked) == asked
+    assert "0 of 64 advantages change sign" in capsys.readouterr().out and len(server.asked) == asked
 
 
 @pytest.mark.parametrize(
@@ -487,12 +487,12 @@ def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home,
         ({"base_url": "https://me:pw@host/v1"}, "without user, password"),
         ({"base_url": "http://host:port"}, "base_url: must be"),
         ({"api_key_env": KEY}, "not the key"),
-        ({"prompt": "{prompt}"}, "must have {completion}"),
-        ({"read": "json"}, "prompt: is missing: the built-in one asks for"),
+        ({"prompt": "{prompt}"}, "must contain {completion}"),
+        ({"read": "json"}, "prompt: is missing: the built-in prompt asks for"),
         ({"prompt": "{completion}", "read": "regex"}, "pattern: is missing"),
         ({"prompt": "{completion}", "read": "regex", "pattern": "(a"}, "with one group"),
-        ({"pattern": "(a)"}, "is read with read: regex"),
-        ({"field": "x"}, "is read with read: json"),
+        ({"pattern": "(a)"}, "needs read: regex, but read is"),
+        ({"field": "x"}, "needs read: json, but read is"),
         ({"min_score": 10}, "must be above min_score, 10"),
         ({"parameters": {"stream": True}}, "must not have stream"),
     ],

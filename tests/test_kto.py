@@ -246,7 +246,7 @@ def test_an_earlier_run_keeps_its_mismatched_completions(tmp_path, shared, anoth
 def test_a_validation_set_of_one_example_has_no_other_completion(tmp_path, shared):
     settings = kto(shared, tmp_path, rows=8, data={"validation": {"rows": 1}})
     log = (run(tmp_path, "training.max_steps=1", **settings) / "training.log").read_text()
-    assert "validation has one example, so that its KL is estimated from its own completion" in log
+    assert "validation has only one example, so the KL is estimated from its own completion" in log
 
 
 # --- the recipe -----------------------------------------------------------------------------------------------------

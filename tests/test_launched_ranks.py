@@ -150,7 +150,7 @@ def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
 @pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:x", "10.0.0.1:70000"])
 def test_an_address_without_a_port_is_refused(address, capsys):
     assert main(["launch", "sft", "--address", address]) == 2
-    assert "it is HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
+    assert "it must be HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
 
 
 def test_a_process_for_each_gpu_that_is_named(shared, tmp_path, capsys):

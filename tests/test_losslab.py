@@ -202,7 +202,7 @@ def test_wrong_runs_and_steps_are_refused(sampled, pairs, tmp_path, monkeypatch)
             losses(folder, step, names)
 
     refused(sampled, 9, "no rollouts of step 9; the file has steps 1 to 3")
-    refused(pairs, 9, "has made 3 steps: there is no step 9")
+    refused(pairs, 9, "has finished 3 steps: there is no step 9")
     refused(pairs.parent, 1, "has several runs: name one of them")
     refused(sampled / "final", 1, "is not a run folder")
     refused(sampled, 1, "did you mean dapo", ["dappo"])

@@ -285,7 +285,7 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
     assert re.search(r"advantage .* value +return +push", capsys.readouterr().out)
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
     said = capsys.readouterr().out
-    assert "0 of 64 advantages change their sign" in said and "approximate" not in said
+    assert "0 of 64 advantages change sign" in said and "approximate" not in said
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("whiten_rewards: false", "whiten_rewards: true"))
     with closing(sqlite3.connect(folder / "rollouts.sqlite")) as connection, connection:
@@ -475,12 +475,12 @@ def test_groups_are_no_matter_where_nothing_compares_them(sums_home, tmp_path, m
         ({"rollout": {"max_completion_length": 23}}, DataError, "no row can be used"),
         ({"evaluation": {"max_completion_length": 24}}, ConfigError, "evaluation.max_completion_length is 24"),
         ({"evaluation": {"max_completion_length": 23}}, DataError, "of 23 tokens .evaluation.max_comp"),
-        ({"method": {"num_minibatches": 9}}, ConfigError, "more than the 8 prompts"),
+        ({"method": {"num_minibatches": 9}}, ConfigError, "but a step has only 8 prompts"),
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
-        ({"method": {"type": "sft"}}, ConfigError, "rewards score completions of validation prompts with sft"),
+        ({"method": {"type": "sft"}}, ConfigError, "rewards with sft only score completions of validation prompts"),
         ({"rewards": [{"type": "python", "function": "test_online:broken"}]}, RewardError, "'high' for completion 0"),
         ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "the config has none"),
-        ({"rewards": [EXACT, EXACT]}, ConfigError, "an earlier reward's"),
+        ({"rewards": [EXACT, EXACT]}, ConfigError, "the name of an earlier reward"),
     ],
 )
 def test_what_is_refused(sums_home, tmp_path, settings, error, message):

@@ -260,7 +260,7 @@ def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(one_of
     assert re.fullmatch(
         "the ranks read different data:\n"
         rf"  train rows.jsonl: rank 1 on {host} has rows \w{{12}}; rank 0 on {host} has rows \w{{12}}\n"
-        "Copy the same files and tokenizer to every machine, or read them from a folder that all have",
+        "Copy the same files and tokenizer to every machine, or read them from a shared folder",
         said[0]["data"],
     )
     assert said[1]["data"] == "1"
@@ -279,7 +279,7 @@ def test_a_rank_that_is_a_step_ahead_is_named_on_all(one_of_each):
     ("settings", "message"),
     [
         ({"method": "sft", "training": {"optimizer": "adamw_8bit"}}, "training.optimizer: adamw_8bit needs whole"),
-        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "method.teacher_system_prompt gives"),
+        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "with method.teacher_system_prompt, ranks"),
     ],
 )
 def test_what_needs_the_whole_model_is_refused_with_sharded_weights(settings, message):

@@ -177,7 +177,7 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
     log = (tmp_path / "run/training.log").read_text()
     assert "resumed from checkpoint-4 at step 4 of 8" in log
     assert (
-        "8 steps in total instead of 4: the linear schedule is stretched, the learning rate of step 5 is 5.00e-04"
+        "8 steps in total instead of 4: the linear schedule is stretched, so the learning rate of step 5 is 5.00e-04"
         in log
     )
     rates = [line["learning_rate"] for line in numbers(tmp_path / "run")]
@@ -203,7 +203,7 @@ def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path, shared, scratch_mode
     start(tmp_path, sections)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for override, message in (
-        ("method.beta=0.5", "made with other settings"),
+        ("method.beta=0.5", "made with different settings"),
         ("training.max_steps=3", "checkpoint-4 is at step 4, beyond training.max_steps = 3: raise it"),
     ):
         with pytest.raises(RunError, match=message):
@@ -278,7 +278,7 @@ def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model
         start(tmp_path / "never", sections, resume=True)
     (tmp_path / "cut/run/config.yaml").unlink()  # as if killed between the first two files
     start(tmp_path / "cut", sections, resume=True)
-    assert "has no checkpoint yet: it starts again" in caplog.text and "of the previous run: best" in caplog.text
+    assert "has no checkpoint yet: the run starts over" in caplog.text and "of the previous run: best" in caplog.text
     assert (tmp_path / "cut/run/best.set-aside").is_dir()
     assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
 

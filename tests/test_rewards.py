@@ -247,7 +247,7 @@ def test_not_applicable_is_no_missing_verdict(grading_pool):
 def test_a_list_whose_weights_are_all_0_is_refused(tmp_path):
     """In a run's settings, those of a validation set, and for stored completions."""
     none = [{"type": "math", "weight": 0}, {"type": "length", "target": 3, "weight": 0}]
-    with pytest.raises(RewardError, match=r"all rewards have weight 0, .* another weight \(math, length\)"):
+    with pytest.raises(RewardError, match=r"all rewards have weight 0, .* a different weight \(math, length\)"):
         Rewards(settings(*none))
     for method in ({"type": "grpo"}, {"type": "ppo"}, {"type": "sft"}):
         given = {"model": "m", "data": {"source": "x", "validation": {"rows": 2}}, "method": method}

@@ -58,7 +58,7 @@ def test_its_rollouts_are_shown_and_regraded(saved, capsys):
     page = rendered(rollouts_page, Viewer(saved.parent), "?run=run&step=2&prompt=0&rollout=0")
     assert all(f'title="{at}: {value:+.4g}"' in page for at, value in enumerate(completion.numbers.push))
     assert main(["regrade", "run", "--reward", "{type: length, target: 3}"]) == 0
-    assert re.search(r"\d+ of 32 advantages change their sign", capsys.readouterr().out)
+    assert re.search(r"\d+ of 32 advantages change sign", capsys.readouterr().out)
 
 
 def test_its_receipt_needs_no_torch(saved):

@@ -153,4 +153,4 @@ def test_a_reward_model_is_no_policy(tmp_path, scratch_model, capsys):
     settings = [f"data.source={tmp_path / 'rows.jsonl'}", f"model.path={folder}", f"output_dir={tmp_path}"]
     for command in (["generate", str(folder), str(tmp_path / "rows.jsonl")], ["train", "method=sft", *settings]):
         assert main(command) == 1
-        assert "is a reward model, which scores completions and does not generate" in capsys.readouterr().err
+        assert "is a reward model, which scores completions and cannot generate" in capsys.readouterr().err

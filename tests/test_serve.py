@@ -166,11 +166,11 @@ def test_requests_that_leave_or_are_too_many(stories):
         assert isinstance(events.get(timeout=10), Token)
         live.submit(second)
         live.submit(third)
-        with pytest.raises(Busy, match="2 prompts wait already"):
+        with pytest.raises(Busy, match="2 prompts are already waiting"):
             live.submit(Job([5], long))
         with pytest.raises(DataError, match="vocabulary has 512"):
             live.submit(Job([512], long))
-        with pytest.raises(DataError, match="there is no adapter x; there are none"):
+        with pytest.raises(DataError, match="there is no adapter x; available: none"):
             live.submit(Job([5], long, adapter="x"))
         live.cancel(second)  # while it waits
         live.cancel(first)  # while it is generated
@@ -911,8 +911,8 @@ def test_requests_carry_variables_of_the_template(stories, tmp_path):
         scored = [httpx.post(f"{address}/v1/score", json=talk | more).json()["scored"] for more in ({}, off)]
         assert scored[1] > scored[0]
         for wrong, problem in (
-            ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be given"),
-            ({"a b": 1}, "'a b' is not a name"),
+            ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be changed"),
+            ({"a b": 1}, "'a b' cannot be the name"),
             ([], "must be a mapping"),
         ):
             answer = httpx.post(f"{address}/v1/chat/completions", json=said | {"chat_template_kwargs": wrong})

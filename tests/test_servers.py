@@ -190,7 +190,7 @@ def test_a_server_that_returns_as_another_version_is_refused(two):
     processes[1].kill()
     desks[1].vllm_version = "0.29.1"
     thread = again(processes[1])
-    with pytest.raises(EngineError, match=rf"{processes[1].url} has another version of vLLM: 0\.29\.1, and 0\.32 is"):
+    with pytest.raises(EngineError, match=rf"{processes[1].url} has another version of vLLM: 0\.29\.1, but 0\.32 is"):
         engine.generate(PROMPTS, SAMPLED)
     thread.join()
 

@@ -1,5 +1,6 @@
 """A signal is not lost where Python drops the exception that its handler raises (posttrain/base/signals.py)."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -75,3 +76,31 @@ def test_a_block_that_ended_meanwhile_is_not_given_up_again():
             signal_in_destructor(signal.SIGINT, wait_s=0)
         time.sleep(0.1)
     assert stop.requested
+
+
+def test_an_exception_that_other_code_catches_is_raised_by_the_next_block():
+    def swallowing() -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+
+    entered = False
+    with pytest.raises(Stopped), handling(leave, signal.SIGTERM):
+        swallowing()
+        with handling(leave, signal.SIGINT):
+            entered = True
+        with deferring("saving"):
+            pytest.fail("a run would begin")
+    assert entered, "another signal's block is entered"
+
+
+def test_cleaning_up_after_an_exception_may_handle_signals():
+    entered = []
+    with pytest.raises(Stopped), handling(leave, signal.SIGTERM):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            with deferring("saving"):
+                entered.append(1)
+    with handling(leave, signal.SIGTERM):
+        entered.append(2)
+    assert entered == [1, 2]

@@ -127,24 +127,24 @@ def test_dumped_stages_load_back_equal(write):
 @pytest.mark.parametrize(
     ("text", "given", "message"),
     [
-        (TWO.replace("m: sft", "m: stf"), [], r"a\.yaml:7: stage dpo: init_from names no stage: stf; did you mean sft"),
+        (TWO.replace("m: sft", "m: stf"), [], r"a\.yaml:7: stage dpo: init_from: there is no stage stf; did you mean"),
         (TWO, ["stages.sft.init_from=dpo"], r"in a cycle: dpo <- sft <- dpo|in a cycle: sft <- dpo <- sft"),
         (TWO, ["stages.sft.init_from=sft"], r"in a cycle: sft <- sft"),
         (TWO, ["stages.dop.seed=1"], r"there is no stage dop; did you mean dpo\?"),
         (TWO, ["stages.dpo.name=x"], r"name belongs to the whole run"),
-        (TWO, ["stages.dpo.model.path=b"], r"starts from the final model of another stage and also has a model"),
+        (TWO, ["stages.dpo.model.path=b"], r"starts from the final model of another stage, but names a different"),
         (TWO, ["method.beta=1"], r"stage sft: override method\.beta=1: method\.beta is not a setting of sft"),
         (TWO, ["data.fromat=x"], r"^override data\.fromat=x: data\.fromat is not a setting"),
         (TWO.replace("    method: sft\n", ""), [], r"stage sft: method is missing"),
         (TWO.replace("format: messages", "formt: messages"), [], r"stage sft: a\.yaml:12: data\.formt is not"),
         (TWO + "    output_dir: x\n", [], r"a\.yaml:14: output_dir belongs to the whole run"),
-        ("stages: []\n", [], r"a\.yaml:5: stages is a mapping of names"),
-        ("stages: {}\n", [], r"stages is a mapping of names"),
+        ("stages: []\n", [], r"a\.yaml:5: stages must be a mapping of names"),
+        ("stages: {}\n", [], r"stages must be a mapping of names"),
         ("stages: {final: {method: sft}}\n", [], r"a stage cannot be called 'final'"),
         ("stages: {a/b: {method: sft}}\n", [], r"a stage cannot be called 'a/b'"),
         ("stages: {..: {method: sft}}\n", [], r"a stage cannot be called '..'"),
         ('stages: {"a\\e[2J": {method: sft}}\n', [], r"a stage cannot be called 'a.x1b\[2J'"),
-        (f"stages: {{{'a' * 201}: {{method: sft}}}}\n", [], r"of at most 200 letters, digits"),
+        (f"stages: {{{'a' * 201}: {{method: sft}}}}\n", [], r"at most 200 letters, digits"),
         ("stages: {a: 3}\n", [], r"the stage a must be a mapping"),
         ("method: sft\n", ["stages.dpo.seed=1"], r"the settings have no stages"),
         ("method: sft\ninit_from: sft\n", [], r"init_from is not a setting; it goes inside a stage"),
@@ -156,7 +156,7 @@ def test_what_is_wrong_with_stages_is_said(write, text, given, message):
 
 
 def test_one_set_of_settings_where_one_is_needed(write):
-    with pytest.raises(ConfigError, match=r"have stages \(sft, dpo\)"):
+    with pytest.raises(ConfigError, match=r"have several stages \(sft, dpo\)"):
         _ = load(write(COMMON + TWO)).config
 
 
@@ -386,7 +386,9 @@ def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, 
     (final / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "model")})
     )
-    with pytest.raises(WeightsError, match=r"final: was trained on other weights than those of .*model \(SHA-256"):
+    with pytest.raises(
+        WeightsError, match=r"final: was trained on weights that differ from those of .*model \(SHA-256"
+    ):
         load_model(adapter, "lm", torch.float32, cpu)
     assert main(["export", str(final), "-o", str(tmp_path / "out")]) == 1
     (final / "base_weights.json").unlink()  # an adapter of others, or of an earlier version
@@ -517,7 +519,7 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
             runner.train(stages)
     assert states(run) == {"sft": "finished", "reward": "interrupted"}
     before = (run / "sft/final/manifest.json").stat().st_mtime_ns
-    with pytest.raises(RunError, match=r"there are runs already in .*sft.*--resume.*--overwrite"):
+    with pytest.raises(RunError, match=r"there are already runs in .*sft.*--resume.*--overwrite"):
         runner.train(stages)
 
     # The folder of the whole run says it all: its config.yaml has the stages.
@@ -550,7 +552,7 @@ def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_mo
         runner.train(chain(tmp_path, shared, scratch_model, stages={**both, "last": stages["sft"]}), resume=True) == 0
     )
     run = tmp_path / "chain"
-    assert set(states(run).values()) == {"finished"} and caplog.text.count("keeps to those (data.excluded)") == 2
+    assert set(states(run).values()) == {"finished"} and caplog.text.count("still excludes those (data.excluded)") == 2
     assert load(run / "sft/config.yaml").config.data.excluded == ()
     assert [one.rows for one in load(run / "more/config.yaml").config.data.excluded] == [3]
     assert "3 of 3 held-out rows can be used by sft" in (run / "sft/training.log").read_text()
@@ -578,7 +580,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
 
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", fail)
-        message = "1 of 6 runs failed: dpo of stories260K; not run for that reason: more of stories260K"
+        message = "1 of 6 runs failed: dpo of stories260K; therefore not run: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
             runner.train(chained)
     run = tmp_path / "chain"
@@ -628,5 +630,5 @@ def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsy
 
 def test_no_policy_starts_from_a_reward_stage(write):
     text = "model: gpt2\ndata: {source: x}\nstages:\n  rm: {method: reward}\n  dpo: {method: dpo, init_from: rm}\n"
-    with pytest.raises(ConfigError, match="stage dpo starts from a reward model, which writes no completions"):
+    with pytest.raises(ConfigError, match="stage dpo starts from a reward model, which generates no completions"):
         load(write(text))

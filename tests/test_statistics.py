@@ -185,7 +185,7 @@ def test_the_paired_difference_by_hand():
     assert paired_difference([0.1 + 0.2], [0.3]).ties == 1
     assert paired_difference([0.25], [0.75]).low is None
     for bad in (([], []), ([1.0], [1.0, 2.0])):
-        with pytest.raises(ValueError, match="equally long"):
+        with pytest.raises(ValueError, match="of equal length"):
             paired_difference(*bad)
 
 

@@ -134,7 +134,7 @@ def test_a_suite_of_ones_own(tmp_path, monkeypatch):
         ("gsm8k", {"kind": "choices"}, "choices needs two continuations"),
         ("gsm8k", {"shots": 2}, "the prompt has no {shots}"),
         ("hh", {"group": "x"}, "group is not read with `kind: preference`"),
-        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes one column a field"),
+        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes only one column per field"),
         ("gsm8k", {"temperature": -1}, "temperature"),
     ],
 )
@@ -216,19 +216,19 @@ def test_rows_without_a_field_of_the_prompt(tmp_path):
     items = load_items(suite).items
     assert [item.problem for item in items[:2]] == ["the row has no problem", None]
     assert items[1].prompt == r"0 \boxed{x}"
-    with pytest.raises(DataError, match=r"the prompt names question, and the rows of .* have answer, problem"):
+    with pytest.raises(DataError, match=r"the prompt names question, but the rows of .* have answer, problem"):
         load_items(with_settings(suite, {"prompt": "{question}"}))
 
 
 def test_worked_examples_are_of_other_rows(tmp_path):
     """One file would show a question its own answer; a group with too few examples is not asked."""
     suite = own(tmp_path, ROWS, prompt="{shots}{problem}", shots=2, shots_split="validation", group="kind")
-    with pytest.raises(DataError, match="is one file, whose questions cannot be worked examples"):
+    with pytest.raises(DataError, match="is one file, whose questions cannot also be worked examples"):
         load_items(suite)
     for split, rows in (("test", ROWS), ("validation", ROWS[:2])):  # one example of each kind
         (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / f"d/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="validation has under 2 worked examples of even"):
+    with pytest.raises(DataError, match="validation has fewer than 2 worked examples of even"):
         load_items(with_settings(suite, {"source": str(tmp_path / "d")}))
     [first, *_] = load_items(with_settings(suite, {"source": str(tmp_path / "d"), "shots": 1})).items
     assert first.prompt == "Tim had 0 cats and 0\n\nTim had 0 cats and"
@@ -260,7 +260,7 @@ def test_malformed_rows_of_mmlu(tmp_path):
     (tmp_path / "test/law_test.csv").write_text("".join(lines))
     items = load_items(with_settings(find_suite("mmlu"), {"source": str(tmp_path)})).items
     assert [item.problem for item in items[-3:]] == [
-        None, *(f"{n} cells, not a question, four options and a letter" for n in (6, 3)),
+        None, *(f"{n} cells instead of a question, four options and a letter" for n in (6, 3)),
     ]  # fmt: skip
     row = {"subject": "law", "question": "Q", "choices": ["a", "b"], "answer": 1}
     bad = [{"choices": "[a"}, {"answer": 2}, {"answer": None}]
@@ -517,7 +517,7 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
     AutoTokenizer.from_pretrained(stories.parent.parent / "tokenizers/minimind6400").save_pretrained(
         tmp_path / "reference"
     )
-    with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+    with pytest.raises(ModelError, match="has a different tokenizer from the policy"):
         run(stories, [suite], tmp_path / "f", **options)
 
 
@@ -689,7 +689,7 @@ def test_databases_in_trouble(stories, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.evaluation.records.BUSY_S", 0.05)
     holder = sqlite3.connect(folder / "evaluation.sqlite")
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(RunError, match="another program writes it"):
+    with pytest.raises(RunError, match="another program is writing to it"):
         run(stories, [suite], folder, overwrite=True)
     holder.close()
     with EvaluationStore(folder), pytest.raises(RunError, match="is in use by process"):
@@ -727,7 +727,7 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         (["m", "--suite", "gsm8k", "--engine", "fast"], "--engine"),
         (["m", "--suite", "gsm8k,math", "--data", "x.jsonl"], "not one of the suites|with several suites"),
         (["./m", "--suite", "gsm8k", "--data", "DATA"], "no such folder"),
-        (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "would be evaluated in one folder, evaluations/m"),
+        (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "be evaluated in the same folder, evaluations/m"),
         (["./a/m", "./a/m", "--suite", "gsm8k", "--data", "DATA"], "a/m is given twice"),
         (["m", "--suite", "gsm8k", "--reference", "m"], "--reference applies only to suites of pairs"),
         (["m", "--suite", "hh", "--calibrate"], "compares verifiers for the rules gsm8k and math"),

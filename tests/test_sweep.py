@@ -201,10 +201,10 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
     assert (root / found.best.name / "results.json").stat().st_mtime_ns == stamp
     capsys.readouterr()
     for arguments, message in (
-        ([f"{RATE}=1e-3,1e-9"], "has a sweep already"),
-        ([f"{RATE}=1e-3,1e-5", "--resume"], "do not give: 02-learning_rate-1e-9, 03-learning_rate-1e-2"),
+        ([f"{RATE}=1e-3,1e-9"], "already has a sweep"),
+        ([f"{RATE}=1e-3,1e-5", "--resume"], "do not include: 02-learning_rate-1e-9, 03-learning_rate-1e-2"),
         ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "--stopping", "none"], "with --stopping median, not none"),
-        ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "training.batch_size=4"], "was made with other settings"),
+        ([f"{RATE}=1e-2,1e-3,1e-9", "--resume", "training.batch_size=4"], "was made with different settings"),
     ):
         assert swept(home, "rates", *arguments)[0] == 1
         assert message in " ".join(capsys.readouterr().err.split())
@@ -288,7 +288,7 @@ def test_a_trial_that_fails_is_told_and_the_others_run(home, sums_home, capsys):
     assert [trial.state for trial in found.trials] == ["failed", "finished"]
     assert "nowhere" in found.trials[0].reason
     status, root = swept(home, "none", f"model={home / 'nowhere'}", "seed=0..3")
-    assert status == 1 and "the first 2 trials failed alike" in capsys.readouterr().err
+    assert status == 1 and "the first 2 trials failed for the same reason" in capsys.readouterr().err
     assert [trial.state for trial in read_sweep(root).trials] == ["failed", "failed", "waiting", "waiting"]
 
 

@@ -229,7 +229,7 @@ HOSTILE_MODELS = {
 }
 HOSTILE_FILES = {
     "a deep config": ("config.json", DEEP, "nested too deeply"),
-    "a list for a config": ("config.json", "[]", "config.json is not a model's settings, but a list"),
+    "a list for a config": ("config.json", "[]", "config.json contains a list, not a model's settings"),
     "a deep index": ("model.safetensors.index.json", DEEP, "nested too deeply"),
     "an index of nothing": ("model.safetensors.index.json", "[]", "has no weight_map"),
     "an index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
@@ -481,18 +481,18 @@ MAPPING = "    c{0}: {{a: '${{data.columns.c{1}}}', b: '${{data.columns.c{1}}}'}
 DOUBLING, MAPPINGS = ("".join(line.format(n, n - 1) for n in range(1, 60)) for line in (COLUMN, MAPPING))
 ALIASES = "".join(f"    c{n}: &c{n} [*c{n - 1}, *c{n - 1}]\n" for n in range(1, 60))
 BOMBS = {
-    "texts that double": ("  columns:\n    c0: xx\n" + DOUBLING, "come to more than 1,000,000 characters"),
+    "texts that double": ("  columns:\n    c0: xx\n" + DOUBLING, "expand to more than 1,000,000 characters"),
     "empty texts that double": (
         "  columns:\n    c0: ''\n" + DOUBLING,
         "data.columns.c0 is ''",
     ),  # linear: refused later
-    "mappings that double": ("  columns:\n    c0: {a: x, b: y}\n" + MAPPINGS, "come to more than 1,000,000 characters"),
+    "mappings that double": ("  columns:\n    c0: {a: x, b: y}\n" + MAPPINGS, "expand to more than 1,000,000"),
     "a long row of names": (
         "  columns:\n    c0: x\n" + "".join(f"    c{n}: '${{data.columns.c{n + 1}}}'\n" for n in range(1, 3000)),
         "chain of references is too long",
     ),
     "a circle": ("  columns: {a: '${data.columns.b}', b: 'x${data.columns.a}'}\n", "refer to one another in a cycle"),
-    "aliases": ("  columns:\n    c0: &c0 [x, x]\n" + ALIASES, "aliases multiply: more than 100,000 values"),
+    "aliases": ("  columns:\n    c0: &c0 [x, x]\n" + ALIASES, "aliases expand too far: more than 100,000 values"),
     "long aliases": (
         "  columns:\n    c0: &c " + "x" * 10_000 + "\n" + "".join(f"    c{n}: *c\n" for n in range(1, 999)),
         "or 2,000,000 characters",

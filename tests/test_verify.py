@@ -212,7 +212,7 @@ def test_what_is_lost_on_resume_is_found(tmp_path, shared, scratch_model, capsys
 def test_a_run_that_fails_by_itself_says_why(tmp_path, shared, scratch_model):
     sections = settings(shared, scratch_model, "dpo", max_steps=4)
     stages = prepared(load(write_config(tmp_path, sections)).stages)
-    with pytest.raises(RunError, match=r"training failed by itself.*row 3 is empty.*whole\.log"):
+    with pytest.raises(RunError, match=r"training failed without a kill.*row 3 is empty.*whole\.log"):
         verify_resume(stages, tmp_path, 1, train=failing)
 
 
@@ -237,4 +237,4 @@ def test_the_command(tmp_path, shared, scratch_model, capsys):
     assert (kept / "whole/run/final").is_dir() and (kept / "killed.log").is_file()
     assert main(["verify-resume", str(file), "data.source=missing.jsonl"]) == 1
     error = capsys.readouterr().err
-    assert "training failed by itself" in error and "missing.jsonl is not there" in error
+    assert "training failed without a kill" in error and "missing.jsonl is not there" in error

@@ -48,19 +48,19 @@ def change(policy):
 @pytest.mark.parametrize(
     ("vllm", "message"),
     [
-        ({"base_url": "http://gpu:8001"}, "base_url.*mode: server only, not with colocate"),
-        ({"timeout": 5.0}, "timeout.*mode: server only"),
-        ({"servers": 2}, "servers.*mode: server only"),
-        ({"push": "nccl"}, "push.*mode: server only"),
-        ({"mode": "server", "base_url": ["http://gpu:8001", "http://gpu:8001"]}, "each of them once"),
-        ({"mode": "server", "base_url": []}, "needs addresses"),
-        ({"mode": "server", "base_url": "http://gpu:8001", "servers": 2}, "servers.*are started here"),
+        ({"base_url": "http://gpu:8001"}, "base_url.*needs mode: server, but mode is colocate"),
+        ({"timeout": 5.0}, "timeout.*needs mode: server"),
+        ({"servers": 2}, "servers.*needs mode: server"),
+        ({"push": "nccl"}, "push.*needs mode: server"),
+        ({"mode": "server", "base_url": ["http://gpu:8001", "http://gpu:8001"]}, "each only once"),
+        ({"mode": "server", "base_url": []}, "needs at least one address"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "servers": 2}, "servers that the run starts"),
         ({"mode": "server", "servers": 2, "gpus": [1]}, "1 GPUs for 2 servers"),
-        ({"mode": "server", "base_url": "gpu:8001"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:port"}, "give http://HOST:PORT"),
-        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "has its own"),
+        ({"mode": "server", "base_url": "gpu:8001"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:port"}, "give only http://HOST:PORT"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "gpu_memory_utilization": 0.5}, "not to those at base_url"),
         ({"gpu_memory_utilization": 1.5}, "less than or equal to 1"),
         ({"mode": "remote"}, "'colocate' or 'server'"),
     ],
@@ -71,7 +71,7 @@ def test_settings_that_do_not_go_together(vllm, message):
 
 
 def test_settings_of_vllm_are_for_its_engine():
-    with pytest.raises(ValidationError, match="read by engine: vllm only, not embedded"):
+    with pytest.raises(ValidationError, match="needs engine: vllm, but engine is embedded"):
         RolloutConfig(vllm={"gpu_memory_utilization": 0.5})
     assert RolloutConfig(engine="vllm", vllm={"mode": "server", "base_url": "http://[::1]:8001/"}).vllm.timeout == 600
 
@@ -87,7 +87,7 @@ def test_another_version_of_vllm_is_refused(monkeypatch):
     other = ModuleType("vllm")
     other.__version__ = "0.29.1"
     monkeypatch.setitem(sys.modules, "vllm", other)
-    with pytest.raises(ConfigError, match=r"works with vLLM 0\.32, and 0\.29\.1 is installed"):
+    with pytest.raises(ConfigError, match=r"works with vLLM 0\.32, but 0\.29\.1 is installed"):
         core.import_vllm()
 
 
@@ -198,7 +198,7 @@ def test_weights_of_another_run_are_not_drawn_from():
         policy = policy_of()
         mine = make_engine("vllm", policy, vllm=at(url))
         make_engine("vllm", policy, vllm=at(url))
-        with pytest.raises(VitalSignError, match="holds other weights"):
+        with pytest.raises(VitalSignError, match="holds different weights"):
             mine.generate(PROMPTS, SAMPLED)
 
 
@@ -217,7 +217,7 @@ def test_a_server_of_another_version():
         standing_in(server.Desk("0.29.1", 0.7)) as url,
         pytest.raises(
             EngineError,
-            match=r"http://.* another version of vLLM: 0\.29\.1, and 0\.32 is needed.*pip",
+            match=r"http://.* another version of vLLM: 0\.29\.1, but 0\.32 is needed.*pip",
         ),
     ):
         make_engine("vllm", policy_of(), vllm=at(url))
@@ -244,7 +244,7 @@ def test_a_server_of_another_posttrain(monkeypatch):
 def test_a_server_of_something_else():
     bound = HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=bound.serve_forever, daemon=True).start()
-    with pytest.raises(EngineError, match="is not one of posttrain's"):
+    with pytest.raises(EngineError, match="is not a posttrain server"):
         make_engine("vllm", policy_of(), vllm=at(f"http://127.0.0.1:{bound.server_address[1]}"))
     bound.shutdown()
     bound.server_close()
@@ -384,7 +384,7 @@ def test_weights_that_are_missing_are_named():
     some = [(name, tensor) for name, tensor in weights_of(policy) if "layers.1.mlp.down" not in name]
     with pytest.raises(ModelError, match=r"not given all weights.*layers\.1\.mlp\.down_proj"):
         engine.host.load("x", some)
-    with pytest.raises(VitalSignError, match="holds other weights"):
+    with pytest.raises(VitalSignError, match="holds different weights"):
         engine.generate(PROMPTS, SAMPLED)
     engine.close()
 
@@ -400,7 +400,7 @@ def test_the_trainers_process_stays_as_it_was():
 
 @needs_vllm
 def test_heads_that_vllm_has_no_attention_for():
-    with pytest.raises(ModelError, match="heads have 8 dimensions, and on a CPU vLLM takes 32, 64"):
+    with pytest.raises(ModelError, match="heads have 8 dimensions, but on a CPU vLLM supports 32, 64"):
         make_engine("vllm", policy_of(head_dim=8))
 
 

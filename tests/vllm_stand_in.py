@@ -76,7 +76,7 @@ class Core:
 
     def generate(self, mark, asked, sampling, tick=lambda: None):
         if mark != self.mark:
-            raise VitalSignError(f"vLLM holds other weights ({self.mark}) than those asked for ({mark})")
+            raise VitalSignError(f"vLLM holds different weights ({self.mark}) from those requested ({mark})")
         tick()
         groups = self.engine.generate(
             [request.tokens for request in asked],

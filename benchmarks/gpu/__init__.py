@@ -1,1 +1,1 @@
-"""What a first half hour on a card should say: `python -m benchmarks.gpu PART...`, or `make gpu` (docs/gpu.md)."""
+"""Checks and timings for half an hour on a GPU: `python -m benchmarks.gpu PART...`, or `make gpu` (docs/gpu.md)."""

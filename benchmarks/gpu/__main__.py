@@ -1,10 +1,10 @@
-"""Run the kit on this machine's card: `python -m benchmarks.gpu right train generate learn soak` (all: no PART).
+"""Run the kit on this machine's GPU: `python -m benchmarks.gpu right train generate learn soak` (no PART: all).
 
-`tune` compares sizes of kernels and runs only when it is named.
+`tune` compares sizes of kernels and runs only if it is named.
 
-A part takes at most `--minutes`; a case that there is no time for is said to be `not run: time`. With `--continue`
-cases that FILE has are kept, and the rest is run. `--only` takes the cases whose name matches a regular expression.
-The exit status is 1 where a check failed, or a goal was missed on a card.
+A part takes at most `--minutes`; a case without enough time left is reported as `not run: time`. With `--continue`,
+cases that FILE has are kept, and the rest are run. `--only` selects the cases whose name matches a regular expression.
+The exit status is 1 if a check failed, or if a goal was missed on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.models.devices import take_device
 PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases, "learn": learn.cases}
 PARTS |= {"soak": soak.cases, "tune": tune.cases}
 ROOT = Path(__file__).resolve().parents[2]
-# Processes that a run starts import posttrain too, which may be no more than this checkout here.
+# Processes that a run starts also import posttrain, which may not be installed but only checked out here.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: to try the kit itself")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: for testing the kit itself")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json", metavar="FILE.json")
-    parser.add_argument("--models", type=Path, default=ROOT / "build/gpu-models", help="where made models are kept")
+    parser.add_argument("--models", type=Path, default=ROOT / "build/gpu-models", help="folder of created models")
     parser.add_argument("--minutes", type=float, default=8.0, help="a part's budget")
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="these cases alone")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="run only these cases")
     parser.add_argument("--continue", dest="going_on", action="store_true", help="keep the cases that FILE has")
     options = parser.parse_args(given)
     if unknown := [name for name in options.parts if name not in PARTS]:

@@ -1,7 +1,7 @@
-"""What the kit's parts share: cases and what came of them, a budget of time, the JSON, the table.
+"""Shared by the kit's parts: cases and their results, a time budget, the JSON, the table.
 
-A part is a function that gives its cases. Each runs by itself, prints a line and is written down at once, so that a
-killed run keeps what it has. A case that fails does not end the part.
+A part is a function that yields its cases. Each case runs independently, prints a line and is saved at once, so that a
+killed run keeps its results. A case that fails does not end the part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.base.errors import is_out_of_memory
 from posttrain.base.memory import release_memory
 from posttrain.runs.files import load_json
 
-# How a number is shown, in the order of a table's columns.
+# The title and format of each number, in the order of a table's columns.
 COLUMNS = {
     "error": ("largest error", "{:.2e}"),
     "rms": ("RMS", "{:.4f}"),
@@ -41,16 +41,16 @@ COLUMNS = {
 
 
 class CheckError(Exception):
-    """What should hold does not."""
+    """A check failed; the message says what does not hold."""
 
 
 class NotRunError(Exception):
-    """Why a case cannot be run here, found out while it began."""
+    """Raised when a case turns out not to be runnable here; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a number should reach on a card."""
+    """The range that a number should be in on a GPU."""
 
     name: str
     least: float = float("-inf")
@@ -66,9 +66,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to check or to measure. `measure` returns numbers by name; CheckError says what does not hold.
+    """One check or measurement. `measure` returns numbers by name, or raises CheckError with what does not hold.
 
-    `needs` are "CUDA" and packages that it cannot do without.
+    `needs`: "CUDA" and packages that the case requires.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where and how large. `models` is the folder that made models lie in."""
+    """The device and the size. `models` is the folder of created models."""
 
     device: torch.device
     size: str
@@ -95,7 +95,7 @@ class Setup:
 
     @property
     def judged(self) -> bool:
-        """Whether goals count: they are of a card, at full size."""
+        """Whether goals apply: only on a GPU, at full size."""
         return self.on_card and not self.tiny
 
     @property
@@ -103,7 +103,7 @@ class Setup:
         return torch.bfloat16
 
     def facts(self) -> dict[str, Any]:
-        """What the numbers were measured on."""
+        """The machine, versions and size that the numbers were measured with."""
         card = torch.cuda.get_device_name(self.device) if self.on_card else None
         versions = {"transformers": transformers.__version__, "cuda": torch.version.cuda}
         return {"machine": machine() | {"card": card} | versions, "size": self.size, "device": self.device.type}
@@ -111,7 +111,7 @@ class Setup:
 
 @contextmanager
 def after_each(owner: type, name: str, note: Callable[[float], None]) -> Iterator[None]:
-    """While the block lasts, `note` is given the seconds of each call of a method, after it."""
+    """During the block, call `note` with the seconds of each call of a method, after the call."""
     original = getattr(owner, name)
 
     def noted(*arguments, **named):
@@ -136,13 +136,13 @@ def is_missing(package: str) -> bool:
 
 
 class Book:
-    """The JSON of all parts: what came of each case, by part and name."""
+    """The JSON of all parts: the result of each case, by part and name."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def of(self, part: str) -> dict[str, Any]:
-        """What came of the part's cases so far."""
+        """The results of the part's cases so far."""
         whole = load_json(self.path) if self.path.exists() else {}
         return whole.get(part, {}).get("cases", {})
 
@@ -152,10 +152,10 @@ class Book:
 
 
 def run_part(part: str, cases: Iterable[Case], setup: Setup, book: Book, minutes: float) -> dict[str, Any]:
-    """Run a part's cases and return what came of all of them; those that the book has are kept as they are.
+    """Run a part's cases and return all results; results that the book already has are kept.
 
-    No case is started that would, if it took as long as the longest so far, end after the budget. Raises CardLostError
-    where an error has left the card useless to this process; what came of the case is written down before.
+    A case is not started if it would exceed the budget by taking as long as the longest case so far. Raises
+    CardLostError if an error has made the GPU unusable for this process; the result of the case is saved first.
     """
     found = book.of(part)
     for case in cases:
@@ -182,7 +182,7 @@ def run_part(part: str, cases: Iterable[Case], setup: Setup, book: Book, minutes
 
 
 class CardLostError(Exception):
-    """An error has left the card useless to this process."""
+    """An error has made the GPU unusable for this process."""
 
 
 def check_card(setup: Setup) -> None:
@@ -208,7 +208,7 @@ def _measured(case: Case, setup: Setup) -> dict[str, Any]:
         return _not_run(str(error))
     except CheckError as error:
         return {"status": "failed", "why": str(error)}
-    except Exception as error:  # whatever it is, the next case is worth its time
+    except Exception as error:  # whatever it is, the next case is still run
         first = (str(error).strip().splitlines() or [""])[0]
         why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {first}"
         return {"status": "failed", "why": why, "traceback": traceback.format_exc()}
@@ -219,14 +219,14 @@ def _measured(case: Case, setup: Setup) -> dict[str, Any]:
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """What came of a case in words."""
+    """The result of a case in words."""
     return {"ok": "ok", "missed": "goal missed"}.get(result["status"], result["status"]) + (
         f": {result['why']}" if result.get("why") else ""
     )
 
 
 def line(name: str, result: Mapping[str, Any]) -> str:
-    """What came of a case in a line."""
+    """The result of a case in one line."""
     numbers = [f"{title} {shown}".strip() for title, shown in _shown(result).items()]
     return ", ".join([f"{name}: {outcome(result)}", *numbers, f"{result['seconds']:.1f} s"])
 
@@ -246,5 +246,5 @@ def table(part: str, found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def is_bad(result: Mapping[str, Any]) -> bool:
-    """Whether a case is a reason for an exit status of 1."""
+    """Whether the result of a case makes the exit status 1."""
     return result["status"] in ("failed", "missed")

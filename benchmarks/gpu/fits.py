@@ -1,6 +1,6 @@
-"""Which model, method and length fits which card, by posttrain's own estimate: `python -m benchmarks.gpu.fits`.
+"""Which model, method and length fit on which GPU, by posttrain's own estimate: `python -m benchmarks.gpu.fits`.
 
-Writes the table into docs/gpu.md. Weights are random, and none are made: shapes decide.
+Writes the table into docs/gpu.md. No weights are created, because the estimate depends only on shapes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ METHODS = {
 }
 CUDA = torch.device("cuda", 0)
 CARDS = (8, 16, 24, 48, 80)  # GiB
-CONTEXT, USABLE = 1 << 30, 0.95  # what CUDA and its libraries take; of the rest, what fragments leave
-POINTS = (1024, 2048, 8192, 32_768)  # tokens of a pack that the estimate is asked for; in between it is interpolated
+CONTEXT, USABLE = 1 << 30, 0.95  # bytes used by CUDA and its libraries; share of the rest left by fragmentation
+POINTS = (1024, 2048, 8192, 32_768)  # tokens per pack for which memory is estimated; interpolated in between
 STEP = 1024
 
 
 def peaks(model: str, method: str, card: int) -> list[int]:
-    """Bytes at the peak of a step, for a row of each of POINTS tokens that fills a pack alone; the card in GiB."""
+    """Bytes at the peak of a step, for each of POINTS, with one row that fills the pack; `card` is in GiB."""
     return [on_card(card << 30).peak for on_card in _steps(model, method)]
 
 
 @cache
 def _steps(model: str, method: str) -> list[Callable[[int], Estimate]]:
-    """For each of POINTS the estimate by a card's bytes, on which generation alone depends."""
+    """For each of POINTS, the estimate as a function of a GPU's bytes, on which only generation depends."""
     kind, settings = METHODS[method]
     with TemporaryDirectory() as folder:
         CONFIGS[model].save_pretrained(folder)
@@ -82,7 +82,7 @@ def _step(folder: str, kind: str, settings: list[str], tokens: int) -> Callable[
 
 
 def longest(model: str, method: str, card: int) -> int:
-    """The most tokens of a pack that fit, a multiple of STEP; 0 where no such pack fits."""
+    """The maximum tokens of a pack that fits, as a multiple of STEP; 0 if no pack fits."""
     room = USABLE * ((card << 30) - CONTEXT)
     tokens = np.arange(STEP, POINTS[-1] + 1, STEP)
     fitting = tokens[np.interp(tokens, POINTS, peaks(model, method, card)) <= room]

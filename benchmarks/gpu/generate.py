@@ -1,9 +1,9 @@
-"""Part `generate`: completions a second of Qwen3-0.6B's shape in bfloat16, beside what reading the bytes alone takes.
+"""Part `generate`: generation speed at Qwen3-0.6B's shape in bfloat16, compared with the time to read the bytes.
 
 The embedded engine samples 8 completions of each prompt; none ends before its limit, so every step has all rows. The
-byte floor: at each token the weights are read once, the keys and values of every completion, and those of every prompt,
-at the rate at which this device copies 1 GiB (bytes read and written). Time is that of a whole call, the second of its
-kind, less that of a call for one token, which has the prompts' share.
+byte floor: for each token, the weights are read once, and so are the keys and values of every completion and of every
+prompt, at the rate at which this device copies 1 GiB (bytes read and written). The time is that of a whole call, after
+an identical first call, minus that of a call for one token, which includes the prompts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.cache import token_bytes
 from posttrain.models.load import load_model
 
-ROWS = (256, 64, 512)  # the goal's first
+ROWS = (256, 64, 512)  # the number of rows with a goal comes first
 EACH = 8
-FLOOR_GOAL = Goal("floor_ratio", most=1.5)  # at 256 rows
+FLOOR_GOAL = Goal("floor_ratio", most=1.5)  # for 256 rows
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -41,7 +41,7 @@ def copying(setup: Setup) -> dict[str, Any]:
 
 
 def bandwidth(setup: Setup) -> float:
-    """Bytes a second, read and written, of a copy on the device; the best of several."""
+    """Bytes per second, read and written, of a copy on the device; the best of several."""
     source = torch.zeros(1 << (24 if setup.tiny else 30), dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
     return 2 * len(source) / min(seconds_of(setup, partial(target.copy_, source)) for _ in range(5))
@@ -56,7 +56,7 @@ def seconds_of(setup: Setup, work) -> float:
 
 
 def floor_bytes(weights: int, token: int, rows: int, groups: int, prompt: int, length: int) -> int:
-    """What must be read for tokens 2 to `length` of every row: the first comes with the prompt."""
+    """The bytes that must be read for tokens 2 to `length` of every row; the first token comes with the prompt."""
     own = rows * token * sum(range(1, length))
     return (length - 1) * (weights + groups * prompt * token) + own
 
@@ -74,12 +74,12 @@ def measure(setup: Setup, rows: int) -> dict[str, Any]:
         sampled = engine.generate(prompts, sampling, limits=[[limit] * EACH for _ in prompts])
         assert all(len(completion.tokens) == limit for group in sampled for completion in group)
 
-    run(length)  # compiles, and records what a card replays
+    run(length)  # compiles, and captures the CUDA graphs
     reset_peak_memory(setup.device)
     first, whole = seconds_of(setup, partial(run, 1)), seconds_of(setup, partial(run, length))
     peak = peak_memory(setup.device)
     engine.close()
-    weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is the head's
+    weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is also the head
     token = token_bytes(policy.config, setup.dtype, setup.device)
     floor = floor_bytes(weights, token, rows, rows // EACH, prompt, length) / bandwidth(setup)
     return {

@@ -1,4 +1,4 @@
-"""Where a step's time goes, by kind of kernel, from PyTorch's profiler."""
+"""The time of a step by kind of kernel, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch.profiler import ProfilerActivity, profile
 
-# The first that matches the name of the kernel, or of an operation that it was launched in, innermost first.
+# The kind is the first that matches the name of the kernel, or of an operation that launched it, innermost first.
 KINDS = {
     "attention": r"flex_attention|flash|fmha|scaled_dot_product|_attention",
     "optimizer": r"adam|multi_tensor|foreach|Optimizer\.step|clip_grad",
@@ -19,7 +19,7 @@ REST = "element-wise and the rest"
 
 
 def kind_of(names: Iterable[str]) -> str:
-    """What a kernel is, from its own name and those of the operations around it, innermost first."""
+    """The kind of a kernel, from its own name and the names of the operations around it, innermost first."""
     for name in names:
         for kind, pattern in KINDS.items():
             if re.search(pattern, name, re.IGNORECASE):
@@ -28,7 +28,7 @@ def kind_of(names: Iterable[str]) -> str:
 
 
 def kinds(step: Callable[[], None], on_card: bool) -> dict[str, float]:
-    """The share of each kind in the time that one step's kernels take (on a CPU: its operations), largest first."""
+    """The share of each kind in the time of one step's kernels (on a CPU: of its operations), largest first."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
     with profile(activities=activities) as profiler:
         step()

@@ -1,7 +1,7 @@
-"""Part `learn`: 50 GRPO steps of sums (benchmarks/sums.py) as a run has them: time by phase, engine against trainer.
+"""Part `learn`: an ordinary run of 50 GRPO steps on sums (benchmarks/sums.py): time by phase, engine against trainer.
 
-The model was taught to add, then weakened until one answer in ten is right. It must be right more often at the end than
-at the beginning, and the log-probabilities of sampled tokens must be those of the trainer but for rounding.
+The model was trained to add, then weakened until one answer in ten is right. It must be right more often at the end
+than at the start, and the log-probabilities of sampled tokens must equal those of the trainer except for rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.training.loop import Loop
 from posttrain.training.saving import Saver
 
 STEPS, TINY_STEPS = 50, 2
-PART = 5  # steps whose rewards are compared with as many last ones
+PART = 5  # the first PART steps' rewards are compared with those of the last PART steps
 GAIN = 0.2
 PHASES = {
     "generation": (EmbeddedEngine, "generate"),
@@ -45,12 +45,12 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 def sums_home(setup: Setup) -> Path:
-    """The task's model and rows; made when missing."""
+    """The task's model and rows; created if missing."""
     folder = setup.models / "sums"
     if not folder.exists():
         part = folder.with_name("sums.part")
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so small a model loses by more
+        torch.set_num_threads(1)  # more threads slow down such a small model
         sums.make(part)
         torch.set_num_threads(threads)
         part.rename(folder)
@@ -59,7 +59,7 @@ def sums_home(setup: Setup) -> Path:
 
 @contextmanager
 def phases() -> Iterator[dict[str, list[float]]]:
-    """The seconds of each call of what PHASES names, while the block lasts."""
+    """The seconds of each call of the methods in PHASES, during the block."""
     seconds: dict[str, list[float]] = {name: [] for name in PHASES}
     with ExitStack() as stack:
         for name, (owner, method) in PHASES.items():

@@ -1,8 +1,8 @@
 """Part `right`: what must hold on every device, from masks to whole runs.
 
 The oracles are those of the test suite (tests/test_equivalence.py): models with sharp attention, a forest of trees, one
-sequence at a time. What is compared with is computed on the CPU in float32. In bfloat16 a pack may be at most three
-times as far from that as plain transformers is in bfloat16 on the same device: on an H200 the ratio was 0.6 to 2.3 for
+sequence at a time. The reference is computed on the CPU in float32. In bfloat16, the error of a pack may be at most
+three times the error of plain transformers in bfloat16 on the same device. On an H200 the ratio was 0.6 to 2.3 for
 seven samples of Cohere's weights, whose gradients here are lost in rounding, and 0.8 to 1.1 for Qwen3's and Gemma 2's.
 Whole runs are in runs.py.
 """
@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from test_equivalence import forest, make  # the suite's models and trees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# In float32: nats of a log-probability, and shares of the largest gradient. A card sums in another order.
+# In float32: nats of a log-probability, and shares of the largest gradient. A GPU sums in a different order.
 EXACT = {"cpu": (1e-5, 1e-4), "cuda": (1e-3, 1e-3)}
 HEADS = (64, 96, 128, 256)
 KERNELS_OF = ("qwen3", "llama")
@@ -95,7 +95,7 @@ def packed_is_plain(setup: Setup, family: str, dtype: str) -> dict[str, float]:
 
 
 def one_by_one(model, examples: list[Example]) -> Tensor:
-    """Log-probabilities (N) by transformers alone, a sequence at a time, in the order of a pack's N axis."""
+    """Log-probabilities (N) by plain transformers, one sequence at a time, in the order of a pack's N axis."""
     out = []
     for ids, trained in (path for example in examples for tree in example.trees for path in sequences(tree)):
         tokens = torch.from_numpy(ids)[None].to(model.device)
@@ -107,7 +107,7 @@ def one_by_one(model, examples: list[Example]) -> Tensor:
 
 
 def backward(model, logprob_N: Tensor, weight_N: Tensor) -> Sides:
-    """The log-probabilities, and all gradients of their weighted sum in one vector; on the CPU, float32."""
+    """The log-probabilities, and all gradients of their weighted sum in one vector, on the CPU in float32."""
     (logprob_N * weight_N.to(logprob_N)).sum().backward()
     grads = [own_part(p.grad).float().cpu().flatten() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -129,7 +129,7 @@ def compared(dtype: str, right: Sides, found: Sides) -> list[float]:
 
 
 def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, float]:
-    """Scores, gradients and sampled tokens by models/kernels and by PyTorch's operations, on one device."""
+    """Compare scores, gradients and sampled tokens by models/kernels and by PyTorch's operations on one device."""
     from posttrain.models.kernels import layers
 
     [whole] = pack(forest(), 1000)
@@ -165,7 +165,7 @@ def dense(mask: PackedMask, qkv: list[Tensor], window: int | None) -> Tensor:
 
 
 def flex_is_dense(setup: Setup, size: int) -> dict[str, float]:
-    """FlexAttention with the pack's blocks; where it is not compiled it has no backward."""
+    """Compare FlexAttention, with the pack's blocks, with dense attention. If not compiled, it has no backward."""
     mask, qkv = attention_inputs(setup, size)
     real = slice(0, mask.num_tokens)
     worst = 0.0
@@ -178,7 +178,7 @@ def flex_is_dense(setup: Setup, size: int) -> dict[str, float]:
 
 
 def flex_backward(setup: Setup, size: int) -> dict[str, float]:
-    """What a layer calls on a card, in bfloat16, forward and backward."""
+    """Compare what a layer calls on a GPU with dense attention, in bfloat16, forward and backward."""
     mask, qkv = attention_inputs(setup, size)
     given = [tensor.bfloat16().requires_grad_() for tensor in qkv]
     real, worst = slice(0, mask.num_tokens), 0.0
@@ -212,7 +212,7 @@ def prompts_for(vocabulary: int) -> list[list[int]]:
 
 
 def differences(policy, sampling: Sampling) -> Tensor:
-    """Log-probabilities of sampled tokens, engine's less scorer's."""
+    """Log-probabilities of sampled tokens: the engine's minus the scorer's."""
     prompts = prompts_for(policy.config.vocab_size)
     engine = EmbeddedEngine(policy)
     groups, found = engine.generate(prompts, sampling), []
@@ -257,7 +257,7 @@ def graphs_change_nothing(setup: Setup) -> dict[str, float]:
 
 
 def sharded_is_whole(setup: Setup, dtype: str) -> dict[str, float]:
-    """Scores and gradients of FSDP2 on one rank, whose group is NCCL's on a GPU, and of the same model unsharded."""
+    """Compare scores and gradients of FSDP2 on one rank (on a GPU, an NCCL group) with those of the unsharded model."""
     [whole] = pack(forest(), 1000)
     weight_N, found = torch.linspace(0.5, 1.5, len(whole.target_N)), []
     dist.init_process_group(GROUPS[setup.device.type], store=dist.HashStore(), rank=0, world_size=1)

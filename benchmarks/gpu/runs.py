@@ -1,7 +1,7 @@
-"""Whole runs of part `right`: each method's, of LoRA and every optimizer, resumed, and the quickstart.
+"""Whole runs of part `right`: every method, LoRA, every optimizer, a resumed run, and the quickstart.
 
-A few steps on the quickstart's model by the settings that a user writes, compared with the same run on the CPU in
-float32, or with one setting less.
+Each makes a few steps on the quickstart's model with settings that a user would write, and is compared with the same
+run on the CPU in float32, or with a run without one of the settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS = {
     "ppo": {"num_generations": 2},
 }
 LORA = {"r": 8, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
-# Name -> settings of a DPO run, those it is compared with, by how much losses may differ, what it needs.
+# Name -> settings of a DPO run, settings of the run to compare with, largest difference of losses, requirements.
 VARIANTS: dict[str, tuple[dict, dict, float, tuple[str, ...]]] = {
     "LoRA": ({"model.lora": LORA}, {"model.lora": LORA, "model.dtype": "float32", "devices.type": "cpu"}, 0.03, ()),
     "QLoRA": ({"model.lora": LORA, "model.load_in_4bit": True}, {"model.lora": LORA}, 0.1, ("bitsandbytes",)),
@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[dict, dict, float, tuple[str, ...]]] = {
 
 
 ON_CPU = {"model.dtype": "float32", "devices.type": "cpu"}
-# The largest difference of a loss of a few steps from the CPU's in float32.
+# The largest difference of a loss in the first steps from the loss on the CPU in float32.
 MOST = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
@@ -65,7 +65,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 def home(setup: Setup) -> Path:
-    """The quickstart's model, and pairs and labelled rows of its task; made when missing."""
+    """The quickstart's model, and pairs and labelled rows of its task; created if missing."""
     folder = setup.models / "arithmetic"
     if not folder.exists():
         part = folder.with_name("arithmetic.part")
@@ -86,7 +86,7 @@ def home(setup: Setup) -> Path:
 
 
 def run(setup: Setup, folder: Path, method: str, changes: Mapping[str, Any], steps: int = 3, resume: bool = False):
-    """The losses of a run's steps, with settings like `training.optimizer` changed."""
+    """Run a few steps, with `changes` to settings such as `training.optimizer`. Returns the losses."""
     source = {"sft": "builtin:arithmetic", "kto": str(home(setup) / "labelled.jsonl")}
     online = method in ("grpo", "ppo")
     settings = {
@@ -116,7 +116,7 @@ def run(setup: Setup, folder: Path, method: str, changes: Mapping[str, Any], ste
 
 
 class Runs:
-    """The losses of runs, each made once."""
+    """The losses of runs; each run is made only once."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -142,8 +142,8 @@ def compared(
 
 
 def run_is_the_cpus(runs: Runs, method: str, dtype: str) -> dict[str, float]:
-    """As on the CPU in float32. Online methods may sample other tokens, so theirs need only be finite: the run's own
-    checks have looked at the rest."""
+    """Compare losses with those on the CPU in float32. Online methods may sample different tokens, so their losses must
+    only be finite: the run's own checks cover the rest."""
     own = {"model.dtype": dtype}
     if method not in ("grpo", "ppo"):
         return compared(runs, method, own, ON_CPU, MOST[dtype])
@@ -153,7 +153,7 @@ def run_is_the_cpus(runs: Runs, method: str, dtype: str) -> dict[str, float]:
 
 
 def resumed(setup: Setup) -> dict[str, Any]:
-    """Two steps and two more are four; to the bit on a CPU."""
+    """Check that two steps and two resumed steps equal four steps; on a CPU, bit for bit."""
     with TemporaryDirectory(prefix="posttrain-") as scratch:
         one, two = Path(scratch) / "one", Path(scratch) / "two"
         run(setup, one, "dpo", {}, steps=4)
@@ -167,7 +167,7 @@ def resumed(setup: Setup) -> dict[str, Any]:
 
 
 def whole_quickstart() -> dict[str, Any]:
-    """A shorter one, on the CPU as its settings say: that the versions installed here carry the whole chain."""
+    """A shorter quickstart, on the CPU as in its settings: the installed versions must support the whole chain."""
     size = Size(worked=9000, bare=3000, sft_steps=600, problems=600, reward_steps=30, dpo_steps=30, ppo_steps=4,
                 grpo_steps=8, held_out=200)  # fmt: skip
     threads = torch.get_num_threads()

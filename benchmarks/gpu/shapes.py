@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, cards' peaks, and published numbers to stand beside."""
+"""Models of known shapes with random weights, peak rates of GPUs, and published numbers to compare with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.common import SHARED
 from benchmarks.gpu.common import Setup
 from posttrain.quickstart.model import make_tokenizer
 
-# The config.json of the published models, as far as it decides shapes.
+# The config.json of the published models, as far as it determines shapes.
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 _QWEN3 |= {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 _QWEN2 = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "rope_parameters": _QWEN3["rope_parameters"]}
@@ -29,7 +29,7 @@ CONFIGS = {
     "0.6B": Qwen3Config(**_shape(1024, 28, 16, 3072, True), **_QWEN3),
     "1.7B": Qwen3Config(**_shape(2048, 28, 16, 6144, True), **_QWEN3),
     "4B": Qwen3Config(**_shape(2560, 36, 32, 9728, True), **_QWEN3),
-    # Of Qwen2.5, for the table of what fits which card (fits.py).
+    # Shapes of Qwen2.5, for the table of what fits on which GPU (fits.py).
     "0.5B": Qwen2Config(**_shape(896, 24, 14, 4864, True, num_key_value_heads=2, vocab_size=151_936), **_QWEN2),
     "1.5B": Qwen2Config(**_shape(1536, 28, 12, 8960, True, num_key_value_heads=2, vocab_size=151_936), **_QWEN2),
     "7B": Qwen2Config(**_shape(3584, 28, 28, 18_944, False, num_key_value_heads=4, vocab_size=152_064), **_QWEN2),
@@ -41,7 +41,7 @@ CONFIGS = {
     ),
 }
 
-# Dense bfloat16 TFLOP/s with float32 sums, of NVIDIA's data sheets; by what is in the name that the driver gives.
+# Dense bfloat16 TFLOP/s with float32 accumulation, from NVIDIA's data sheets, by a part of the driver's name of a GPU.
 PEAKS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -54,13 +54,13 @@ PEAKS = {
 
 
 def peak_flops(card: str | None) -> float | None:
-    """A card's peak in FLOP/s; None where it is not known."""
+    """A GPU's peak in FLOP/s; None if unknown."""
     return next((1e12 * peak for name, peak in PEAKS.items() if card is not None and name in card), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What others have measured, by the name of our case; `memory_share` is the goal for our memory over theirs."""
+    """Published measurements, by the name of our case. `memory_share` is the goal for our memory over theirs."""
 
     tokens_per_second: float
     mfu: float
@@ -79,7 +79,7 @@ PUBLISHED = {
 
 
 def model_folder(setup: Setup, name: str) -> Path:
-    """A folder with a model of that shape, bfloat16, and a tokenizer; made when missing. With `tiny`, a tiny one."""
+    """A folder with a bfloat16 model of that shape and a tokenizer; created if missing. With `tiny`, a tiny model."""
     name = "tiny" if setup.tiny else name
     folder = setup.models / name
     if not (folder / "config.json").exists():

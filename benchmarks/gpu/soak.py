@@ -1,7 +1,7 @@
-"""Part `soak`: 300 steps of SFT and of GRPO at Qwen3-0.6B's shape, with rows of ever other lengths; memory stays flat.
+"""Part `soak`: 300 steps of SFT and of GRPO at Qwen3-0.6B's shape, with rows of varying lengths; memory must not grow.
 
-After each step: what PyTorch has taken from the card, and what the process holds in main memory. The most of the last
-third over the most of the middle third says whether it grows.
+After each step, the GPU memory reserved by PyTorch and the main memory of the process are recorded. Growth is the
+maximum of the last third divided by the maximum of the middle third.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 def rows(longest: int) -> Iterator[dict[str, str]]:
-    """Prompts and completions of ever other lengths, in words."""
+    """Prompts and completions of varying lengths, in words."""
     rng = random.Random(0)
     for _ in range(ROWS):
         asked, said = (" ".join(rng.choices("0123456789", k=rng.randint(4, longest))) for _ in range(2))
@@ -70,7 +70,7 @@ def settings(setup: Setup, method: str, folder: Path) -> list[str]:
 
 
 def growth(held: list[int]) -> float:
-    """The most of the last third over the most of the middle third."""
+    """The maximum of the last third divided by the maximum of the middle third."""
     third = len(held) // 3
     return max(held[-third:]) / max(held[-2 * third : -third])
 

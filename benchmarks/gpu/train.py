@@ -1,13 +1,13 @@
 """Part `train`: an update of SFT, DPO and GRPO at the shapes of Qwen3-0.6B, 1.7B and 4B and at 2k, 8k and 16k tokens.
 
 The policy, its optimizer, reference and packs are those of a run with ordinary settings (bfloat16; 4B: LoRA). Token ids
-are random, and every scored token has a gradient; rewards and data are not part of it. Of a step's tokens SFT has one
-sequence, DPO one pair (half of them its prompt), GRPO one prompt (an eighth) with eight completions, or with one where
-published numbers have one.
+are random, and every scored token has a gradient; rewards and data are not included. The tokens of a step are one
+sequence in SFT; one pair in DPO, of which the prompt is half; and in GRPO one prompt, an eighth of the tokens, with
+eight completions, or with one completion where published numbers have one.
 
-Time is a step's: forward, backward and optimizer, the median of several after warm-up; memory the most that PyTorch has
-taken from the card. MFU counts useful work as benchmarks/run.py does, with attention, without what is computed again.
-At 8k a further step is profiled: the share of its time that each kind of kernel takes.
+The time of a step is that of forward, backward and optimizer, the median of several steps after warm-up. Memory is the
+maximum that PyTorch has reserved on the GPU. MFU counts useful work as benchmarks/run.py does: with attention, without
+recomputation. At 8k another step is profiled: the share of its time that each kind of kernel takes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384}
 TINY_LENGTH = 256
 COMPLETIONS = 8
 WARM_UPS, STEPS = 3, 5
-# The most telling first: time may end before the last.
+# The most informative cases come first, because time may run out before the last.
 ORDER = [
     ("sft", "0.6B", "8k"), ("sft", "0.6B", "16k"), ("dpo", "0.6B", "8k"), ("trl-dpo", "0.6B", "8k"),
     ("grpo-lora", "4B", "8k"), ("grpo-one-lora", "4B", "16k"), ("grpo", "0.6B", "8k"), ("sft-lora", "4B", "8k"),
@@ -80,7 +80,7 @@ def goals_of(name: str) -> tuple[Goal, ...]:
 
 
 def settings(setup: Setup, name: str, folder: Path) -> list[str]:
-    """The run's settings as a user types them."""
+    """The run's settings as a user would type them."""
     method, size, _ = name.split()
     length, kind = length_of(setup, name), method.partition("-")[0]
     lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method.endswith("-lora") else []
@@ -105,7 +105,7 @@ def length_of(setup: Setup, name: str) -> int:
 
 
 def example(method: str, length: int, vocabulary: int) -> Example:
-    """One row of random tokens that fills a pack of so many."""
+    """One row of random tokens that fills a pack of `length` tokens."""
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray:
@@ -123,7 +123,7 @@ def example(method: str, length: int, vocabulary: int) -> Example:
 
 
 class Update:
-    """A run's model, optimizer and packs, and its step."""
+    """A run's model, optimizer and packs; calling it makes a step."""
 
     def __init__(self, setup: Setup, job: Job, name: str):
         self.device, self.step = setup.device, Step(job)
@@ -140,7 +140,7 @@ class Update:
         return -self.step.scorer(pack).logprob_N.mean(), {}
 
     def __call__(self) -> None:
-        """Forward, backward and the optimizer's step, at a learning rate of 0; it ends when the device is done."""
+        """Forward, backward and the optimizer's step at a learning rate of 0. Returns when the device has finished."""
         update(self.packs, Objective(self.share, 1), self.step.optimizer, 0.0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -155,7 +155,7 @@ def an_update(setup: Setup, name: str) -> Iterator[Update]:
 
 
 def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A step's numbers; they are put into `measured` too, for what stands beside them."""
+    """The numbers of a step, which are also put into `measured` for comparison with TRL."""
     with an_update(setup, name) as step:
         with counting() as work:
             step()
@@ -193,7 +193,7 @@ def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dic
 
 
 def beside(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """TRL on the same row, in a process of its own; how many times as long it takes as we did."""
+    """Measure TRL on the same row in a separate process, and the ratio of its time to ours."""
     _, size, _ = name.split()
     ours = measured.get(name.removeprefix("trl-"))
     if ours is None:

@@ -1,7 +1,7 @@
-"""TRL's side of part `train`, in a process of its own (see `beside` there).
+"""TRL's side of part `train`, in a separate process (see `beside` there).
 
-TRL 1.16 with its defaults, but a learning rate of 0, on the very token ids that posttrain has. Prints seconds of a step
-(median, without the first ones) and the most memory as JSON.
+TRL 1.16 with its defaults, except for a learning rate of 0, on exactly the token ids that posttrain has. Prints the
+seconds of a step (median, without the first steps) and the peak memory as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.base.memory import peak_of_process
 
 
 class Clock(TrainerCallback):
-    """Notes when each step ends."""
+    """Records the time at which each step ends."""
 
     def __init__(self, on_card: bool):
         self.on_card, self.marks = on_card, []
@@ -40,7 +40,7 @@ class Clock(TrainerCallback):
 
 
 def build(arguments: argparse.Namespace, folder: str, clock: Clock):
-    """The method's trainer, with the row in place of the text that it was built with."""
+    """The method's trainer; the row replaces the text that the trainer was built with."""
     on_card = arguments.device == "cuda"
     settings = {
         "output_dir": folder,

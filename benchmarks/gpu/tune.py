@@ -1,9 +1,10 @@
-"""Part `tune`: the kernels' sizes side by side, and what libraries take for the same: for choosing sizes for a card.
+"""Part `tune`: compares kernel sizes with each other and with libraries, in order to choose sizes for a GPU.
 
-`scores`: log-probabilities of 8,192 tokens over 151,936 words and their gradient by the logits, for blocks of
-posttrain.models.kernels.scores; cuBLAS's product alone beside them. `attention`: one sequence of 8,192 tokens, and a
-pair with a prompt of 4,096, at the heads of Qwen3-0.6B and 4B, by FlexAttention with options and by PyTorch's own
-kernels. `decode`: one new token of 256 completions. Times are medians of device events in milliseconds.
+`scores`: log-probabilities of 8,192 tokens over 151,936 words and their gradient with respect to the logits, for block
+sizes of posttrain.models.kernels.scores, compared with only cuBLAS's product. `attention`: one sequence of 8,192
+tokens, and a pair with a prompt of 4,096, with the heads of Qwen3-0.6B and 4B, by FlexAttention with various options
+and by PyTorch's own kernels. `decode`: one new token of 256 completions. Times are medians of device events in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BLOCKS = [
 ]  # fmt: skip
 HEADS = {"0.6B": (16, 8), "4B": (32, 8)}
 LIBRARIES = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-ROWS, EACH, COLUMNS = 256, 8, 256  # of decode: completions, of a prompt, keys of a prompt and of a completion
+ROWS, EACH, COLUMNS = 256, 8, 256  # decode: completions, completions per prompt, keys per prompt and per completion
 
 
 def _forward(m: int, n: int, stages: int, warps: int) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def _backward(m: int, n: int, stages: int, warps: int) -> dict[str, Any]:
     return sizes | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# Options that are added to those of posttrain.models.attention; PyTorch's own for a head of 128 on an H100 are
+# Options in addition to those of posttrain.models.attention. PyTorch's own defaults for a head of 128 on an H100 are
 # forward (128, 64, 3, 8) and backward (64, 128, 3, 8).
 OPTIONS: dict[str, dict[str, Any]] = {
     "as they are": {},
@@ -75,7 +76,7 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 def median(setup: Setup, work: Callable[[], Any], times: int = 10) -> float:
-    """Milliseconds that the device takes for the work."""
+    """Median milliseconds that the device takes for the work."""
     for _ in range(2):
         work()
     taken = []
@@ -103,7 +104,7 @@ def head(setup: Setup, hidden: int) -> tuple[Tensor, Tensor]:
 
 
 def scores(setup: Setup, hidden: int, block: dict[str, int]) -> Mapping[str, Any]:
-    """Forward, and the gradient by the logits of a chunk, for as many tokens."""
+    """Time forward, and the gradient with respect to a chunk's logits, scaled to the same number of tokens."""
     from posttrain.models.kernels import scores as kernels
 
     hidden_ND, weight_VD = head(setup, hidden)
@@ -144,7 +145,7 @@ TREES = {
 
 
 def inputs(setup: Setup, size: str) -> list[Tensor]:
-    """Queries, keys and values as a layer has them."""
+    """Queries, keys and values with a layer's shapes."""
     torch.manual_seed(0)
     heads, shared = HEADS[size]
     made = [torch.randn(1, TOKENS, count, 128, device=setup.device) for count in (heads, shared, shared)]
@@ -152,7 +153,7 @@ def inputs(setup: Setup, size: str) -> list[Tensor]:
 
 
 def timed(setup: Setup, forward: Callable[[], Tensor], qkv: list[Tensor]) -> tuple[float, float]:
-    """Milliseconds of forward, and of backward: both together less forward."""
+    """Milliseconds of forward and of backward; backward is the time of both minus forward."""
     weight = torch.randn_like(forward())
     whole = median(setup, lambda: torch.autograd.grad(forward(), qkv, weight))
     alone = median(setup, forward)
@@ -160,8 +161,8 @@ def timed(setup: Setup, forward: Callable[[], Tensor], qkv: list[Tensor]) -> tup
 
 
 def attention(setup: Setup, size: str, options: dict[str, Any]) -> Mapping[str, Any]:
-    """FlexAttention over a pack, with options besides those that posttrain gives."""
-    torch.compiler.reset()  # other options are another compilation, of which one function may have eight
+    """FlexAttention over a pack, with options in addition to those that posttrain sets."""
+    torch.compiler.reset()  # new options are a new compilation, and a function may have at most eight
     qkv, found = inputs(setup, size), {}
     own = packed_attention._options_on
     packed_attention._options_on = lambda device, head: own(device, head) | options
@@ -182,7 +183,7 @@ def attention(setup: Setup, size: str, options: dict[str, Any]) -> Mapping[str, 
 
 
 def library(setup: Setup, size: str, backend: SDPBackend) -> Mapping[str, Any]:
-    """PyTorch's own causal kernels, for the sequence alone: they have no trees."""
+    """PyTorch's own causal kernels, only for the sequence, because they do not support trees."""
     qkv = inputs(setup, size)
 
     def forward() -> Tensor:
@@ -196,7 +197,7 @@ def library(setup: Setup, size: str, backend: SDPBackend) -> Mapping[str, Any]:
 
 
 def decode(setup: Setup) -> Mapping[str, Any]:
-    """The attention of a step, with Qwen3-0.6B's heads, beside a copy of as many bytes."""
+    """The attention of a step, with Qwen3-0.6B's heads, compared with a copy of the same number of bytes."""
     from posttrain.models.kernels.decode import decode_attention
 
     torch.manual_seed(0)

@@ -16,6 +16,10 @@ log = logging.getLogger("posttrain")
 RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
 
+ENDS = (KeyboardInterrupt, Stopped)  # what handlers raise to end the program; code may catch subclasses of them
+_outer: list[dict[int, BaseException]] = []  # of the blocks that the main thread is in: what their handlers raised
+
+
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -30,11 +34,16 @@ def handling(
 
     Python drops an exception that is raised in a `__del__`, in a weak reference's callback or in a callback from C. If
     Python drops an exception of `handler` there, the signal is sent again, and `again` is called with that exception
-    instead of `handler`; by default, `again` raises it.
+    instead of `handler`; by default, `again` raises it. Other code may catch it (`except: pass` in a library that is
+    being imported): the next `handling` block for the signal inside this one then raises it at its beginning.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    for outer in _outer:
+        for number in set(numbers) & outer.keys():
+            if type(error := outer.pop(number)) in ENDS and not _is_handled(error):
+                raise error
     raised: dict[int, BaseException] = {}  # signal number -> what its handler raised last
     dropped: list[BaseException] = []
 
@@ -59,12 +68,22 @@ def handling(
     hook, sys.unraisablehook = sys.unraisablehook, resend
     installed = call if callable(handler) else handler
     before = {number: signal.signal(number, installed) for number in numbers}
+    _outer.append(raised)
     try:
         yield
     finally:
+        _outer.pop()
         for number, old in before.items():
             signal.signal(number, old)
         sys.unraisablehook = hook
+
+
+def _is_handled(error: BaseException) -> bool:
+    """Whether this runs in an `except` or `finally` block, or in an `__exit__`, because of the exception."""
+    current = sys.exception()
+    while current is not None and current is not error:
+        current = current.__context__
+    return current is error
 
 
 def _send(number: int) -> None:

@@ -1,7 +1,7 @@
-"""The command line. A verb is a function in a module here, which imports slow modules inside the function.
+"""The command line. Each verb is a function of a module in this package and imports slow modules inside the function.
 
-A command imports only its verb's module: `runs list` does not need the settings, whose schema takes half a second.
-Help, and an unknown verb, need all modules.
+A command imports only its verb's module: `runs list` does not need the schema of the settings, which takes half a
+second to import. Help and unknown verbs need all modules.
 """
 
 import atexit
@@ -20,11 +20,11 @@ from posttrain.base.terminal import enduring, quitting, say
 from posttrain.cli.command import guarded, with_options
 from posttrain.runs.logs import ConsoleLog
 
-# Their results are files, so they outlive the reader of their output.
+# Verbs whose results are files: they continue if the program that reads their output ends.
 ENDURING = ("train", "sweep", "quickstart", "verify-resume", "score", "grade", "generate")
-EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error; --version, alone, the version."
+EPILOG = "--debug, anywhere on the command line, shows an error's stack trace; posttrain --version shows the version."
 HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its variants, GRPO, PPO."
-# Verb -> its module here, with a function of the same name, in the order of the help.
+# Verb -> the module that has a function of the same name, in the order of the help.
 VERBS = {
     "train": "train",
     "launch": "train",
@@ -53,13 +53,13 @@ VERBS = {
 }
 TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # with a flag for every setting
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
-TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`, written nowhere
+TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`, never written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of the process; returns the exit status."""
+    """Run a command line, by default the arguments of the process; returns the exit status."""
     if argv is None:
-        atexit.register(gc.freeze)  # else a process with torch spends a second on garbage collection at exit
+        atexit.register(gc.freeze)  # otherwise, a process with torch spends a second on garbage collection at exit
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(verb: str = "") -> typer.Typer:
-    """The application with this verb, or with all verbs if it is unknown."""
+    """The application with this verb, or with all verbs if the verb is unknown."""
     app = typer.Typer(
         name="posttrain",
         help=HELP,
@@ -105,7 +105,7 @@ def build(verb: str = "") -> typer.Typer:
 
 
 def load_tokens(file: Path) -> None:
-    """Set the variables of TOKENS that the file's `NAME=value` lines have and the environment lacks."""
+    """Set the variables of TOKENS from the file's `NAME=value` lines, unless the environment already has them."""
     if file.is_file():
         try:
             text = file.read_text(encoding="utf-8-sig", errors="replace")

@@ -1,4 +1,4 @@
-"""What every command shares: its options as typer takes them, and errors as messages and exit statuses."""
+"""What all commands share: options are converted for typer, and errors become messages and exit statuses."""
 
 import errno
 import signal
@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 
 def guarded(run: Callable[[], object], debug: bool) -> int:
-    """Run a command; returns its exit status. An error is one message on stderr, after the trace with `debug`."""
+    """Run a command; returns its exit status. An error is one message on stderr, preceded by its trace with `debug`."""
     pressed: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -48,7 +48,7 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         message = error.format_message()
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
-        if pressed:  # a library may turn it into another error while it is imported
+        if pressed:  # a library that is being imported may turn the interrupt into another error
             return _report("interrupted", INTERRUPTED, debug)
         return _report(_unexpected(error, debug), FAILURE, debug)
 
@@ -72,7 +72,8 @@ def _report(message: str, status: int, debug: bool) -> int:
 
 
 def with_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb for typer. A parameter of a dataclass stands for its fields; the verb receives an instance of it."""
+    """Convert a verb for typer. A parameter that is a dataclass becomes one option per field; the verb receives an
+    instance of the dataclass."""
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(verb, eval_str=True).parameters.values():
@@ -93,7 +94,7 @@ def with_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def disguised(command: Callable[..., Any], verb: Callable[..., Any], parameters: Sequence[Parameter]) -> Any:
-    """`command` with the name and help of `verb`, and with these parameters, which typer makes options of."""
+    """Give `command` the name and help of `verb` and these parameters, from which typer makes options."""
     command.__name__, command.__doc__ = verb.__name__, verb.__doc__
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}

@@ -29,7 +29,7 @@ from posttrain.config.schema.rollout import EngineName
 SIDES = typer.Argument(
     metavar="A B…",
     help="Two or more: runs (RUN, RUN@STEP), evaluation folders, files of posttrain score, grade or generate. "
-    "NAME=PATH names a side; several paths of one name are runs that differ by their seed.",
+    "NAME=PATH names a side; several paths with the same name are runs that differ only in their seed.",
     show_default=False,
 )
 JUDGE = Flag(
@@ -41,7 +41,7 @@ def compare(
     sides: Annotated[list[str], SIDES],
     output: Annotated[Path | None, Flag("Folder to write to; default: comparisons/A-B.", "-o")] = None,
     suite: Annotated[
-        str | None, Flag("Evaluate the models on these suites first; compare on these.", "-s", metavar="NAME,...")
+        str | None, Flag("Evaluate the models on these suites, and compare the results.", "-s", metavar="NAME,...")
     ] = None,
     data: Annotated[Sequence[str], DATA] = (),
     max_rows: Annotated[int | None, MAX_ROWS] = None,
@@ -55,11 +55,11 @@ def compare(
 ) -> None:
     """Compare models item by item: is B better than A, and on which items?
 
-    Over the items that both answered: how many B won, lost and tied, the difference with its interval, a test (exact
-    McNemar for one right or wrong answer each, else a paired bootstrap), and the smallest difference that would have
-    been detected. Without a clear difference the verdict is "no difference shown". With several seeds of each side, a
-    difference must also exceed what seeds alone cause. compare.json and compare.html have the items that flipped, with
-    both texts. With --suite, models are evaluated first, as by `posttrain eval`.
+    For the items that both answered, it shows how many B won, lost and tied, the difference with its interval, a test
+    (exact McNemar if each item has one right or wrong answer, otherwise a paired bootstrap), and the smallest
+    difference that would have been detected. Without a clear difference the verdict is "no difference shown". With
+    several seeds per side, a difference must also exceed what seeds cause. compare.json and compare.html list the items
+    that flipped, with both texts. With --suite, models are evaluated first, as by `posttrain eval`.
 
         posttrain compare runs/sft runs/grpo
         posttrain compare runs/grpo@0 runs/grpo
@@ -94,9 +94,9 @@ def compare(
 
 
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
-    """Raise UsageError for sides that are too few or the same, and for options of suites without a suite."""
+    """Raise UsageError for fewer than two sides, for a side given twice, and for options of suites without a suite."""
     if len(sides) < 2:
-        raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
+        raise UsageError(f"give at least two sides to compare; {sides[0]} is only one")
     from posttrain.evaluation.comparing.sources import split_name
 
     seen: dict[str, str] = {}
@@ -150,7 +150,7 @@ def _evaluated(paths: Sequence[str], **arguments: Any) -> dict[str, str]:
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]
     if shared:
         raise UsageError(
-            f"{' and '.join(shared)} would be evaluated in one folder, {folders[shared[0]]}: evaluate them with "
+            f"{' and '.join(shared)} would be evaluated in the same folder, {folders[shared[0]]}: evaluate them with "
             "`posttrain eval` and --output, and compare the folders"
         )
     eval(models=models, **arguments)

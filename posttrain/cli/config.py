@@ -27,7 +27,7 @@ def new(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Every setting, not only the usual ones.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Write every setting, not only the usual ones.")] = False,
 ) -> None:
     """Write a commented settings file to start from."""
     if method not in EXAMPLES:
@@ -62,7 +62,7 @@ def list_() -> None:
 @app.command(cls=SettingsCommand)
 @with_settings
 def show(config: Config = None, overrides: Overrides = None, *, flags: dict[str, str]) -> None:
-    """Print all settings of a file or preset as a run would read them, defaults included."""
+    """Print all settings of a file or preset as a run would read them, including defaults."""
     say(dump(load_stages(config, overrides, flags)), end="")
 
 

@@ -32,7 +32,7 @@ class ExploreOptions:
     """Which rows are shown, and what is checked."""
 
     rows: Annotated[int, Flag("Number of examples to show.", min=0)] = 3
-    first: Annotated[int, Flag("Number of the first example shown, from 0.", min=0, metavar="N")] = 0
+    first: Annotated[int, Flag("Index of the first example to show, from 0.", min=0, metavar="N")] = 0
     row: Annotated[int | None, Flag("Show only the examples of this row.", min=0, metavar="N")] = None
     sort: Annotated[
         Literal["row", "longest", "shortest"], Flag("Order of the examples: as in the data, or by length.")
@@ -43,15 +43,13 @@ class ExploreOptions:
     against: Annotated[
         Sequence[str],
         Flag(
-            "Questions to look for in the training rows; repeatable. Default: the suites in the hub's local cache.",
+            "Questions to look for in the training rows; repeatable. Default: the suites in the local hub cache.",
             metavar="SUITE|SUITE=SOURCE|FILE",
         ),
     ] = ()
-    ngram: Annotated[int, Flag("Words that a question and a row must share: 13 or 8.")] = 13
-    reward_model: Annotated[str | None, Flag("Estimate the share of wrong preference labels.", metavar="MODEL")] = None
-    report: Annotated[Path | None, Flag("Write the findings about the rows, with every row.", metavar="FILE.json")] = (
-        None
-    )
+    ngram: Annotated[int, Flag("Consecutive words that a question and a row must share: 13 or 8.")] = 13
+    reward_model: Annotated[str | None, Flag("Model that estimates the share of wrong labels.", metavar="MODEL")] = None
+    report: Annotated[Path | None, Flag("File for the findings, with all rows concerned.", metavar="FILE.json")] = None
     overwrite: Annotated[bool, OVERWRITE] = False
 
 
@@ -60,14 +58,15 @@ def explore(
 ) -> None:
     """Show the data as a run would see it, and check it.
 
-    Shown are rows, lengths, and examples with their trained tokens. Checked are duplicates, validation rows in
-    training, questions of evaluation suites, whether length predicts the preferred reply, and with --reward-model the
-    share of wrong labels. --json prints the same for programs, and the page Data of `posttrain ui` shows it.
+    It shows rows, lengths, and examples with their trained tokens. It looks for duplicates, for validation rows and
+    questions of evaluation suites among the training rows, checks whether length predicts the preferred reply, and
+    estimates with --reward-model the share of wrong labels. --json prints the same for programs, and the Data page of
+    `posttrain ui` shows it.
     """
     if options.ngram not in (13, 8):
-        raise UsageError(f"--ngram {options.ngram}: it is 13 or 8")
+        raise UsageError(f"--ngram {options.ngram}: it must be 13 or 8")
     if options.no_quality and (options.against or options.reward_model or options.report):
-        raise UsageError("--no-quality excludes --against, --reward-model and --report")
+        raise UsageError("--no-quality cannot be combined with --against, --reward-model or --report")
     stages = load_stages(config, overrides, flags)
     from posttrain.base.console import PlainConsole  # these import torch, which takes seconds
 
@@ -114,16 +113,16 @@ def _explored(
 
 
 def _of_stages(by_stage: Mapping[str, object]) -> object:
-    """The values by stage; a single stage's value alone."""
+    """The values by stage; for a single stage, just its value."""
     return by_stage if len(by_stage) > 1 else next(iter(by_stage.values()))
 
 
-app = typer.Typer(help="Known data sets, and saving one for offline use.", no_args_is_help=True)
+app = typer.Typer(help="List known data sets, and save one for offline use.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_() -> None:
-    """List the data sets that data.source knows by a short name, with their columns."""
+    """List the data sets that data.source knows by a short name, with their formats."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("data.source", "on the hub", "format", "what it is"):
         table.add_column(name, no_wrap=name == "data.source", overflow="fold")
@@ -136,18 +135,18 @@ def list_() -> None:
 
 @app.command()
 def save(
-    source: Annotated[str, typer.Argument(metavar="NAME", help="A known set, a hub id, a file or a folder.")],
+    source: Annotated[str, typer.Argument(metavar="NAME", help="A known data set, a hub id, a file or a folder.")],
     folder: Annotated[Path, typer.Argument(help="A new folder; data.source: FOLDER reads it later.")],
     split: Annotated[
         list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all splits.")
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option("--max-rows", min=1, help="Number of rows of each split, from the start.")
+        int | None, typer.Option("--max-rows", min=1, help="Number of rows per split, from the start.")
     ] = None,
 ) -> None:
-    """Save a data set to a folder, for a machine without a network or against changes on the hub."""
+    """Save a data set to a folder, for a machine without a network or to avoid changes on the hub."""
     if source.startswith("builtin:"):
-        raise DataError(f"{source} is generated and needs no saving")
+        raise DataError(f"{source} is generated and need not be saved")
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     from posttrain.data.sources import keep  # imports torch, which takes seconds

@@ -30,22 +30,22 @@ def eval(
     suite: Annotated[
         str | None, Flag("Built-in suites, .yaml files, module:function, lm-eval:TASK.", "-s", metavar="NAME,...")
     ] = None,
-    list_suites: Annotated[bool, Flag("List the built-in suites and end.", "--list")] = False,
+    list_suites: Annotated[bool, Flag("List the built-in suites and exit.", "--list")] = False,
     data: Annotated[Sequence[str], DATA] = (),
     *,
     options: EvalOptions,
     export: Annotated[
         str | None,
-        Flag("Also write the records in this format; works without --suite, too.", metavar="inspect|lm-eval"),
+        Flag("Also write the records in this format; works even without --suite.", metavar="inspect|lm-eval"),
     ] = None,
     dtype: Annotated[str, DTYPE] = "auto",
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Evaluate models on suites of questions, with intervals.
 
-    Answers are graded as in training and stored at once, so that a stopped evaluation is resumed. A folder per model
-    gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. Answers that could not
-    be graded are counted, never scored.
+    Answers are graded as in training and stored at once, so a stopped evaluation can be resumed. Each model has a
+    folder with `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. Answers that
+    could not be graded are counted, never scored.
 
         posttrain eval runs/sft --suite gsm8k,math500
         posttrain eval MODEL --suite gsm8k -n 4 --temperature 0.6,1.0
@@ -94,7 +94,7 @@ def _evaluated(
     configs = {path: from_flags(ModelConfig, path=path, dtype=dtype) for path, _ in folders.values()}
     for path, model in configs.items():
         if not Path(path).is_file():
-            load_config(model)  # a missing one is an error before the others are evaluated
+            load_config(model)  # a missing model is an error before any model is evaluated
         elif tasks:
             raise UsageError(f"{path} has recorded completions, which lm-eval's tasks cannot grade: give a model")
     summaries: dict[str, Mapping[str, Any]] = {}
@@ -136,14 +136,14 @@ def _refuse_unread(suites: Sequence[SuiteConfig], options: EvalOptions) -> None:
     of_pairs = {"--reference": options.reference, "--num-batches": options.num_batches}
     unread = [name for name, value in of_pairs.items() if value is not None]
     if unread and not any(suite.kind == "preference" for suite in suites):
-        raise UsageError(f"{unread[0]} applies only to suites of pairs, such as hh: none is in --suite")
+        raise UsageError(f"{unread[0]} applies only to suites of pairs, such as hh, but --suite has none")
     if options.calibrate and not any(suite.kind == "generate" and suite.rule in CALIBRATED for suite in suites):
         rules = " and ".join(sorted(CALIBRATED))
-        raise UsageError(f"--calibrate compares verifiers for the rules {rules}: no suite of --suite has one of them")
+        raise UsageError(f"--calibrate compares verifiers for the rules {rules}, but no suite in --suite uses these")
 
 
 def _sources(texts: Sequence[str], suites: Sequence[str]) -> dict[str, str]:
-    """The sources that `--data` names, by suite; a source without a name is that of the only suite."""
+    """The sources that `--data` names, by suite; a source without a name belongs to the only suite."""
     from posttrain.evaluation.suite import ALIASES
 
     sources: dict[str, str] = {}
@@ -174,7 +174,7 @@ def _folders(models: Sequence[str], output: Path | str | None) -> dict[Path, tup
             if other == path:
                 raise UsageError(f"{path} is given twice")
             raise UsageError(
-                f"{other} and {path} would be evaluated in one folder, {folder}: evaluate them one by one, each with "
+                f"{other} and {path} would be evaluated in the same folder, {folder}: evaluate each separately, with "
                 "its own --output"
             )
         folders[folder] = path, name

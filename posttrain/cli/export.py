@@ -20,17 +20,17 @@ ENGINES, DTYPES = ("ollama", "llama.cpp", "vllm"), ("auto", "float32", "bfloat16
 NOT_PASSED = 3  # exit status
 SIZE = re.compile(r"\d+(?:\.\d+)? ?(?:[KMGT]i?B)", re.IGNORECASE)
 Model = Annotated[
-    str, typer.Argument(help="A run (its final model, else its best), a checkpoint, an adapter, any model or hub id.")
+    str, typer.Argument(help="A run (its final or best model), a checkpoint, an adapter, any other model or a hub id.")
 ]
 
 
 def export(model: Model, options: ExportOptions, device: Annotated[str, DEVICE] = "auto") -> None:
     """Export a model for plain transformers, vLLM, llama.cpp or ollama, and to the hub.
 
-    An adapter is merged into its base, and outputs before and after are compared on real prompts; then the written
-    files are loaded by plain transformers and compared, too. The folder has safetensors, tokenizer, chat template, stop
-    tokens, and a model card with data, settings and results of the run. It is complete or absent; --overwrite replaces
-    an earlier one.
+    An adapter is merged into its base, and outputs before and after are compared on real prompts. Then plain
+    transformers loads the written files, and its outputs are compared too. The folder contains safetensors, tokenizer,
+    chat template, stop tokens, and a model card with data, settings and results of the run. The folder is complete or
+    absent; --overwrite replaces an earlier one.
     """
     for name, values, known in (("--dtype", [options.dtype], DTYPES), ("--for", options.engines, ENGINES)):
         for value in values:
@@ -38,7 +38,7 @@ def export(model: Model, options: ExportOptions, device: Annotated[str, DEVICE] 
                 raise UsageError(f"{name} {value}: {did_you_mean(value, known)}")
     if not SIZE.fullmatch(options.max_shard_size):
         raise UsageError(
-            f"--max-shard-size {options.max_shard_size}: it is a number with its unit, such as 5GB or 500MB"
+            f"--max-shard-size {options.max_shard_size}: it must be a number with a unit, such as 5GB or 500MB"
         )
     if options.private and options.push_to_hub is None:
         raise UsageError("--private applies to the hub: give --push-to-hub ID as well")
@@ -56,10 +56,10 @@ def export(model: Model, options: ExportOptions, device: Annotated[str, DEVICE] 
 def quantize(model: Model, options: QuantizeOptions) -> None:
     """Quantise a model's linear layers, and measure what that changes.
 
-    Plain transformers and every command here load the folder. Adapters are merged first; heads, embeddings and norms
-    keep their precision. The gate compares both models on your rows: KL and greedy flips on tokens that the original
-    samples, or a reward model's accuracy on pairs, and the accuracy on suites. A check passes if its 95 % interval is
-    within the limit. Exit status 3: written, but the gate is not passed (quantization.json).
+    Plain transformers and every posttrain command can load the folder. Adapters are merged first; heads, embeddings and
+    norms keep their precision. The gate compares both models on your rows: KL and greedy flips on tokens that the
+    original samples, or a reward model's accuracy on pairs, and the accuracy on suites. A check passes if its 95 %
+    interval is within the limit. Exit status 3: the gate is not passed, but the model is written (quantization.json).
 
         posttrain quantize runs/sft --to int8 --gate prompts.jsonl
         posttrain quantize runs/reward/best --to nf4 --gate pairs.jsonl
@@ -73,7 +73,7 @@ def quantize(model: Model, options: QuantizeOptions) -> None:
     devices = devices_from_flag(options.device)
     suites = suites_of(options.suite, {}, options.data) if options.suite else []
     if options.data and not suites:
-        raise UsageError("--data is the source of a suite: name one with --suite, or give rows with --gate")
+        raise UsageError("--data needs --suite, whose rows it replaces; to give rows for the gate, use --gate")
     with quick_imports():
         from posttrain.base.console import PlainConsole
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds

@@ -21,7 +21,7 @@ from posttrain.config.reading.load import FlagText
 from posttrain.config.render import HEADINGS, described, flow
 from posttrain.config.schema.evaluation import SAMPLING
 
-# Exceptions to the rule, the path without its section, which would give unclear or ambiguous names.
+# Flags that do not follow the rule (the path without its section), where it would give unclear or ambiguous names.
 SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}
 SHORT |= {"devices.ids": "device-ids", "evaluation.num_generations": "eval-num-generations"}
 SHORT |= {f"evaluation.{name}": f"eval-{name}" for name in SAMPLING}
@@ -42,7 +42,7 @@ def short_names() -> dict[str, str]:
 
 @cache
 def _by_path() -> dict[str, list[Setting]]:
-    """Each path with its settings, which are several if methods differ."""
+    """The settings by path; a path has several if methods declare it differently."""
     by_path: dict[str, list[Setting]] = {}
     for setting in all_settings():
         by_path.setdefault(setting.path, []).append(setting)
@@ -51,19 +51,19 @@ def _by_path() -> dict[str, list[Setting]]:
 
 @cache
 def _spellings() -> dict[str, str]:
-    """Every accepted spelling of a setting's flag -> the declared one."""
+    """Every accepted spelling of a setting's flag -> the declared spelling."""
     names = short_names()
     return {path.replace("_", "-"): short for path, short in names.items()} | {short: short for short in names.values()}
 
 
 @cache
 def _switches() -> frozenset[str]:
-    """Flags of settings that may be true or false, whose value is optional."""
+    """Flags whose value is optional, because the setting may be true or false."""
     return frozenset(short_names()[setting.path] for setting in all_settings() if setting.switch)
 
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for every setting to a verb. Its parameter `flags` receives those set: dotted path -> string."""
+    """Add a flag for every setting to a verb. The verb's parameter `flags` receives the given ones by dotted path."""
     verb = with_options(verb)
     own = [parameter for parameter in signature(verb).parameters.values() if parameter.name != "flags"]
     paths = {path.replace(".", "__"): path for path in short_names()}
@@ -139,8 +139,8 @@ def plain(
 ) -> list[str]:
     """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
 
-    `declared` are the names, without dashes, of all flags of the command, `bare` those that take no value; the value of
-    `--resume` is optional unless it is one of these. `spelt` receives the typed form of each declared name.
+    `declared` are the names, without dashes, of all flags of the command, and `bare` the names of flags that take no
+    value. The value of `--resume` is optional unless it is in `bare`. `spelt` receives the typed form of each name.
     """
     result: list[str] = []
     rest = list(args)
@@ -190,7 +190,7 @@ def _switch_value(typed: str, equals: str, value: str, negated: bool, rest: list
         if equals:
             raise UsageError(f"--{typed} takes no value")
         return "false"
-    if not equals:  # a word that is no value is an argument, such as the file
+    if not equals:  # a word that is not a value is an argument, such as the file
         is_value = bool(rest) and (rest[0].startswith("{") or rest[0].lower() in (*TRUE, *FALSE, "null", "auto"))
         value = rest.pop(0) if is_value else "true"
     return "true" if value.lower() in TRUE else "false" if value.lower() in FALSE else value

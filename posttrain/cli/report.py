@@ -1,4 +1,4 @@
-"""`posttrain report`: a run, a pipeline or several runs as one self-contained page. Imports no torch."""
+"""`posttrain report`: a run, a pipeline or several runs as one self-contained page. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
 
-LONGEST = 100  # characters of a file name that consists of names of runs
+LONGEST = 100  # maximum characters of a file name that is made of the names of runs
 
 
 def report(
@@ -18,22 +18,22 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN…",
-            help="A run folder, the folder of a pipeline, or several of them to compare; or names below --output-dir.",
+            help="A run or pipeline folder, or its name below --output-dir; several are compared.",
             show_default=False,
         ),
     ],
     output: Annotated[
-        Path | None, Flag("File to write; default: RUN/report.html, of several comparisons/A-B.html.", "-o")
+        Path | None, Flag("File to write; default: RUN/report.html, or comparisons/A-B.html for several.", "-o")
     ] = None,
     overwrite: Annotated[bool, Flag("Replace the file that --output names.")] = False,
     output_dir: Annotated[Path, Flag("Folder of runs, as in the settings.")] = Path("runs"),
 ) -> None:
     """Write the report of a run, a pipeline or several runs: one HTML file, for mail or a wiki.
 
-    It has the curves, the settings, the alarms with remedies, the best and the worst completions with each part of
-    their rewards, and the provenance of the run; for several runs, their curves in one chart and the settings that
-    differ. It makes no request, works without scripts, on a phone and on paper, and stays under 2 MB. A run that is
-    active, stopped or damaged is shown as far as it can be read, and the page says what is missing.
+    The report shows the curves, the settings, the alarms with remedies, the best and the worst completions with each
+    part of their rewards, and the provenance of the run; for several runs, their curves in one chart and the settings
+    that differ. It makes no requests, has less than 2 MB, and works without scripts, on a phone and on paper. A run
+    that is active, stopped or damaged is shown as far as it can be read, and the page says what is missing.
 
         posttrain report runs/grpo
         posttrain report runs/chain
@@ -73,7 +73,7 @@ def _folder(name: str, output_dir: Path) -> Path:
 
 
 def short_names(folders: Mapping[str, Path]) -> dict[str, Path]:
-    """The runs by the shortest ends of their names that tell them apart."""
+    """The runs, keyed by the shortest ends of their names that tell the runs apart."""
     parts = [Path(name).parts for name in folders]
     for count in range(1, max(map(len, parts)) + 1):
         short = dict(zip(("/".join(name[-count:]) for name in parts), folders.values(), strict=True))

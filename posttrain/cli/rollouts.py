@@ -27,7 +27,7 @@ UNSIGNED = ("ratio", "entropy")  # columns of numbers without a sign
 
 
 def rollouts(run: Run, step: OneStep = None) -> None:
-    """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
+    """List the completions that a run was trained on, from its rollouts.sqlite: a summary by step, or one step."""
     from posttrain.runs.receipt import step_receipt
     from posttrain.runs.stored_rollouts import StoredRun
 
@@ -41,9 +41,9 @@ def rollouts(run: Run, step: OneStep = None) -> None:
 
 def why(
     run: Run,
-    step: Annotated[int, Flag("Which step.", min=1)],
-    prompt: Annotated[int | None, Flag("One prompt of the step: rewards by part.", min=0)] = None,
-    rollout: Annotated[int | None, Flag("One completion of the prompt: its tokens.", min=0)] = None,
+    step: Annotated[int, Flag("Step to explain, from 1.", min=1)],
+    prompt: Annotated[int | None, Flag("Show the rewards of this prompt of the step by part.", min=0)] = None,
+    rollout: Annotated[int | None, Flag("Show the tokens of this completion of the prompt.", min=0)] = None,
 ) -> None:
     """Explain a step: its metrics, its groups, a group's rewards by part, a completion's tokens.
 
@@ -87,7 +87,7 @@ def regrade(
 
     regraded, console = regrading.regrade(_folder(run), rewards_from_flags(reward), step), PlainConsole()
     if not regraded.has_tokenizer:
-        console.print("The run's tokenizer is missing: rewards do not know which prompts open <think>.")
+        console.print("The run's tokenizer is missing: rewards cannot tell which prompts open <think>.")
     if shown := regraded.changed[:limit]:
         table = _table("step", "prompt", "rollout", "change", "reward", "new", "A", "new A", "completion")
         for change in shown:
@@ -98,9 +98,9 @@ def regrade(
         console.print(f"and {len(regraded.changed) - len(shown):,} more: --limit shows them")
     counts = regraded.counts
     console.print(
-        f"{counts[regrading.SIGN]:,} of {counts.total():,} advantages change their sign; besides, "
+        f"{counts[regrading.SIGN]:,} of {counts.total():,} advantages change sign, "
         f"{counts[regrading.TO_ZERO]:,} become 0 and {counts[regrading.FROM_ZERO] + counts[regrading.STAYS_ZERO]:,} "
-        f"were 0, of which {counts[regrading.STAYS_ZERO]:,} stay 0"
+        f"were 0, of which {counts[regrading.STAYS_ZERO]:,} are still 0"
     )
     if regraded.approximate:
         console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
@@ -134,7 +134,7 @@ def _completions_table(groups: Sequence[GroupReceipt]) -> Table:
 
 
 def _metrics_tables(folder: Path, step: int) -> list[Table]:
-    """The logged metrics of the step: alone if every step is logged, else with the steps since the previous line."""
+    """The logged metrics of the step. Unless every step is logged, they cover the steps since the previous line."""
     from posttrain.runs.metrics import read_metrics
 
     lines = [line for line in read_metrics(folder) if line["step"] >= step and "loss" in line]
@@ -197,7 +197,7 @@ def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionRecei
 
 
 def token_shown(text: str | None) -> str:
-    """A token's text in one line; an ellipsis for a token that ends within a character."""
+    """A token's text on one line; an ellipsis for a token that ends within a character."""
     return "…" if text is None else repr(text)[1:-1]
 
 
@@ -220,9 +220,9 @@ def _short(text: str) -> str:
 
 def losses(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")],
-    step: Annotated[int, Flag("Whose batch: a step of the run, from 1.", min=1)],
+    step: Annotated[int, Flag("Step whose batch is used, from 1.", min=1)],
     loss: Annotated[
-        Sequence[str], Flag("Losses beside the run's own; default: all that fit. Repeatable.", metavar="NAME,…")
+        Sequence[str], Flag("Losses besides the run's own; default: all that fit. Repeatable.", metavar="NAME,…")
     ] = (),
     set_: Annotated[
         Sequence[str],
@@ -239,12 +239,11 @@ def losses(
 ) -> None:
     """Compare losses on one step's batch: what would this step have been under DAPO?
 
-    The run's own loss, and every other that fits, is computed for the step's batch (completions from rollouts.sqlite,
-    or rows of the data in the run's order) with the weights before the step, or those of the nearest earlier
-    checkpoint. Each loss has a row: its value, the norm of its gradient, the cosine with the gradient of the run's own
-    loss (1: the same direction, 0: unrelated, -1: the opposite), and the share of tokens clipped. Nothing is trained.
-
-    The run folder gets losses-step-N.json, and losses-step-N.svg with the cosines of all pairs.
+    The run's own loss and every other loss that fits are computed for the step's batch (completions from
+    rollouts.sqlite, or rows of the data in the run's order) with the weights before the step, or those of the nearest
+    earlier checkpoint. Each loss has a row: its value, the norm of its gradient, the cosine with the gradient of the
+    run's own loss (1: the same direction, 0: unrelated, -1: the opposite), and the share of tokens clipped. Nothing is
+    trained. losses-step-N.json, and losses-step-N.svg with the cosines of all pairs, are written to the run folder.
 
       posttrain losses runs/grpo --step 40
       posttrain losses runs/grpo --step 40 --loss dapo --set epsilon=0.1,0.4

@@ -31,7 +31,7 @@ from posttrain.runs.finding import newest_model
 def sample(
     model: Annotated[
         str,
-        typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run (its newest)."),
+        typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run's newest model."),
     ],
     file: Annotated[
         Path | None, typer.Argument(help="Prompts, as rows of any format; default: those of the run, or of --config.")
@@ -42,9 +42,9 @@ def sample(
     """Sample completions from a model as in training, and report findings.
 
     Options override the settings (prompts, template, rewards, model, sampling) of the model's run or of --config;
-    without either these have their defaults. For every prompt: lengths, the shares of truncated, of distinct and of
-    well-formatted completions, and the mean and spread of their rewards; then suggestions, and problems of stop tokens,
-    begin tokens and tags.
+    without either, settings have their defaults. For every prompt, the report shows lengths, the shares of truncated,
+    distinct and well-formatted completions, and the mean and spread of their rewards. It then lists suggestions, and
+    problems with stop tokens, begin tokens and tags.
     """
     folder = _folder(model, options.stage)
     path = str(newest_model(folder)) if folder.is_dir() else model
@@ -80,24 +80,24 @@ def sample(
 
 
 def _folder(model: str, stage: str | None) -> Path:
-    """The model's folder, or the stage's folder in a run with stages; it does not exist for a hub id."""
+    """The model's folder, or the stage's folder in a run with stages. For a hub id, the folder does not exist."""
     folder = Path(model).expanduser()
     return folder / stage if stage and (folder / stage / "run.json").is_file() else folder
 
 
 def _settings(model: str, folder: Path, config: str | None, stage: str | None) -> RunConfig | None:
-    """The settings of --config, or else of the run that the folder is or belongs to; None without either."""
+    """The settings of --config, or of the run that the folder is or belongs to; None without either."""
     if config is not None:
         stages = {part.name: part.config for part in load(config, (), {"model.path": model}).stages}
         if stage is None and len(stages) > 1:
             raise UsageError(f"{config} has stages ({', '.join(stages)}): name one with --stage")
         if stage is not None and stage not in stages:
             names = [name for name in stages if name]
-            hint = did_you_mean(stage, names) if names else f"{config} has none"
+            hint = did_you_mean(stage, names) if names else f"{config} has no stages"
             raise UsageError(f"--stage {stage}: unknown stage; {hint}")
         return stages[stage] if stage is not None else next(iter(stages.values()))
     if stage is not None and folder.name != stage:
-        raise UsageError(f"--stage {stage}: {folder} has no run of a stage of that name, and there is no --config")
+        raise UsageError(f"--stage {stage}: {folder} has no stage of that name, and --config is not given")
     saved = saved_settings(folder)
     if saved is None:
         return None
@@ -119,7 +119,7 @@ def _data(settings: RunConfig | None, file: Path | None, options: SampleOptions)
     if template not in (None, "tags"):
         values["tags"] = {}
     if template not in (None, values["template"]):
-        values |= {"template": template, "chat_template_kwargs": {}}  # variables of the template of the settings
+        values |= {"template": template, "chat_template_kwargs": {}}  # the settings' variables are for their template
     values["chat_template_kwargs"] = {**values.get("chat_template_kwargs", {}), **variables}
     return from_flags(DataConfig, **values)
 
@@ -136,7 +136,7 @@ def _rollouts(settings: RunConfig | None, options: SampleOptions) -> list[Rollou
 
 
 def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelConfig:
-    """The model at `path` with the settings' options. A folder has full weights, or an adapter that is merged."""
+    """The model at `path`, with the options of the settings. A folder contains full weights or an adapter to merge."""
     model = settings.models[0] if settings else ModelConfig(path=path)
     values = model.model_dump() | {"path": path, "lora": None, "load_in_4bit": False}
     if path != model.path:
@@ -153,7 +153,7 @@ def _longest_prompt(settings: RunConfig | None) -> int | None:
 
 
 def _number(text: str | float) -> str | float:
-    """The number of a string; any other string unchanged, so that the schema refuses it."""
+    """Convert a string to a number. Any other string is returned unchanged, so that the schema refuses it."""
     try:
         return float(text)
     except ValueError:
@@ -165,7 +165,7 @@ def score(
         str, typer.Argument(help="Hub id or folder: a causal model, a reward model, or a LoRA adapter of one.")
     ],
     file: Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")],
-    output: Annotated[Path | None, Flag("Where to write; default: FILE.scored.jsonl.", "-o")] = None,
+    output: Annotated[Path | None, Flag("File to write; default: FILE.scored.jsonl.", "-o")] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
     format: Annotated[str, FORMAT] = "auto",
     template: Annotated[str | None, TEMPLATE] = None,
@@ -176,10 +176,10 @@ def score(
     dtype: Annotated[str, DTYPE] = "auto",
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
-    """Score a file's completions: log-probabilities by a causal model, rewards by a reward model.
+    """Score a file's completions: log-probabilities from a causal model, rewards from a reward model.
 
-    Rows keep their order and fields, with `logprob` and `logprobs`, or `reward`; rows with chosen and rejected get both
-    (`chosen_reward`, `rejected_reward`).
+    Rows keep their order and fields; `logprob` and `logprobs`, or `reward`, are added. Rows with a chosen and a
+    rejected completion receive these for both (`chosen_reward`, `rejected_reward`).
     """
     devices = devices_from_flag(device)
     overrides = [f"data.max_length={max_length}", f"data.format={format}", "data.overlong=error", "data.shuffle=false"]
@@ -212,15 +212,15 @@ def grade(
     ],
     answer_column: Annotated[str, Flag("The column with the right answer.")] = "answer",
     completion_column: Annotated[str, Flag("The column with the completion.")] = "completion",
-    output: Annotated[Path | None, Flag("Where to write; default: FILE.graded.jsonl.", "-o")] = None,
+    output: Annotated[Path | None, Flag("File to write; default: FILE.graded.jsonl.", "-o")] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,
-    deadline: Annotated[float, Flag("Time limit of one completion, in seconds.")] = 2.0,
-    workers: Annotated[int | None, Flag("Processes; default: one per core, at most 8.", min=1)] = None,
+    deadline: Annotated[float, Flag("Time limit for grading each completion, in seconds.")] = 2.0,
+    workers: Annotated[int | None, Flag("Number of processes; default: one per core, at most 8.", min=1)] = None,
 ) -> None:
     """Grade a file's completions in supervised worker processes, as in training.
 
-    Rows keep their order and fields, with `verdict` (correct, wrong, timeout, crashed, bad_gold), `score`, `extracted`,
-    `seconds`, and `parts` if a reward has any.
+    Rows keep their order and fields; `verdict` (correct, wrong, timeout, crashed, bad_gold), `score`, `extracted` and
+    `seconds` are added, and `parts` if a reward has parts.
     """
     from posttrain.rewards.file import Columns, grade_file
 
@@ -238,8 +238,8 @@ def generate(
 ) -> None:
     """Sample completions for the prompts of a file.
 
-    Rows keep their order and fields, with `completions`, each with `text`, `token_ids`, `logprobs` (of the sampling
-    distribution) and `finish_reason` (stop or length).
+    Rows keep their order and fields; `completions` is added, each with `text`, `token_ids`, `logprobs` (under the
+    sampling distribution) and `finish_reason` (stop or length).
     """
     model_settings = from_flags(ModelConfig, options, path=model)
     rollout = from_flags(RolloutConfig, options)

@@ -1,4 +1,4 @@
-"""`posttrain runs`: listing, showing and naming runs; runs_disk.py deletes and copies them. Imports no torch."""
+"""`posttrain runs`: listing, showing and naming runs; runs_disk.py deletes and copies them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Filters = Annotated[
 ]
 Sort = Annotated[str, typer.Option("--sort", help=f"One of {', '.join(ORDERS)}.")]
 Reverse = Annotated[bool, typer.Option("--reverse", "-r", help="Largest or last first.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")]
 Tags = Annotated[list[str], typer.Argument(metavar="TAG…", help="Tags to give the run; -TAG removes one.")]
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The new note; without it, the note is shown.")]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name of the folder.")]
@@ -55,7 +55,7 @@ COLUMNS = (
 
 @app.callback()
 def interactive(context: typer.Context, output_dir: OutputDir = RUNS) -> None:
-    """Without a command: an interactive table of the runs, or without a terminal their list."""
+    """Without a command: an interactive table of the runs, or a list of the runs if there is no terminal."""
     if context.invoked_subcommand is not None:
         if output_dir != RUNS:
             raise UsageError(f"give --output-dir after the command: posttrain runs {context.invoked_subcommand} …")
@@ -154,7 +154,7 @@ def diff(
 def tag(run: Name, tags: Tags, output_dir: OutputDir = RUNS) -> None:
     """Add tags to a run, or remove some: posttrain runs tag RUN keep paper -draft
 
-    `posttrain runs list tag=keep` finds them. Tags are in notes.json of the run folder, which no run reads.
+    `posttrain runs list tag=keep` finds them. Tags are stored in the run folder's notes.json, which runs never read.
     """
     folder = named(run, output_dir.expanduser())
     before = read_notes(folder)

@@ -1,4 +1,4 @@
-"""`posttrain runs`: deleting, pruning, snapshots and archives. Imports no torch."""
+"""`posttrain runs`: deleting, pruning, snapshots and archives. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder of runs, a
 Name = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name below --output-dir.")]
 Names = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or their names below --output-dir.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
-Force = Annotated[bool, typer.Option("--force", help="Even if other runs need it.")]
-KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Newest intact checkpoints of a run to keep.")]
+Force = Annotated[bool, typer.Option("--force", help="Proceed even if other runs need it.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Number of newest intact checkpoints to keep.")]
 KeepBest = Annotated[bool, typer.Option("--keep-best", help="Also keep the checkpoint of the step of best/.")]
-OlderThan = Annotated[str | None, typer.Option("--older-than", help="Only runs that ended this long ago: 30d, 12h.")]
+OlderThan = Annotated[
+    str | None, typer.Option("--older-than", help="Only runs that ended at least this long ago: 30d.")
+]
 Filters = Annotated[
     list[str] | None, typer.Argument(metavar="[FILTER]…", help="Only these runs, as in `posttrain runs list`.")
 ]
-SnapshotName = Annotated[str, typer.Option("--name", help="Name of the snapshot; by default the run's with the time.")]
+SnapshotName = Annotated[str, typer.Option("--name", help="Name of the snapshot; default: run name and time.")]
 Note = Annotated[str, typer.Option("--note", help="A note that `snapshots` shows.")]
 SnapshotArgument = Annotated[str, typer.Argument(metavar="SNAPSHOT", help="A name that `runs snapshots` shows.")]
 To = Annotated[str | None, typer.Option("--to", help="Another name for the restored run, in the same folder.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the run that is there; asks first, unless --yes.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the existing run; asks first, unless --yes.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="The archive; by default RUN.tar.gz here.")]
 NoCheckpoints = Annotated[bool, typer.Option("--no-checkpoints", help="Leave out files that only a resume reads.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")]
 
 
 def settled(output_dir: Path, *runs: str) -> Path:
-    """Finish or undo what interrupted commands left in the folder of runs, or beside `runs`; returns the folder."""
+    """Finish or undo what interrupted commands left in the folder of runs or next to `runs`; returns the folder."""
     from posttrain.runs.managing.removing import settle_runs
 
     root = output_dir.expanduser()
@@ -52,9 +54,9 @@ def settled(output_dir: Path, *runs: str) -> Path:
 def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
 
-    Only folders with a run.json are deleted, or whole runs and sweeps with everything in them; none that a process
-    uses, and none that another run needs (unless --force). Links are not followed. Snapshots stay; `posttrain runs rm
-    .snapshots/NAME` deletes one.
+    Only folders with a run.json are deleted, or whole runs and sweeps with everything in them, but no folder that a
+    process uses or (unless --force) another run needs. Links are not followed. Snapshots are kept;
+    `posttrain runs rm .snapshots/NAME` deletes one.
     """
     from posttrain.runs.managing.copies import drop
     from posttrain.runs.managing.paths import refuse_needed
@@ -86,8 +88,8 @@ def prune(
 ) -> None:
     """Delete old checkpoints of runs: all but the newest intact one, which a resume needs. Asks first, unless --yes.
 
-    best/ and final/ stay. Folders that a resume set aside and leftovers of crashes go, too. With --keep-last 0 a run
-    can no longer be resumed.
+    best/ and final/ are kept. Folders that a resume set aside and leftovers of crashes are deleted too. With
+    --keep-last 0 a run can no longer be resumed.
     """
     from posttrain.runs.managing.paths import described as needed_by
     from posttrain.runs.managing.removing import Rule, plan_prune, spare_needed
@@ -99,7 +101,7 @@ def prune(
         for plan in plans:
             if plan.needs:
                 what = needed_by(plan.needs)
-                raise RunError(f"{plan.run} is not pruned: {what}. Keep it, remove those first, or give --force")
+                raise RunError(f"{plan.run} is not pruned: {what}. Keep it, remove what needs it, or use --force")
     _carry_out(plans, yes)
 
 
@@ -142,7 +144,7 @@ def free(
 
 
 def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
-    """Show what the plans delete, ask, and delete it; a run that fails does not stop the others."""
+    """Show what the plans delete, ask, and delete it. A failure for one run does not stop the others."""
     from posttrain.runs.managing.removing import prune as prune_run
 
     for plan in plans:
@@ -207,7 +209,7 @@ def restore(
 ) -> None:
     """Copy a snapshot back to the folder of its run, after verifying every file.
 
-    A run that is there now is kept, unless --replace.
+    An existing run in that folder is kept, unless --replace.
     """
     from posttrain.runs.finding import checked_name
     from posttrain.runs.managing.copies import read_snapshot
@@ -247,7 +249,7 @@ def export(
 
 
 def described(target: Path) -> str:
-    """A run, a whole run or a snapshot, described in a line."""
+    """Describe a run, a whole run or a snapshot in one line."""
     from posttrain.runs.finding import folders_of, size_of
     from posttrain.runs.managing.copies import COPY
     from posttrain.runs.summary import RunSummary

@@ -1,4 +1,4 @@
-"""`posttrain serve`, `chat` and `ui`: a model or the pages at an address of this machine."""
+"""`posttrain serve`, `chat` and `ui`: serve a model, or pages, from this machine."""
 
 import contextlib
 import json
@@ -34,8 +34,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's chat and completions interface.
 
-    Concurrent requests are generated together, and their tokens do not depend on each other. A request's `model` may
-    name an adapter; any other name is the model itself.
+    Completions of concurrent requests are generated together, but do not depend on each other. A request's `model` may
+    name an adapter; any other name means the model itself.
 
         posttrain serve runs/sft
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
@@ -90,7 +90,7 @@ def _adapters(texts: Sequence[str]) -> dict[str, str]:
 
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
-OF_SERVER = ("template", "chat_template_kwargs", "dtype", "device")  # options of `serve`; the others are a request's
+OF_SERVER = ("template", "chat_template_kwargs", "dtype", "device")  # options of `serve`; all others belong to requests
 HELP = """/again           another reply to the last question
 /back            forget the last question with its reply
 /system TEXT     set the system prompt; without TEXT, none
@@ -108,15 +108,15 @@ def chat(
     terminal: Annotated[bool, Flag("Talk in this terminal instead of a browser.")] = False,
     *,
     options: TalkOptions,
-    folder: Annotated[Path, Flag("Folder of runs that the page offers, too.", "--runs", metavar="DIR")] = RUNS,
+    folder: Annotated[Path, Flag("Folder of runs that the page offers too.", "--runs", metavar="DIR")] = RUNS,
     port: Annotated[int, Flag("Port of the page.", min=1, max=65535)] = 7860,
-    no_browser: Annotated[bool, Flag("Print the page's address only.")] = False,
+    no_browser: Annotated[bool, Flag("Only print the page's address.")] = False,
 ) -> None:
-    """Talk to a model on a page, or with --terminal in this terminal. It sees the conversation so far.
+    """Talk to a model on a page, or with --terminal in this terminal. The model sees the conversation so far.
 
-    The page (the extra `ui`) also compares two models side by side, shows rewards and each token's log-probability, and
-    takes votes; its controls have the settings. In the terminal, lines of a pipe are questions, too, and /help lists
-    commands.
+    The page (which needs the `ui` extra) also compares two models side by side, shows rewards and each token's
+    log-probability, and collects votes; its controls have the settings. In the terminal, /help lists commands, and
+    lines from a pipe are read as questions.
 
         posttrain chat runs/sft
         posttrain chat runs/sft --terminal
@@ -149,7 +149,7 @@ def _in_terminal(model: str, settings: dict[str, Any]) -> None:
 
 
 def _converse(talk: Any, interactive: bool) -> None:
-    """Read questions until the end of the input, which someone types if it is `interactive`."""
+    """Read questions until the input ends. `interactive`: a user types the input."""
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (arrow keys, and the questions so far, for `input`)
@@ -189,12 +189,12 @@ def _answer(talk: Any, text: str) -> None:
         "save": lambda: _save(talk, rest),
     }
     if name not in commands:
-        raise UsageError(f"there is no /{name}; /help lists what there is")
+        raise UsageError(f"there is no /{name}; /help lists the commands")
     commands[name]()
 
 
 def _stream(reply: Iterator[str]) -> None:
-    """Print a reply as it is generated. Ctrl-C ends it; its text so far stays in the conversation."""
+    """Print a reply as it is generated. Ctrl-C ends the reply; its text so far is kept in the conversation."""
     try:
         for part in reply:
             say(part, end="")
@@ -223,7 +223,7 @@ def ui(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="The folder of runs, as output_dir in the settings.")
     ] = RUNS,
-    host: Annotated[str, Flag("Address to listen on; one that others can reach needs a token.")] = "127.0.0.1",
+    host: Annotated[str, Flag("Address to listen on; one that other machines can reach needs a token.")] = "127.0.0.1",
     port: Annotated[int, Flag("Port to listen on.", min=1, max=65535)] = 7860,
     token: Annotated[
         str | None,
@@ -231,14 +231,14 @@ def ui(
             "--token",
             envvar="POSTTRAIN_UI_TOKEN",
             show_envvar=False,
-            help="Token that every browser has to send once. POSTTRAIN_UI_TOKEN keeps it out of the list of processes.",
+            help="Token that every browser must send once. POSTTRAIN_UI_TOKEN keeps the token out of the process list.",
         ),
     ] = None,
-    no_browser: Annotated[bool, Flag("Print the address only.")] = False,
+    no_browser: Annotated[bool, Flag("Only print the address.")] = False,
 ) -> None:
-    """Show runs in a browser: curves, rollouts down to the token, evaluations. Ctrl-C ends it.
+    """Show runs in a browser: curves, rollouts down to the token, evaluations. Ctrl-C stops the server.
 
-    The pages follow runs in progress and change nothing in them. They are served to this machine alone
+    The pages follow runs in progress and change nothing in them. They are served only to this machine
     (http://127.0.0.1:7860); to see them from elsewhere, forward the port (ssh -L 7860:127.0.0.1:7860 HOST), or give
     --host and a --token. Nothing is loaded from, or sent to, any other host.
     """

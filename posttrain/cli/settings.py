@@ -18,16 +18,16 @@ from posttrain.config.schema.base import Settings
 from posttrain.config.schema.rewards import Reward
 
 Config = Annotated[
-    str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
+    str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset from `config list`.")
 ]
-DRY_RUN = Flag("Print what the run would do, and do nothing.")
+DRY_RUN = Flag("Only print what the run would do.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Settings by path, such as training.max_steps=200.")
 ]
 
 
 def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
-    """The checked configuration, with one unnamed stage if it has none. Prints notes about it to stderr."""
+    """The checked configuration, with one unnamed stage if it has no stages. Prints notes about it to stderr."""
     loaded = load(*split_arguments(config, overrides), flags)
     for note in loaded.notes:
         say(f"note: {note}", error=True)
@@ -35,7 +35,7 @@ def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[
 
 
 def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """The file or preset, if any, and the overrides, from arguments in any order."""
+    """Split arguments, in any order, into the file or preset, if any, and the overrides."""
     rest = list(overrides or [])
     if config is not None and "=" in config and not Path(config).is_file():  # an override: the file is later, or absent
         rest.insert(0, config)
@@ -49,7 +49,7 @@ def devices_from_flag(device: str) -> DevicesConfig:
     """The device that `--device` names. Raises UsageError for an unknown one."""
     match = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
     if match is None:
-        raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
+        raise UsageError(f"--device is {device!r}: it must be one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
     return DevicesConfig(type=match[1], ids=match[2] and (int(match[2]),))  # pyright: ignore[reportArgumentType]
 
 
@@ -60,9 +60,9 @@ class _Rewards(Settings):
 
 
 def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
-    """The rewards of `--reward`: `math` is {type: math}, `my_rewards:brevity` a function, braces are settings.
+    """Read `--reward`: `math` means {type: math}, `my_rewards:brevity` names a function, braces are settings.
 
-    Raises UsageError with the messages of a configuration.
+    Raises UsageError with the messages that a settings file would get.
     """
 
     def settings_of(text: str) -> Any:
@@ -79,7 +79,7 @@ def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
 
 
 def saved_settings(folder: Path) -> Path | None:
-    """The settings file beside a checkpoint, or of the run that a folder is or belongs to."""
+    """The settings file of a checkpoint folder, or of the run that a folder is or belongs to."""
     if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
         return folder / "config.yaml"
     above = folder.absolute().parent

@@ -1,4 +1,4 @@
-"""`posttrain quickstart` and `posttrain doctor`, the first commands after an installation. Imports no torch."""
+"""`posttrain quickstart` and `posttrain doctor`, the first commands after an installation. Does not import torch."""
 
 import json
 from pathlib import Path
@@ -17,33 +17,33 @@ def quickstart(
     overwrite: Annotated[bool, Flag("Replace an earlier quickstart in that folder.")] = False,
     seed: Annotated[int, Flag("Random seed of model and data.", min=0, max=2**32 - 1)] = 0,
 ) -> None:
-    """The whole chain in minutes, without a download: a small model, SFT, a reward model, DPO, PPO, GRPO, compared."""
-    say("This makes a model and data, trains and compares; it takes a few minutes.")
+    """Run a whole pipeline in minutes, without a download: a small model, SFT, reward, DPO, PPO, GRPO, comparison."""
+    say("Making a small model and data, training and comparing takes a few minutes.")
     import torch  # takes seconds
 
     with quick_imports():
         from posttrain.quickstart import quickstart as run
 
-    # So small a model gains little from more threads, loses much on shared cores, and its sums depend on their number.
+    # Such a small model gains little from more threads and loses much on shared cores; sums depend on their number.
     torch.set_num_threads(1)
     run(output_dir, seed=seed, overwrite=overwrite)
 
 
 def doctor(
     checks: Annotated[
-        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these checks, by their name in the table.")
+        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Run only these checks, by their name in the table.")
     ] = None,
     output_dir: Annotated[Path, Flag("Folder of runs, as in the settings.")] = Path("runs"),
     as_data: Annotated[bool, Flag("Write JSON, with versions and platform, instead of the table.", "--json")] = False,
 ) -> None:
     """Show what is installed, what works, and how to fix the rest.
 
-    Each check makes one real call, such as a backward, a quantised layer, a graded answer or a synced file, in a helper
-    process with a deadline, so that a crash or a hang is one line of the table. `limited` works with a restriction,
-    `absent` is optional and not installed.
+    Each check makes one real call, such as a backward pass, a quantised layer, a graded answer or a synced file, in a
+    helper process with a deadline, so that a crash or a hang is one line of the table. `limited` means that a part
+    works with a restriction, `absent` that an optional part is not installed.
 
-    The exit status is 0 if everything that posttrain requires works, 1 if not; optional parts do not count. Nothing is
-    downloaded, no token is shown, and no file is left behind.
+    The exit status is 0 if everything that posttrain requires works, otherwise 1. Nothing is downloaded, no token is
+    shown, and no file is left behind.
     """
     from posttrain.doctor import all_checks, as_json, chosen, examine, summary, table
 

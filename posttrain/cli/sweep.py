@@ -21,20 +21,20 @@ from posttrain.runs.metrics import of_method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """Which trials are run, and how they are ranked."""
+    """Which trials are run, and how trials are ranked."""
 
     random: Annotated[int | None, Flag("Run N random trials instead of the whole grid.", min=1, metavar="N")] = None
-    random_seed: Annotated[int, Flag("Seed of --random: the same trials every time.")] = 0
+    random_seed: Annotated[int, Flag("Random seed of --random; the same seed gives the same trials.")] = 0
     metric: Annotated[
-        str | None, Flag("Evaluation metric that ranks trials, such as eval_loss; default: the method's own.")
+        str | None, Flag("Evaluation metric that ranks trials, such as eval_loss; default: the method's main metric.")
     ] = None
     stopping: Annotated[
         Literal["median", "none"] | None,
-        Flag("Rule that ends bad trials early; default: median, and none if seeds are swept."),
+        Flag("Rule that ends bad trials early; default: median, or none if seeds are swept."),
     ] = None
     dry_run: Annotated[bool, DRY_RUN] = False
     resume: Annotated[bool, Flag("Resume a sweep: finished trials are kept.")] = False
-    overwrite: Annotated[bool, Flag("Delete the sweep's trials first if it exists.")] = False
+    overwrite: Annotated[bool, Flag("If the sweep exists, delete its trials first.")] = False
 
 
 def sweep(
@@ -42,11 +42,11 @@ def sweep(
 ) -> None:
     """Train one run for each combination of settings, and rank them by an evaluation metric.
 
-    Values are listed, method.beta=0.05,0.1,0.5, or are a range: seed=0..4 (whole numbers), or with --random N
-    training.learning_rate=1e-6..1e-4 (log-uniform). Other overrides and flags are the same for all trials.
+    Give values as a list (method.beta=0.05,0.1,0.5) or a range: seed=0..4 (whole numbers) or, with --random N,
+    training.learning_rate=1e-6..1e-4 (log-uniform). Other overrides and flags apply to all trials.
 
     Each trial is an ordinary run in {output_dir}/{name}/. --resume resumes a sweep that was interrupted
-    at any time, also with further values. --dry-run lists the trials.
+    at any time, even with further values. --dry-run lists the trials.
     """
     if options.resume and options.overwrite:
         raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
@@ -64,7 +64,7 @@ def sweep(
             raise ConfigError("a sweep trains one model at a time: sweep over several with model=A,B")
         return loaded
 
-    configs = [config_of(trial, {}) for trial in settings]  # a wrong one ends the sweep before it starts
+    configs = [config_of(trial, {}) for trial in settings]  # a wrong setting is an error before the sweep starts
     first, (metric, lower) = configs[0], _metric(options.metric, configs)
     root = Path(first.output_dir).expanduser() / (
         first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
@@ -105,7 +105,7 @@ def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:
 
 
 def _metric(chosen: str | None, configs: Sequence[RunConfig]) -> tuple[str, bool]:
-    """The metric that ranks the trials, by default that of their method, and whether a lower value is better.
+    """The metric that ranks the trials (default: the main metric of the method), and whether a lower value is better.
 
     Raises ConfigError if the trials do not evaluate, UsageError if the metric is unknown or ambiguous.
     """

@@ -99,7 +99,7 @@ def train(
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
     if os.environ.get("RANK", "0") == "0":
-        say(f"{duration(time.monotonic() - began)} in all, with loading, evaluation and saving", error=True)
+        say(f"{duration(time.monotonic() - began)} in total, including loading, evaluation and saving", error=True)
     return 0
 
 
@@ -130,26 +130,27 @@ def _stages(
 def launch(
     config: Config = None,
     overrides: Overrides = None,
-    nproc: Annotated[int, Flag("Processes on this machine: one for each GPU; on a CPU, share its cores.", min=1)] = 1,
-    nodes: Annotated[int, Flag("Machines; run the same command on each.", min=1)] = 1,
-    node_rank: Annotated[int, Flag("Number of this machine, 0 for the first.", min=0)] = 0,
-    address: Annotated[str | None, Flag("A free port of the first machine, for --nodes.", metavar="HOST:PORT")] = None,
+    nproc: Annotated[int, Flag("Processes on this machine: one per GPU; on a CPU, they share its cores.", min=1)] = 1,
+    nodes: Annotated[int, Flag("Number of machines; run the same command on each.", min=1)] = 1,
+    node_rank: Annotated[int, Flag("Index of this machine, 0 for the first.", min=0)] = 0,
+    address: Annotated[str | None, Flag("A free port on the first machine, for --nodes.", metavar="HOST:PORT")] = None,
     *,
     options: TrainOptions,
     flags: Mapping[str, str],
 ) -> None:
     """Train on several devices or machines: `posttrain train` in several processes that share every step.
 
-    Takes what `posttrain train` takes. The number of processes changes no gradient: batch_size is that of the step.
+    The other arguments are those of `posttrain train`. The number of processes does not change the gradients:
+    batch_size counts the examples of all processes together.
 
         posttrain launch grpo.yaml --nproc 8
         posttrain launch grpo.yaml --nproc 8 --nodes 2 --node-rank 1 --address 10.0.0.1:29500
     """
     if nodes > 1 and address is None:
-        raise UsageError("--nodes needs --address HOST:PORT, a free port of the first machine")
+        raise UsageError("--nodes needs --address HOST:PORT, a free port on the first machine")
     host, _, port = (address or "127.0.0.1:1").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"--address {address}: it is HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29500")
+        raise UsageError(f"--address {address}: it must be HOST:PORT with a port from 1 to 65535, e.g. 10.0.0.1:29500")
     if node_rank >= nodes:
         raise UsageError(f"--node-rank {node_rank}: the machines have the numbers 0 to {nodes - 1}")
     options.check()
@@ -184,20 +185,20 @@ def plan(
     config: Config = None,
     overrides: Overrides = None,
     probe: Annotated[
-        bool, Flag("Also find the largest tokens_per_pack that fits, by real steps: loads the model.")
+        bool, Flag("Also find the largest tokens_per_pack that fits, by running real steps; loads the model.")
     ] = False,
     memory_limit: Annotated[
-        float | None, Flag("For --probe: memory limit of the run; default: all that is free.", metavar="GIB")
+        float | None, Flag("For --probe: memory limit of the run; default: all free memory.", metavar="GIB")
     ] = None,
     nproc: Annotated[
-        int | None, Flag("Plan for this many processes; default: one, or as many as devices.ids.", min=1)
+        int | None, Flag("Plan for this many processes; default: one for each of devices.ids, or one.", min=1)
     ] = None,
     *,
     flags: Mapping[str, str],
 ) -> None:
-    """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`.
+    """Print a run's examples, tokens, steps and memory, and do nothing else, like `train --dry-run`.
 
-    With --nproc, also what each of several processes would hold and exchange. --device may name a GPU that this machine
+    With --nproc, it also prints what each process would hold and exchange. --device may name a GPU that this machine
     lacks.
 
         posttrain plan grpo.yaml --nproc 8 --device h100
@@ -206,11 +207,11 @@ def plan(
     card = flags.get("devices.type")
     if card not in CARDS:
         if card not in (None, *DEVICE_TYPES):
-            raise UsageError(f"--device {card}: it is one of {', '.join((*DEVICE_TYPES, *CARDS))}")
+            raise UsageError(f"--device {card}: it must be one of {', '.join((*DEVICE_TYPES, *CARDS))}")
         card = None
     flags = {path: value for path, value in flags.items() if card is None or path != "devices.type"}
     if memory_limit is not None and not (probe and memory_limit > 0):
-        raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
+        raise UsageError("--memory-limit needs --probe, and a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
     ranks = nproc or max(len(stage.config.devices.ids or (0,)) for stage in stages)
     if probe and (ranks > 1 or card is not None):
@@ -235,11 +236,11 @@ def _warn_of_secrets(stages: Sequence[Stage], saved: Path) -> None:
     }
     if hidden and not is_rank():
         advice = "give the settings file with --resume if the run needs it"
-        say(f"{saved} has {HIDDEN} for what was secret in {', '.join(sorted(hidden))}: {advice}", error=True)
+        say(f"{saved} has {HIDDEN} in place of secrets in {', '.join(sorted(hidden))}: {advice}", error=True)
 
 
 def saved_config(checkpoint: Path) -> Path:
-    """The config.yaml of the run that a checkpoint (or run folder) belongs to."""
+    """The config.yaml of a run folder, or of the run that a checkpoint belongs to."""
     for folder in (checkpoint, *checkpoint.absolute().parents[:3]):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
@@ -249,7 +250,7 @@ def saved_config(checkpoint: Path) -> Path:
 def verify_resume(
     config: Config = None,
     overrides: Overrides = None,
-    kills: Annotated[int, Flag("Number of kills of the second run.", min=1)] = 5,
+    kills: Annotated[int, Flag("Number of times to kill the second run.", min=1)] = 5,
     keep: Annotated[bool, Flag("Keep the scratch folder even if both runs are equal.")] = False,
     *,
     flags: Mapping[str, str],
@@ -261,11 +262,11 @@ def verify_resume(
     rates, the order of the rows and all metrics, and reports the first differences: step, file, tensor, index, both
     values.
 
-    Every step is logged, with at least ten checkpoints per run. Without training.max_steps it has 40 steps. To cross
-    the end of epochs quickly, train on few rows: --max-rows 50 --batch-size 4 --max-steps 40.
+    Every step is logged, and each run has at least ten checkpoints. Without training.max_steps, a run has 40 steps. To
+    reach the end of epochs quickly, train on few rows: --max-rows 50 --batch-size 4 --max-steps 40.
 
-    Exit status 0: identical. 1: they differ, or a run failed by itself. On a GPU the order of sums may vary between
-    runs; --device cpu is exact.
+    Exit status 0: the runs are identical; 1: they differ, or a run failed by itself. On a GPU the order of sums may
+    vary between runs; --device cpu is exact.
     """
     stages = load_stages(config, overrides, flags)
     say("importing torch …")

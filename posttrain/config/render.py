@@ -1,4 +1,4 @@
-"""Settings for readers: starter files, and JSON Schema for editors."""
+"""Writes settings for people (starter files) and for editors (JSON Schema)."""
 
 from textwrap import wrap
 from typing import Any, get_args, get_origin
@@ -12,7 +12,7 @@ from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, An
 from posttrain.config.schema.run import RunConfig
 
 WIDTH = 110
-# pydantic's name of a bound after a validator, not JSON Schema's.
+# pydantic's names of bounds -> JSON Schema's. pydantic writes its own names for bounds that follow a validator.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 HEADINGS = {
     "run": "The run",
@@ -33,7 +33,7 @@ def _class_of(method: str) -> type[AnyMethod]:
 
 
 def _example(method: type[AnyMethod]) -> dict[str, Any]:
-    """The settings of a starter file that have no default."""
+    """Example values for the settings of a starter file that have no default."""
     model, source = method.example
     values: dict[str, Any] = {"model.path": model, "data.source": source}
     values |= {"rewards": [{"type": "math"}]} if method.samples_completions else {}
@@ -56,8 +56,8 @@ STARTER = {f"{section}{name}" for section, names in _STARTER.items() for name in
 
 
 def starter(method: str, everything: bool = False) -> str:
-    """A commented settings file for a method (`ipo` too): the usual settings, or every one it reads. Groups that are
-    off, such as model.lora, are commented out; uncommented, they are on with their defaults."""
+    """Return a commented settings file for a method (or `ipo`): the usual settings, or every one that the method reads.
+    Groups that are off, such as model.lora, are commented out; uncommenting a group turns it on with its defaults."""
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
         best = "eval_reward" if _class_of(method).samples_completions else "eval_loss"
@@ -70,15 +70,15 @@ def starter(method: str, everything: bool = False) -> str:
     ]
     if everything:
         lines.append(
-            "# A # right before a name turns a group of settings off: remove it from the group's lines to turn it on."
+            "# A # right before a name turns its group off. To turn the group on, remove the # from its lines."
         )
     section = "run"
-    off: Setting | None = None  # the group that the setting is in, if it is off
+    off: Setting | None = None  # the group that contains the setting, if the group is off
     for setting in wanted:
         if setting.section != section:
             section = setting.section
             lines += ["", f"{section}:"]
-        if setting.path in ("data.tags.reasoning_start", "rollout.vllm.mode"):  # the first of a group within it
+        if setting.path in ("data.tags.reasoning_start", "rollout.vllm.mode"):  # the first setting of a nested group
             lines.append(f"  {setting.path.split('.')[1]}:")
         off = setting if setting.group and everything else off
         inside = off is not None and f"{setting.path}.".startswith(f"{off.path}.")
@@ -93,11 +93,11 @@ def starter(method: str, everything: bool = False) -> str:
 
 
 def reads(method: str, setting: Setting) -> bool:
-    """Whether a method (`ipo` too) reads a setting."""
+    """Whether a method (or `ipo`) reads a setting."""
     if method == "ipo" and setting.path == "method.loss_type":
-        return False  # `type: ipo` says it
+        return False  # `type: ipo` implies it
     if setting.path.startswith(("rewards", "rollout.")) and _class_of(method).head == "reward":
-        return False  # a reward model writes no completions
+        return False  # a reward model generates no completions
     return not setting.methods or _class_of(method).name() in setting.methods
 
 
@@ -107,13 +107,13 @@ def _usual(method: str, setting: Setting) -> bool:
 
 
 def _entry_models(setting: Setting) -> list[type[BaseModel]]:
-    """The groups of settings that may be entries of a list."""
+    """The groups of settings that a list setting accepts as entries."""
     lists = [option for option in options(setting.annotation) if get_origin(option) is tuple]
     return [model for option in lists for model in models_in(get_args(option)[0])]
 
 
 def _of_entries(models: list[type[BaseModel]]) -> str:
-    """The settings of an entry of a list; for several types, the common ones, then those of each type."""
+    """Describe the settings of a list's entries: the ones common to all types, then those of each type."""
     names = [{info.alias or name: None for name, info in model.model_fields.items()} for model in models]
     common = [name for name in names[0] if all(name in fields for fields in names)]
     own = [
@@ -122,11 +122,11 @@ def _of_entries(models: list[type[BaseModel]]) -> str:
         for kind in [", ".join(kinds_of(model))]
         if set(fields) - set(common)
     ]
-    return f"An entry may have {', '.join(common)}" + (f"; and by its type - {'; '.join(own)}." if own else ".")
+    return f"Settings of an entry: {', '.join(common)}." + (f" By type, also {'; '.join(own)}." if own else "")
 
 
 def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str]:
-    """The lines of a setting; `off` is the commented-out group that it is, or is in."""
+    """The lines of a setting; `off` is the commented-out group that the setting is or belongs to."""
     indent = "  " * (off or setting).path.count(".")
     inner = "  " * (setting.path.count(".") - len(indent) // 2)
     key = setting.path.rsplit(".", 1)[-1]
@@ -138,7 +138,7 @@ def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str
 
 
 def described(setting: Setting) -> str:
-    """The description, with the allowed words unless it names them already."""
+    """The description of a setting, and the allowed words unless the description names them."""
     words, listed = choices(setting.annotation), list_choices(setting.annotation)
     unnamed = [word for word in (*words, *listed) if word not in setting.description and word not in ("true", "null")]
     if words in (["true", "false"], ["true", "false", "null"]) or len(words) == 1 or not unnamed:
@@ -151,7 +151,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def flow(value: Any) -> str:
-    """A value as it is written on one line of YAML."""
+    """Write a value on one line of YAML."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
@@ -164,8 +164,8 @@ def flow(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases. Nothing is
-    required, since `extends`, overrides and flags may add what a file lacks."""
+    """The JSON Schema, with what loading adds: `model`, `extends`, strings for models and methods, aliases. No setting
+    is required, because `extends`, overrides and flags may supply what a file lacks."""
     schema = _readable(RunConfig.model_json_schema())
     groups, properties = schema["$defs"], schema["properties"]
     description = "The model to train: a hub id, a folder, or its settings."
@@ -173,7 +173,7 @@ def json_schema() -> dict[str, Any]:
     properties["models"]["items"] = properties["model"]
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-        "description": "File or preset, or a list of them, under this file.",
+        "description": "File or preset that this file extends, or a list of them.",
     }
     methods = [{"$ref": f"#/$defs/{method.__name__}"} for method in METHODS.values()]
     description = properties["method"]["description"]
@@ -197,12 +197,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _readable(node: Any) -> Any:
-    """The schema with JSON Schema's names of bounds, without titles (they repeat the names) and requirements."""
+    """The schema with JSON Schema's names of bounds, without titles (which repeat the names) and `required`."""
     if isinstance(node, list):
         return [_readable(item) for item in node]
     if not isinstance(node, dict):
         return node
-    dropped = {"title": str, "required": list}  # only of these types: settings may have these names
+    dropped = {"title": str, "required": list}  # dropped only with these types: settings may have these names
     return {
         _BOUNDS.get(key, key): _readable(value)
         for key, value in node.items()

@@ -1,8 +1,8 @@
-"""Checks an installation: what is there, what works, by one real call each, and how to fix the rest.
+"""Checks an installation: what is installed, what works (shown by one real call each), and how to fix the rest.
 
-Checks run in helper processes with deadlines: one that crashes or hangs is a finding and ends no other. Each lane has
-one process for all its checks, because importing torch takes seconds. When a check crashes the process or misses its
-deadline, a new process runs the rest. This module imports nothing slow.
+Checks run in helper processes with deadlines: a check that crashes or hangs is a finding and does not stop the others.
+Each lane has one process for all its checks, because importing torch takes seconds. When a check crashes the process or
+misses its deadline, a new process runs the remaining checks. This module imports nothing slow.
 """
 
 import faulthandler
@@ -31,15 +31,15 @@ from posttrain.runs.provenance import environment, redact
 __all__ = ["Finding", "all_checks", "as_json", "chosen", "examine", "summary", "table"]
 STYLES = {"ok": "green", "limited": "yellow", "absent": "dim", "broken": "bold red"}
 
-STARTUP_S = 60.0  # until a process has imported this package
-WAIT_S = 0.2  # of one wait, so that Ctrl-C is handled in between on Windows, too
+STARTUP_S = 60.0  # seconds in which a process must have imported this package
+WAIT_S = 0.2  # seconds of one wait; Ctrl-C is handled between waits, also on Windows
 TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
-ENDING_S = 2.0  # a killed process that waits for a broken disk stays longer
+ENDING_S = 2.0  # seconds to wait for a killed process, which takes longer to end if it waits for a broken disk
 DETAIL_CHARACTERS = 500
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A row per finding: state, name, detail, and on a line below how to fix it."""
+    """A table with one row per finding: state, name, detail, and how to fix the problem on the next line."""
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown.add_column("state", no_wrap=True)
     shown.add_column("what", no_wrap=True, style="bold")
@@ -54,7 +54,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Whether everything that is required works, and what else does not, in a line."""
+    """One line that says whether everything required works, and which optional parts do not."""
     fatal = [finding.name for finding in findings if finding.is_fatal]
     optional = [finding.name for finding in findings if finding.state == "broken" and not finding.required]
     limited = [finding.name for finding in findings if finding.state == "limited"]
@@ -75,7 +75,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield the finding of each check as soon as it is there, in any order. Ends its processes in any case."""
+    """Yield the finding of each check as soon as it is available, in any order. Always ends the helper processes."""
     found: queue.SimpleQueue[Finding | BaseException] = queue.SimpleQueue()
     names = dict.fromkeys(check.lane for check in checks)
     lanes = [Lane([check for check in checks if check.lane == name], found) for name in names]
@@ -101,7 +101,7 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 class Lane(threading.Thread):
-    """The thread that runs a lane's checks and puts their findings into `found`, or the error that ended it."""
+    """The thread that runs a lane's checks. It puts their findings, or the error that ended the thread, in `found`."""
 
     def __init__(self, checks: Sequence[Check], found: queue.SimpleQueue[Finding | BaseException]):
         super().__init__(name="posttrain-doctor", daemon=True)
@@ -120,7 +120,7 @@ class Lane(threading.Thread):
             self._found.put(error)
 
     def end(self) -> None:
-        """Kill the process, if there is one, and start no other."""
+        """Kill the helper process, if there is one, and start no other."""
         with self._lock:
             self._ended = True
             if self._child is not None:
@@ -135,9 +135,9 @@ class Lane(threading.Thread):
             return None if self._ended else self._child
 
     def _run_some(self, checks: Sequence[Check], child: Child) -> Sequence[Check]:
-        """Run checks until the process ends or one misses its deadline; returns those that have not started.
+        """Run checks until the process ends or a check misses its deadline; returns the checks that have not started.
 
-        The replies show the end, not the process: it may have answered all checks and ended before the first is read.
+        The end of the process is detected from its replies: it may have ended before the first reply is read.
         """
         child.send([json.dumps([[check.target, check.arguments] for check in checks]).encode() + b"\n"])
         for number, check in enumerate(checks):
@@ -149,7 +149,7 @@ class Lane(threading.Thread):
             except TimeoutError:
                 reply, has_ended = asdict(Found(f"no answer within {limit:g} s", "broken")), True
             except EOFError:
-                if number and not has_started:  # it ended between two checks, so another process runs this one
+                if number and not has_started:  # the process ended between two checks: a new one runs this check
                     return checks[number:]
                 reply, has_ended = asdict(Found(crash(child), "broken")), True
             self._found.put(_finding(check, reply, time.monotonic() - began))
@@ -165,7 +165,7 @@ def _finding(check: Check, reply: dict[str, Any], seconds: float) -> Finding:
 
 
 def crash(child: Child) -> str:
-    """How a process ended, and where: by the trace that Python writes at a crash, or the last line of its stderr."""
+    """How a process ended, and where: from the trace that Python writes at a crash, or the last line of its stderr."""
     child.kill()
     status, text = child.status(ENDING_S), child.last_words()
     what = f"the process ended with status {status}"
@@ -182,7 +182,7 @@ def work() -> None:
 
     It reads one line from stdin, a JSON list of `[target, arguments]`, and writes a line to stdout when a check starts,
     `{"started": 0}`, and one when it ends, `{"state": …, "detail": …, "fix": …}`. Whatever a check or a library prints
-    goes to stderr, with the place of a crash. The process ends when its stdin is closed.
+    goes to stderr, as does the place of a crash. The process ends when its stdin is closed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     faulthandler.enable(all_threads=False)
@@ -200,7 +200,7 @@ def work() -> None:
     for number, (target, arguments) in enumerate(targets):
         reply({"started": number})
         reply(answer(target, arguments))
-    os._exit(0)  # without the exit handlers of what was imported, which may hang
+    os._exit(0)  # without the exit handlers of imported modules, which may hang
 
 
 def answer(target: str, arguments: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.base.files import default_cache
 
 HERE = "posttrain.doctor"
-TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
+TORCH_S = 120.0  # deadline for the first import of torch from a slow disk, or for a kernel's first compilation
 # Packages that no other check calls.
 NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")
 State = Literal["ok", "limited", "absent", "broken"]
@@ -29,7 +29,7 @@ class Found:
 
 
 class Broken(Exception):
-    """Raised by a check if something does not work; any other exception means the same."""
+    """Raised by a check if something does not work. Any other exception has the same meaning."""
 
     def __init__(self, detail: str, fix: str = ""):
         super().__init__(detail)
@@ -40,8 +40,8 @@ class Broken(Exception):
 class Check:
     """One call that shows whether a part works.
 
-    `target` is the `module:function` that a helper process calls with `arguments`, and that returns a Found. Checks of
-    one `lane` run one after the other, in one process while it lives; lanes run side by side.
+    `target` is the `module:function` that a helper process calls with `arguments`, and that returns a Found. Checks in
+    the same `lane` run one after another in one process, as long as it lives; lanes run in parallel.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Check:
     required: bool = False
     arguments: tuple[str, ...] = ()
     deadline: float = 30.0  # seconds
-    fix: str = ""  # for an error that names none
+    fix: str = ""  # fix to show for an error that names none
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a check. One that is required and broken makes the exit status 1."""
+    """The outcome of a check. If a required check is broken, the exit status is 1."""
 
     name: str
     state: State
@@ -111,20 +111,20 @@ def _library(package: str, lane: str, function: str = "", required: bool = True,
 
 
 def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
-    """The checks of these names, in the table's order; all without names. Raises ConfigError for unknown names."""
+    """The named checks, in the table's order; without names, all checks. Raises ConfigError for an unknown name."""
     known = {check.name.lower(): check for check in checks}
     wanted = [name.lower() for name in names]
     for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"did you mean {known[near[0]].name!r}? " if near else ""
-            raise ConfigError(f"there is no check {name!r}: {hint}they are {', '.join(check.name for check in checks)}")
+            raise ConfigError(f"there is no check {name!r}: {hint}the checks are {', '.join(c.name for c in checks)}")
     return [check for check in checks if not wanted or check.name.lower() in wanted]
 
 
 def version_of(package: str) -> str:
-    """The version of a package. Raises Broken, with the command to install it, outside the declared range."""
-    from packaging.requirements import Requirement  # transformers and datasets need it, too
+    """The version of a package. Raises Broken, with a fix, if it is missing or outside the declared range."""
+    from packaging.requirements import Requirement  # a package that transformers and datasets also need
 
     try:
         version = metadata.version(package)
@@ -152,7 +152,7 @@ def absent(package: str, module: str, purpose: str, extra: str) -> Found | None:
 
 
 def python() -> Found:
-    """Python's version, and that of posttrain."""
+    """The versions of Python and posttrain."""
     from packaging.specifiers import SpecifierSet
 
     try:

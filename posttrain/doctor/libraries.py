@@ -1,4 +1,4 @@
-"""The libraries of a run and the optional ones: version in range, and one call that posttrain relies on."""
+"""Checks of required and optional libraries: the version, and one call that posttrain relies on."""
 
 import importlib
 import io
@@ -13,7 +13,7 @@ INT8_ERROR, NF4_ERROR = 0.02, 0.15
 
 
 def transformers() -> Found:
-    """A small Llama of random weights: a forward, saved and loaded again with the same logits."""
+    """Check that a small Llama with random weights gives the same logits after it is saved and loaded."""
     version = version_of("transformers")
     import torch
     from transformers import AutoModelForCausalLM
@@ -23,9 +23,9 @@ def transformers() -> Found:
         model.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder).eval()
         same = torch.equal(model(tokens).logits, again(tokens).logits)
-        del again  # Windows removes no file that is mapped
+        del again  # Windows cannot remove a file that is mapped
     if not same:
-        raise Broken(f"{version}: a model that was saved and loaded has other logits")
+        raise Broken(f"{version}: a model that was saved and loaded has different logits")
     return Found(f"{version}: a model is saved and loads with the same logits")
 
 
@@ -41,7 +41,7 @@ def _small_model():
 
 
 def peft() -> Found:
-    """LoRA on a small model: gradients for the adapter alone, and the merged weights give the adapter's logits."""
+    """Check LoRA on a small model: only the adapter has gradients, and merged weights give the adapter's logits."""
     version = version_of("peft")
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -59,7 +59,7 @@ def peft() -> Found:
 
 
 def datasets() -> Found:
-    """A folder of two splits, found and read as a run reads its data."""
+    """Check that the splits of a folder are found, as for the data of a run."""
     version = version_of("datasets")
     from posttrain.data.sources import splits_of
 
@@ -73,7 +73,7 @@ def datasets() -> Found:
 
 
 def safetensors() -> Found:
-    """Weights written and read."""
+    """Check that weights are read as they were written."""
     version = version_of("safetensors")
     import numpy as np
     from safetensors.numpy import load, save
@@ -84,7 +84,7 @@ def safetensors() -> Found:
 
 
 def matplotlib() -> Found:
-    """A picture rendered in memory."""
+    """Check that a plot is rendered in memory."""
     version = version_of("matplotlib")
     from matplotlib.figure import Figure
 
@@ -92,12 +92,12 @@ def matplotlib() -> Found:
     figure.subplots().plot([0, 1])
     figure.savefig(picture, format="png")
     if not picture.getvalue().startswith(b"\x89PNG"):
-        raise Broken(f"{version}: a picture is not a PNG")
+        raise Broken(f"{version}: a rendered plot is not a PNG")
     return Found(f"{version}: renders a PNG")
 
 
 def bitsandbytes() -> Found:
-    """A linear layer in int8 and in NF4 with double quantisation, with NF4's gradient of the input."""
+    """Check a linear layer in int8 and in NF4 with double quantisation, and the gradient of the NF4 layer's input."""
     if missing := absent("bitsandbytes", "bitsandbytes", "model.load_in_4bit, quantised exports", "quant"):
         return missing
     version = version_of("bitsandbytes")
@@ -126,7 +126,7 @@ def bitsandbytes() -> Found:
 
 
 def vllm() -> Found:
-    """vLLM is imported with the classes that the engine uses."""
+    """Check that vLLM can be imported with the classes that the engine uses."""
     if missing := absent("vllm", "vllm", "rollout.engine: vllm", "vllm"):
         return missing
     version = version_of("vllm")
@@ -135,7 +135,7 @@ def vllm() -> Found:
 
 
 def flash_attn() -> Found:
-    """Its attention on a GPU against PyTorch's."""
+    """Compare flash-attn's attention on a GPU with PyTorch's."""
     if missing := absent("flash-attn", "flash_attn", "model.attention: flash_attention_2", "flash-attn"):
         return missing
     version = version_of("flash-attn")
@@ -152,7 +152,7 @@ def flash_attn() -> Found:
 
 
 def liger() -> Found:
-    """Its norm on a GPU against PyTorch's."""
+    """Compare Liger's norm on a GPU with PyTorch's."""
     if missing := absent("liger-kernel", "liger_kernel", "model.use_liger_kernel", "liger"):
         return missing
     version = version_of("liger-kernel")
@@ -173,4 +173,4 @@ def _same(version: str, got, want) -> Found:
     error = float((got - want).abs().max())
     if not error < 0.05:
         raise Broken(f"{version}: differs from PyTorch by {error:.1e}")
-    return Found(f"{version}: as PyTorch")
+    return Found(f"{version}: agrees with PyTorch")

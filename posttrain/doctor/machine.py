@@ -1,4 +1,4 @@
-"""The machine: cores, memory, folders, PyTorch, the GPU, and kernels that are compiled for it."""
+"""Checks of the machine: cores, memory, folders, PyTorch, the GPU, and kernels that are compiled for it."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ SLOW_BYTES_PER_SECOND = 20e6
 BLOCK, BLOCKS = 1 << 20, 64
 # Files with a container's share of the cores, in versions 2 and 1 of Linux's control groups.
 QUOTAS = (("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
-# A second process that wants to write while the first one does: locks within one process would prove nothing.
+# Script of a second process, which tries to write while the first one writes: locks within one process prove nothing.
 RIVAL = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], timeout=0)
@@ -37,7 +37,7 @@ except sqlite3.OperationalError as error:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those of its affinity, within a container's share."""
+    """Number of cores that this process may use: by its affinity and, in a container, the container's share."""
     available = system.usable_cores()
     for files in QUOTAS:
         try:
@@ -67,12 +67,12 @@ def platform_limits(system: str = sys.platform) -> Found:
         "darwin": (
             "graders have no memory limit, no network namespace and no Landlock",
             "no Triton",
-            "no measure of contended cores",
+            "contention for cores is not measured",
         ),
         "win32": (
-            "graders have no limits but their deadline",
+            "graders have no limits except their deadline",
             "folders are not locked: run one process per run folder",
-            "the list of a folder's files is not synced",
+            "the list of files in a folder is not synced to disk",
             "no Triton",
         ),
     }.get(system)
@@ -82,7 +82,7 @@ def platform_limits(system: str = sys.platform) -> Found:
 
 
 def run_folder(path: str) -> Found:
-    """The disk of the runs: space, write speed, complete files, locks, SQLite. Leaves nothing behind."""
+    """The disk of the runs: space, write speed, atomic writes, locks, SQLite. Leaves nothing behind."""
     existing = _existing(Path(path))
     with _scratch(existing) as name:
         folder = Path(name)
@@ -91,13 +91,13 @@ def run_folder(path: str) -> Found:
         locked = _locks(folder)
         _sqlite(folder / "rollouts.sqlite")
     if locked:
-        return replace(disk, detail=f"{disk.detail}; renames, locks, SQLite work")
+        return replace(disk, detail=f"{disk.detail}; renames, locks and SQLite work")
     fix = "run one process per run folder, or use another disk: posttrain doctor --output-dir"
-    return Found(f"{disk.detail}; renames, SQLite work; no locks", "limited", fix)
+    return Found(f"{disk.detail}; renames and SQLite work; no locks", "limited", fix)
 
 
 def cache_folder(path: str) -> Found:
-    """The disk of a cache: space, write speed, complete files."""
+    """The disk of a cache: space, write speed, atomic writes."""
     existing = _existing(Path(path))
     with _scratch(existing) as name:
         disk = _disk(existing, Path(name))
@@ -106,14 +106,14 @@ def cache_folder(path: str) -> Found:
 
 
 def hub_cache() -> Found:
-    """The disk of the hub's cache."""
+    """The disk that holds the hub cache: space, write speed, atomic writes."""
     from huggingface_hub import constants
 
     return cache_folder(constants.HF_HUB_CACHE)
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it, where it would be made."""
+    """The folder itself, or the nearest existing folder above it, in which it would be made."""
     path = path.expanduser().absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if not existing.is_dir():
@@ -130,7 +130,7 @@ def _scratch(parent: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _disk(shown: Path, folder: Path) -> Found:
-    """The free space, and the speed of synced writes to `folder` of data that does not compress."""
+    """The free space of `folder`, and the speed of writing and syncing data that cannot be compressed."""
     free, block = shutil.disk_usage(folder).free, os.urandom(BLOCK)
     if free < 2 * BLOCK * BLOCKS:
         raise Broken(f"{shown}: {in_units(free)} free", "free some space, or choose another disk")
@@ -150,7 +150,7 @@ def _disk(shown: Path, folder: Path) -> Found:
 
 
 def _complete_files(folder: Path) -> None:
-    """Replace a file and a folder atomically. Raises Broken if either is not the new one."""
+    """Replace a file and a folder atomically. Raises Broken if either still has its old content."""
     for content in ("old", "new"):
         put_file(folder / "file", content)
         put_folder(folder / "folder", lambda target, content=content: put_file(target / "file", content))
@@ -161,7 +161,7 @@ def _complete_files(folder: Path) -> None:
 
 
 def _locks(folder: Path) -> bool:
-    """Whether the file system has locks. Raises Broken if they do not keep others out."""
+    """Whether the file system has locks. Raises Broken if a lock does not keep others out."""
     lock = FolderLock(folder)
     try:
         locked = is_locked(folder)
@@ -173,7 +173,7 @@ def _locks(folder: Path) -> bool:
 
 
 def _sqlite(path: Path) -> None:
-    """A database with the use of `rollouts.sqlite`: while one process writes, others read, and none writes."""
+    """Use a database like `rollouts.sqlite`. Raises Broken unless others can read, but not write, while one writes."""
     remedy = "choose a local disk: SQLite needs working locks and shared memory"
     try:
         with closing(sqlite3.connect(path, isolation_level=None)) as writer:
@@ -195,7 +195,7 @@ CUDA_BUILD = "pip install --force-reinstall torch"  # PyPI's build for Linux
 
 
 def torch_works() -> Found:
-    """A matrix product, its speed with one and with all threads, and a backward that is the same to the bit twice."""
+    """A matrix product, its speed with one and with all threads, and a backward pass run twice, equal bit for bit."""
     version = version_of("torch")
     import torch
 
@@ -219,7 +219,7 @@ def torch_works() -> Found:
 
 
 def _speed(a, b) -> float:
-    """Floating-point operations a second: the best of a few products."""
+    """Floating-point operations per second, in the fastest of a few matrix products."""
     import torch
 
     times = []
@@ -231,7 +231,7 @@ def _speed(a, b) -> float:
 
 
 def _repeatable(device: str = "cpu") -> None:
-    """The gradients of a small network with deterministic kernels, twice. Raises Broken if they differ in a bit."""
+    """Compute gradients of a small network twice with deterministic kernels. Raises Broken if they differ in a bit."""
     import torch
     from torch.nn.functional import cross_entropy, embedding
 
@@ -248,11 +248,11 @@ def _repeatable(device: str = "cpu") -> None:
     finally:
         torch.use_deterministic_algorithms(before)
     if not (first.isfinite().all() and torch.equal(first, second)):
-        raise Broken(f"the same backward twice gives different gradients on {device}", "reinstall torch")
+        raise Broken(f"the same backward pass twice gives different gradients on {device}", "reinstall torch")
 
 
 def gpu() -> Found:
-    """The GPU that a run would use: its name, memory and driver, a product in bfloat16 and a backward."""
+    """The GPU that a run would use: name, memory and driver, a matrix product in bfloat16 and a backward pass."""
     import torch
 
     if torch.cuda.is_available():
@@ -294,7 +294,7 @@ def _cuda() -> Found:
 
 
 def _product(device: str) -> None:
-    """Raises Broken if a matrix product in bfloat16 differs from the CPU's by more than rounding."""
+    """Raise Broken if a matrix product in bfloat16 differs from the CPU's by more than rounding error."""
     import torch
 
     a, b = torch.randn(2, WIDTH, WIDTH).bfloat16().unbind()
@@ -305,7 +305,7 @@ def _product(device: str) -> None:
 
 
 def triton() -> Found:
-    """posttrain's own kernel of a norm: on a GPU its values, elsewhere whether it compiles for an H100."""
+    """Check posttrain's kernel for a norm: on a GPU, its values; without one, whether it compiles for an H100."""
     import torch
 
     from posttrain.models import attention
@@ -313,7 +313,7 @@ def triton() -> Found:
     on_gpu = torch.cuda.is_available()
     if why := attention.lacking_for_triton():
         install = "pip install 'posttrain[gpu-dev]'" if "Triton" in why else "apt-get install gcc"
-        return Found(f"{why}; kernels run as PyTorch's operations", "limited" if on_gpu else "absent", install)
+        return Found(f"{why}; PyTorch's operations are used", "limited" if on_gpu else "absent", install)
     import triton
 
     return Found(f"{triton.__version__}: {_norm_on_gpu() if on_gpu else _norm_compiled()}")
@@ -329,12 +329,12 @@ def _norm_on_gpu() -> str:
     error = float((Kernels.of(layers).norm(x, weight, 1e-6) - TORCH.norm(x, weight, 1e-6)).abs().max())
     if not error < 0.05:
         raise Broken(f"a kernel differs from PyTorch by {error:.1e}", "model.triton_kernels: false")
-    return "a kernel has PyTorch's values"
+    return "a kernel agrees with PyTorch"
 
 
 def _norm_compiled() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder  # else a cached kernel would hide a broken compiler
+        os.environ["TRITON_CACHE_DIR"] = folder  # otherwise, a cached kernel would hide a broken compiler
         os.environ.pop("TRITON_INTERPRET", None)
         import triton
         from triton.backends.compiler import GPUTarget
@@ -350,7 +350,7 @@ def _norm_compiled() -> str:
 
 
 def flex_attention() -> Found:
-    """FlexAttention over a pack against the dense mask: compiled on a GPU, not compiled elsewhere."""
+    """Compare FlexAttention over a pack with attention under the dense mask: compiled only on a GPU."""
     import torch
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
     from torch.nn.functional import scaled_dot_product_attention
@@ -376,4 +376,4 @@ def flex_attention() -> Found:
     error = float((got - want).abs().max())
     if not error < (0.05 if device == "cuda" else 1e-4):
         raise Broken(f"differs from attention under the dense mask by {error:.1e}", "model.attention: sdpa")
-    return Found("compiled, as under the dense mask" if device == "cuda" else "as under the dense mask (not compiled)")
+    return Found("agrees with the dense mask" + (", compiled" if device == "cuda" else " (not compiled)"))

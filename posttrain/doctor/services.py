@@ -1,4 +1,4 @@
-"""Graders, the hub, trackers, and what pages and servers need."""
+"""Checks of graders, the hub, trackers, and what pages and servers need."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ from posttrain.grading.verdict import GradeRequest, Judgement, Rule
 from posttrain.runs.provenance import redact
 
 DEADLINE_S = 1.0
-GRACE_S = 0.5  # docs/grading.md: a verdict comes within the deadline and half a second
+GRACE_S = 0.5  # docs/grading.md: a verdict comes at most half a second after the deadline
 HUB_S = 8.0
 PROBED = "openai-community/gpt2"
-START_S = 20.0  # of a server
+START_S = 20.0  # seconds in which a server must start
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------
@@ -26,14 +26,14 @@ START_S = 20.0  # of a server
 
 def _forever(completion: str, gold: str | None) -> Judgement:
     nine = int("9")  # pyright computes a power of literals
-    return Judgement(float(nine ** (nine**nine) > 0), True)  # in C, with the interpreter's lock: no signal ends it
+    return Judgement(float(nine ** (nine**nine) > 0), True)  # in C, holding the interpreter's lock: no signal ends it
 
 
 ENDLESS = Rule(lambda gold: None, _forever)
 
 
 def graders() -> Found:
-    """The 20 known pairs of the maths rule, and an endless answer cut at its deadline."""
+    """Check that the 20 known pairs of the maths rule are graded correctly, and that an endless answer is killed."""
     versions = [f"{name} {version_of(name)}" for name in ("sympy", "math-verify")]
     from posttrain.config import TagsConfig
     from posttrain.rewards.rules import canary
@@ -45,13 +45,13 @@ def graders() -> Found:
     if wrong:
         first = f"{wrong[0].verdict} {wrong[0].reason or ''}".strip()
         remedy = "pip install --force-reinstall sympy math-verify"
-        raise Broken(f"{len(wrong)} of {len(known)} known answers are judged wrongly: {first}", remedy)
+        raise Broken(f"{len(wrong)} of {len(known)} known answers are graded wrongly: {first}", remedy)
     with Pool(1, DEADLINE_S, spares=0, modules=(__name__,)) as pool:
         [grade] = pool.grade([GradeRequest(f"{__name__}:ENDLESS", "")])
     if grade.verdict != "timeout" or grade.seconds > DEADLINE_S + GRACE_S:
         how = f"{grade.verdict} after {grade.seconds:.1f} s"
-        raise Broken(f"an endless answer was not cut after {DEADLINE_S:g} s: {how}")
-    return Found(f"{', '.join(versions)}: {len(known)} known answers, an endless one cut after {grade.seconds:.1f} s")
+        raise Broken(f"an endless answer was not killed after {DEADLINE_S:g} s: {how}")
+    return Found(f"{', '.join(versions)}: {len(known)} known answers, endless one killed after {grade.seconds:.1f} s")
 
 
 def isolation() -> Found:
@@ -75,7 +75,7 @@ def _pool(deadline: float) -> Pool:
 
 
 def hub() -> Found:
-    """Whether the hub answers; else the local cache, which supplies models and data without it."""
+    """Check whether the hub answers. If not, show the local cache, which then supplies models and data."""
     from huggingface_hub import HfApi, constants
 
     from posttrain.base.hub import stay_offline_without_network
@@ -91,7 +91,7 @@ def hub() -> Found:
     began = time.monotonic()
     try:
         HfApi().model_info(PROBED, timeout=HUB_S)
-    except Exception as error:  # of any HTTP library beneath
+    except Exception as error:  # from any HTTP library that the hub's library uses
         why = redact(f"{type(error).__name__}: {error}".splitlines()[0])
         kept = _cached(Path(constants.HF_HUB_CACHE))
         return Found(
@@ -107,14 +107,14 @@ def _cached(folder: Path) -> str:
 
 
 def hub_token() -> Found:
-    """Whether there is a token, and whether the hub accepts it. It is never shown."""
+    """Check whether there is a token, and whether the hub accepts it. The token is never shown."""
     from huggingface_hub import HfApi, constants, get_token
 
     from posttrain.base.hub import stay_offline_without_network
 
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the login of `hf auth login`"
     if get_token() is None:
-        return Found("none; for private and gated repositories", "absent", "hf auth login, or HF_TOKEN=… in .env")
+        return Found("none; private and gated repositories need one", "absent", "hf auth login, or HF_TOKEN=… in .env")
     stay_offline_without_network()
     if constants.HF_HUB_OFFLINE:
         return Found(f"from {source}; not checked, the hub is offline")
@@ -129,7 +129,7 @@ def hub_token() -> Found:
 
 
 def tensorboard() -> Found:
-    """An event file written with torch's writer and read by TensorBoard."""
+    """Check that TensorBoard reads an event file from torch's writer."""
     if missing := absent("tensorboard", "tensorboard", "tracking.report_to: tensorboard", "track"):
         return missing
     version = version_of("tensorboard")
@@ -147,7 +147,7 @@ def tensorboard() -> Found:
 
 
 def wandb() -> Found:
-    """A run in a folder, without the network."""
+    """Check that a run is written to a folder without the network."""
     if missing := absent("wandb", "wandb", "tracking.report_to: wandb", "track"):
         return missing
     version = version_of("wandb")
@@ -168,7 +168,7 @@ def wandb() -> Found:
 
 
 def trackio() -> Found:
-    """A run in a new database."""
+    """Check that a run is written to a new database."""
     if missing := absent("trackio", "trackio", "tracking.report_to: trackio", "track"):
         return missing
     version = version_of("trackio")
@@ -187,7 +187,7 @@ def trackio() -> Found:
 
 
 def server() -> Found:
-    """A request to an application on this machine."""
+    """Check that a server on this machine answers a request."""
     for package in ("fastapi", "uvicorn"):
         if missing := absent(package, package, "posttrain serve and chat", "serve"):
             return missing
@@ -219,7 +219,7 @@ def server() -> Found:
 
 
 def pages() -> Found:
-    """The description of a page that a browser gets."""
+    """Check that the description of a page, which a browser receives, has components."""
     if missing := absent("gradio", "gradio", "posttrain ui", "ui"):
         return missing
     import gradio

@@ -33,11 +33,11 @@ def make_engine(
     longest_prompt: int = 1,
     ranks: Ranks = ALONE,
 ) -> Engine:
-    """The engine of that name over `policy`. Raises ModelError if it cannot run this model. Close it after use: it may
-    hold a process or GPU memory.
+    """Return the engine called `name` for `policy`. Close it after use, because it may hold a process or GPU memory.
+    Raises ModelError if the engine cannot run this model.
 
-    `vllm` has vLLM's settings. The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens.
-    `ranks` use the engine together: they share vLLM's servers.
+    `vllm`: settings of vLLM. `longest_prompt`: number of tokens for which the embedded engine sizes its GPU memory.
+    `ranks`: the ranks that use the engine together and share vLLM's servers.
     """
     if name == "vllm":
         from posttrain.engines.vllm.engine import VllmEngine

@@ -1,21 +1,22 @@
-"""Attention of the prefill, and of one new token per completion to the keys and values in the cache.
+"""Attention in the prefill, and attention of one new token per completion to the keys and values in the cache.
 
 A prompt's keys and values are computed and stored once for all its completions: with n completions and r query heads
-per key head, n·r queries are multiplied with them in one product. A completion's own are stored separately. Each part
-gives the largest logit m, the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value. With h the higher m,
+per key head, n·r queries are multiplied with them in one product. A completion's own keys and values are stored
+separately. Each of the two parts gives the largest logit m, the sum z of 2^(logit - m), and the sum o of
+2^(logit - m)·value. With h = max(m_1, m_2),
 
     output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
 
-is attention to both, without copying either. Logits are divided by ln 2 beforehand, so that powers of 2 replace those
-of e: on a CPU they take a third of the time, even if the result is nearly 0.
+is the attention to both parts, without copying either. Logits are divided by ln 2 beforehand, so that powers of 2
+replace powers of e. On a CPU, powers of 2 take a third of the time, even if the result is nearly 0.
 
-The m keep every power within the range of a float. That is seldom needed, and on a CPU finding and subtracting them
-takes as long as the powers. So on a CPU all m are 0 as long as the sums of a layer show that this is valid (`_plain`).
-Logits far below 0 are raised to a value whose power is negligible in the sum but not a denormal number, which would
-slow down products. A layer whose sums fail the check is computed again with its m, also in all later steps.
+Subtracting m keeps every power within the range of a float. This is seldom needed, and on a CPU finding and subtracting
+m takes as long as the powers. So on a CPU, m is 0 as long as the sums of a layer show that this is valid (`_plain`).
+Logits far below 0 are raised to a value whose power is negligible in the sum but not denormal, because denormal numbers
+would slow down products. A layer whose sums fail the check is computed again with m, and with m in all later steps.
 
 Letters: R rows (live completions), G groups (their prompts), K key heads, r query heads per key head, n completions of
-a group, M slots for the live ones of these, d the size of a head.
+a group, M slots for a group's live completions, d the size of a head.
 """
 
 import math
@@ -30,13 +31,13 @@ from posttrain.engines.cache import Cache, Layer, index_of
 from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
-PLAIN_SUMS = (2.0**-60, 2.0**90)  # range of sums in which m = 0 is valid: values may be up to 2^37
-LEAST = -110.0  # logits, masked ones too, are raised to it, which adds at most 2^-50 of the sum per key
-HIDDEN = -1e30  # added to a masked logit; finite, so that a fully masked part has no NaN
+PLAIN_SUMS = (2.0**-60, 2.0**90)  # range of sums for which m = 0 is valid, with values up to 2^37
+LEAST = -110.0  # lower logits, including masked ones, are raised to this; each then adds at most 2^-50 of the sum
+HIDDEN = -1e30  # added to a masked logit; finite, so that a fully masked part gives no NaN
 
 
 class Prefill(PackedMask):
-    """A pack of prompts, whose keys and values are stored in the groups `slots`, one for each tree."""
+    """A pack of prompts. The keys and values of each tree are stored in the cache, in the group given by `slots`."""
 
     def __init__(self, pack: Pack, cache: Cache, slots: Sequence[int]):
         super().__init__(pack, pack.last_S)
@@ -52,32 +53,33 @@ class Prefill(PackedMask):
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Attention to some of the keys, before the division: o, z, m of the module's docstring, float32."""
+    """Attention to some of the keys, before the division: o, z and m as in the module's docstring, float32."""
 
     out: Tensor
     total: Tensor
-    highest: Tensor | None  # None: 0
+    highest: Tensor | None  # None: m is 0
 
 
 @dataclass(eq=False)
 class Decoding:
-    """One new token of each live completion: it writes its keys and values, and attends to its prompt and completion.
+    """A step of one new token per live completion: each stores its key and value, and attends to prompt and completion.
 
-    An idle row may see leftovers: nothing reads it, but its sums also decide whether a layer needs its m.
+    An idle row may see leftovers of earlier completions. Nothing reads its result, but its sums also decide whether a
+    layer needs m.
     """
 
     cache: Cache
     group_R: Tensor  # the group of each row
-    member_R: Tensor  # its slot among the queries to its prompt
+    member_R: Tensor  # the row's slot among the queries to its prompt
     row_GM: Tensor  # the row in each slot; an empty slot repeats another row's query
-    column_R: Tensor  # the column of the new token's own keys
-    length_G: Tensor  # of each group's prompt
-    age_G: Tensor  # tokens of its completions, which start together
+    column_R: Tensor  # the column of the new token's key in its completion
+    length_G: Tensor  # number of tokens of each group's prompt
+    age_G: Tensor  # number of tokens of each group's completions, which start together
     _: KW_ONLY
-    prompt_columns: int  # columns of the cache that are read; those that are unused are masked
-    own_columns: int
+    prompt_columns: int  # columns of prompts that are read from the cache; unused ones are masked
+    own_columns: int  # columns of completions that are read from the cache; unused ones are masked
     even_prompts: bool  # whether every prompt has `prompt_columns` tokens, so that none is masked
-    even_ages: bool  # whether every live completion has `own_columns`
+    even_ages: bool  # whether every live completion has `own_columns` tokens, so that none is masked
     fused: bool = False  # whether models/kernels/decode.py computes the attention
 
     read = slice(None)
@@ -89,7 +91,7 @@ class Decoding:
         self._query_slots: dict[int, tuple[Tensor, Tensor]] = {}
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Masks added to logits, or None: prompt (G, 1, 1, prompt_columns) and own (R, 1, 1, own_columns)."""
+        """Return the masks to add to logits, or None: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns)."""
         if window is not None and self.prompt_columns + self.own_columns <= window:
             window = None
         if window not in self._masks:
@@ -107,7 +109,7 @@ class Decoding:
         return self._masks[window]
 
     def query_slots(self, heads: int) -> tuple[Tensor, Tensor]:
-        """For each (group, head, slot) the (row, head) of its query, and the inverse; flat indices."""
+        """Return the (row, head) of the query in each (group, head, slot), and the inverse, both as flat indices."""
         if heads not in self._query_slots:
             head_K = torch.arange(heads, device=self.group_R.device)
             query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
@@ -133,7 +135,7 @@ class Decoding:
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
 
     def _fused(self, layer: Layer, query_RKrd: Tensor, how: How) -> Tensor:
-        """The same by kernels, which read prompts and completions up to their lengths."""
+        """Compute the attention with kernels, which read prompts and completions only up to their lengths."""
         from posttrain.models.kernels.decode import decode_attention  # needs Triton
 
         rows, (groups, _) = len(query_RKrd), self.row_GM.shape
@@ -159,7 +161,7 @@ class Decoding:
         )
 
     def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Attended, Attended]:
-        """Attention to a completion's own keys, and to its prompt's."""
+        """Return the attention to a completion's own keys, and the attention to the keys of its prompt."""
         rows, columns = len(query_RKrd), self.own_columns
         prompt_mask, own_mask = self.masks(how.window)
         key, value = layer.own_key[:rows, :, :columns], layer.own_value[:rows, :, :columns]
@@ -167,7 +169,7 @@ class Decoding:
         return own, self._prompt(layer, query_RKrd, prompt_mask, how, shifted)
 
     def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Attended:
-        """The queries of a group gathered, so that one product multiplies them with its keys; then back to rows."""
+        """Return each row's attention to its prompt. One product multiplies all queries of a group with its keys."""
         groups, columns = len(self.row_GM), self.prompt_columns
         rows, heads, each, size = query_RKrd.shape
         query_GKM, slot_RK = self.query_slots(heads)
@@ -183,7 +185,8 @@ class Decoding:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool
     ) -> Attended:
-        """query (N, K, q, d), key and value (N, K, L, d), whose first two axes can be merged; mask (N, 1, 1, L)."""
+        """Attend from query (N, K, q, d) to key and value (N, K, L, d), whose first two axes can be merged, with
+        mask (N, 1, 1, L)."""
         count, heads, queries, size = query.shape
         columns = key.shape[2]
         key, value = key.flatten(0, 1), value.flatten(0, 1)
@@ -210,7 +213,7 @@ class Decoding:
 
 
 def _joined(own: Attended, prompt: Attended) -> Tensor:
-    """Attention to both parts, each with its m."""
+    """Return the attention to both parts, each with its m."""
     assert own.highest is not None and prompt.highest is not None
     highest = torch.maximum(own.highest, prompt.highest)
     own_share, prompt_share = (own.highest - highest).exp2_(), (prompt.highest - highest).exp2_()
@@ -219,7 +222,7 @@ def _joined(own: Attended, prompt: Attended) -> Tensor:
 
 
 def _plain(own: Attended, prompt: Attended) -> Tensor | None:
-    """Attention to both parts, with every m 0; None if that is not valid."""
+    """Return the attention to both parts, computed with m = 0, or None if that is not valid."""
     total = own.total.add_(prompt.total)
     lowest, highest = total.aminmax()
     is_right = PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]  # False for NaN
@@ -227,12 +230,12 @@ def _plain(own: Attended, prompt: Attended) -> Tensor | None:
 
 
 def _mask(seen: Tensor | None) -> Tensor | None:
-    """The mask to add to logits (N, K, q, L), from the visible keys (N, L)."""
+    """Return the mask to add to logits (N, K, q, L), from the visible keys (N, L)."""
     return None if seen is None else torch.where(seen, 0.0, HIDDEN)[:, None, None, :]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A batched product with float32 results: logits in bfloat16 would be off by up to 1 in 256."""
+    """A batched matrix product with float32 results, because logits in bfloat16 would be off by up to 1 in 256."""
     if b.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())

@@ -1,9 +1,9 @@
 """Keys and values of prompts and completions, in memory that attention (attention.py) reads without a copy.
 
-How many completions are alive follows from the request and a memory budget (`Room`): a prompt's keys and values take
-`prompt_columns` columns at any length, those of a completion `own_columns`. All sizes are a function of the call, the
-settings and the machine, never of the free memory or earlier calls: rounding may depend on the number of rows of a
-step, and a resumed run must sample the same completions.
+The number of live completions follows from the request and a memory budget (`Room`). A prompt's keys and values take
+`prompt_columns` columns whatever its length, and a completion's take `own_columns`. All sizes depend only on the call,
+the settings and the machine, never on free memory or earlier calls. Otherwise a resumed run might sample different
+completions, because rounding may depend on the number of rows in a step.
 
 Letters: R rows (live completions), G groups (their prompts), M members of a group, L tokens of a completion, K heads of
 keys and values, d the size of a head.
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 CACHE_BYTES = 4 << 30  # maximum size of keys and values in main memory
-GPU_SHARE = 4  # on a GPU a quarter of its memory
-FEWEST_COLUMNS = 32  # of completions: with fewer, PyTorch may use its slow path for products of small matrices
-COLUMNS = 256  # with static shapes, columns of prompts and of completions are multiples of it
+GPU_SHARE = 4  # on a GPU, keys and values take at most a quarter of its memory
+FEWEST_COLUMNS = 32  # minimum columns of completions; with fewer, PyTorch may multiply small matrices by a slow path
+COLUMNS = 256  # with static shapes, columns of prompts and of completions are multiples of this number
 
 SMALL_HEAD = 32  # below this size keys are stored transposed, which makes products up to twice as fast on a CPU
-WIDTH_STEP = 48  # columns by which a cache grows: fewer cost more copies, more leave larger gaps
+WIDTH_STEP = 48  # columns by which a cache grows; fewer would cost more copies, more would leave larger gaps
 
 
 class Room(NamedTuple):
@@ -41,19 +41,19 @@ class Room(NamedTuple):
     def of(
         cls, prompts: int, n: int, longest: int, own: int, *, max_rows: int, tokens: int, static: bool = False
     ) -> Room:
-        """Room for `n` completions of at most `own` tokens of each of `prompts` prompts of at most `longest` tokens: as
-        many at a time as `max_rows` and `tokens` of cache allow.
+        """Room for `prompts` prompts of at most `longest` tokens, each with `n` completions of at most `own` tokens. As
+        many completions are live at a time as `max_rows` and a cache of `tokens` tokens allow.
 
         One prompt with one completion always fits. A group with finished completions keeps its prompt's slot while
         other groups enter, so there are twice as many slots as complete groups, unless a group is one completion.
-        `static` sizes are rounded up, so that calls with fewer or shorter prompts have the same sizes.
+        With `static`, sizes are rounded up, so that calls with fewer or shorter prompts have the same sizes.
         """
         prompt_columns, own_columns = longest, max(FEWEST_COLUMNS, own)
         if static:
             prompts = max(2, power_of_two(prompts))
             prompt_columns, own_columns = in_columns(longest), in_columns(own)
         members = max(1, min(n, max_rows, (tokens - prompt_columns) // own_columns))
-        slots = 1 if members == 1 else 2  # of prompts, per complete group
+        slots = 1 if members == 1 else 2  # prompt slots per complete group
         fitting = tokens * members // (members * own_columns + slots * prompt_columns)
         rows = max(members, min(prompts * n, max_rows, fitting))
         holding = min(slots * rows // members, (tokens - rows * own_columns) // prompt_columns)
@@ -62,7 +62,7 @@ class Room(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The columns of all prompts and completions."""
+        """The number of columns of all prompts and completions."""
         return self.groups * self.prompt_columns + self.rows * self.own_columns
 
     def covers(self, other: Room) -> bool:
@@ -74,7 +74,7 @@ class Room(NamedTuple):
 
 
 def cache_tokens(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int | None) -> int:
-    """The number of tokens whose keys and values fit in `cache_bytes`; None: the default of the device."""
+    """Return the number of tokens whose keys and values fit in `cache_bytes` (None: the default of the device)."""
     if cache_bytes is None:
         on_gpu = device.type == "cuda"
         cache_bytes = torch.cuda.get_device_properties(device).total_memory // GPU_SHARE if on_gpu else CACHE_BYTES
@@ -114,10 +114,11 @@ class Layer:
 
 
 class Buffers:
-    """Memory for the keys and values of `tokens` tokens, allocated per layer at its first use.
+    """Memory for the keys and values of `tokens` tokens, allocated for each layer at its first use.
 
-    It is float32 on a CPU, which has no 16-bit products with float32 sums, so that no step converts it. Caches of
-    several sizes can use it in turn; with `finite` it starts as zeros, since a cache may read another's leftovers.
+    On a CPU it is float32, so that no step needs to convert it: a CPU has no 16-bit products with float32 sums. Caches
+    of several sizes can use the memory in turn. With `finite` it starts as zeros, because a cache may read leftovers
+    of another cache.
     """
 
     def __init__(self, tokens: int, finite: bool = False):
@@ -125,7 +126,7 @@ class Buffers:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's memory for keys and for values, both flat; `key` (1, K, T, d) are some of its keys."""
+        """Return the layer's memory for keys and for values, both flat. `key` (1, K, T, d): some of its keys."""
         if index not in self.layers:
             size = self.tokens * key.shape[1] * key.shape[3]
             new, dtype = key.new_zeros if self.finite else key.new_empty, cache_dtype(key.dtype, key.device)
@@ -136,11 +137,11 @@ class Buffers:
 class Cache:
     """The keys and values of every layer, within `buffers`.
 
-    Masked values are multiplied by about 0 and must be finite. So a prompt's columns start as zeros, and those of a
-    completion are zeroed by `widen`, and by `clear` for rows that come into use. A completion has `width` columns:
-    while all have the same age a step reads no gaps, and columns beyond the width are memory that is never touched.
-    With `still` the memory serves many calls, and steps over it are recorded: all columns exist from the start, and
-    computations may depend neither on values nor on leftovers of earlier calls, which are finite.
+    Masked values are multiplied by about 0, so they must be finite. A prompt's columns start as zeros; a completion's
+    columns are zeroed by `widen`, or by `clear` when its row comes into use. A completion has `width` columns. While
+    all completions have the same age, a step reads no gaps, and memory beyond the width is never touched.
+    With `still` the memory serves many calls, and steps over it are captured as CUDA graphs. All columns then exist
+    from the start, and computations must not depend on values or on leftovers of earlier calls, which are finite.
     """
 
     def __init__(self, room: Room, still: bool = False, buffers: Buffers | None = None):
@@ -151,7 +152,7 @@ class Cache:
         self._scratch: Tensor | None = None
 
     def layer(self, module: nn.Module, key: Tensor) -> Layer:
-        """The layer of an attention module, for keys (1, K, T, d)."""
+        """Return the layer of an attention module, for keys (1, K, T, d)."""
         index = index_of(module)
         if index not in self.layers:
             heads, size, room = key.shape[1], key.shape[3], self.room
@@ -171,7 +172,7 @@ class Cache:
         return self.layers[index]
 
     def widen(self, rows: int, columns: int) -> None:
-        """Make room for `columns` of completions, in the first `rows`, which are in use."""
+        """Make room for `columns` columns of completions. The first `rows` rows are in use."""
         if columns <= self.width:
             return
         self.width = min(self.room.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
@@ -182,7 +183,7 @@ class Cache:
             self.layers[index] = replace(layer, own_key=own_key, own_value=own_value)
 
     def clear(self, rows: slice) -> None:
-        """Zero the columns of completions."""
+        """Zero the columns of the completions in `rows`; with `still`, do nothing."""
         if self.still:
             return
         for layer in self.layers.values():
@@ -190,7 +191,7 @@ class Cache:
             layer.own_value[rows] = 0
 
     def move_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first `columns` of the completions at `source` to `target`, both int64."""
+        """Copy the first `columns` columns of completions from the rows `source` to the rows `target`, both int64."""
         for layer in self.layers.values():
             for side in (layer.own_key, layer.own_value):
                 side[target, :, :columns] = side[source, :, :columns]
@@ -202,7 +203,7 @@ class Cache:
                 side[target, :, :columns] = side[source, :, :columns]
 
     def scratch(self, *shape: int) -> Tensor:
-        """Scratch memory until the next call: fresh pages would cost more time than the arithmetic."""
+        """Return scratch memory, valid until the next call. Fresh pages would cost more time than the arithmetic."""
         size = math.prod(shape)
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size * 5 // 4)  # requests grow with every step
@@ -215,13 +216,14 @@ def index_of(module: nn.Module) -> int:
 
 
 def _laid(memory: Tensor, count: int, heads: int, columns: int, size: int, turned: bool) -> Tensor:
-    """The start of the memory as keys or values (count, K, columns, d); turned: stored transposed."""
+    """View the start of the memory as keys or values (count, K, columns, d); `turned`: stored transposed."""
     inner = (1, columns) if turned else (size, 1)
     return memory.as_strided((count, heads, columns, size), (heads * columns * size, columns * size, *inner))
 
 
 def _widened(side: Tensor, rows: int, columns: int, turned: bool) -> Tensor:
-    """The same memory with more columns: the first `rows` keep their values, then zeros; the others are undefined."""
+    """Widen `side` in place to `columns` columns. The first `rows` rows keep their values and are padded with zeros;
+    the remaining rows are undefined."""
     count, heads, before, size = side.shape
     wide = _laid(side, count, heads, columns, size, turned)
     while rows:  # last rows first, as many as can move without overwriting rows that have not moved

@@ -1,9 +1,9 @@
 """The live completions as tensors, and the step that gives each of them its next token.
 
-On a GPU, a step of a small model launches hundreds of kernels, each shorter than its launch. There a step has few
-shapes, is compiled once, and is recorded as a CUDA graph for each shape, which one call replays. A recording has fixed
-addresses and sizes, so the state and the cache keep their memory between calls of `generate`, and shapes are rounded
-up: rows to a power of two, columns to some hundreds. Rows beyond the live ones are computed and discarded.
+On a GPU, a step of a small model launches hundreds of kernels, each of which runs for less time than its launch takes.
+So steps on a GPU have few shapes, and for each shape the step is captured as a CUDA graph, which one call replays. A
+graph has fixed addresses and sizes. So the state and the cache keep their memory between calls of `generate`, and
+shapes are rounded up: rows to a power of two, columns to a multiple of 256. Extra rows are computed and discarded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from posttrain.scoring import next_token_logits, row_chunks
 log = logging.getLogger("posttrain")
 
 FEWEST_ROWS = 8
-STEPS_BETWEEN_CHECKS = 8  # steps between transfers of the finished rows from the GPU; these rows idle
-WARM_UPS = 2  # runs before a recording, in which libraries choose kernels and allocate memory
+STEPS_BETWEEN_CHECKS = 8  # steps between two checks for finished rows, which idle until then; a check waits for the GPU
+WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate memory
 
 
 class Shape(NamedTuple):
-    """The sizes of a step: about those of the live completions, on a GPU rounded up to a few."""
+    """The sizes of a step: those of the live completions, on a GPU rounded up so that few shapes occur."""
 
-    rows: int  # may be a few more than the live ones
+    rows: int  # the live rows, and possibly a few more
     groups: int
     members: int  # maximum number of live completions of a group
     prompt_columns: int
     own_columns: int
     even_prompts: bool  # every prompt has `prompt_columns` tokens
-    even_ages: bool  # every live completion has `own_columns`
+    even_ages: bool  # every live completion has `own_columns` tokens
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class DecodeState:
     group_R: Tensor  # the group's slot in the cache
     member_R: Tensor  # the row's slot among the live ones of its group
     row_GM: Tensor  # the row in each slot; 0 for an empty slot, since row 0 is in every step
-    key_R2: Tensor  # of its random stream
-    length_G: Tensor  # of the group's prompt
-    age_G: Tensor  # tokens that its completions have
+    key_R2: Tensor  # the key of the row's random stream
+    length_G: Tensor  # number of tokens of the group's prompt
+    age_G: Tensor  # number of tokens of the group's completions
     tokens_RL: Tensor  # sampled tokens, with an extra column for tokens after a row is done
     logprobs_RL: Tensor
 
@@ -84,19 +84,19 @@ class DecodeState:
         return DecodeState(*(getattr(self, field.name).clone() for field in fields(self)))
 
     def become(self, other: DecodeState) -> None:
-        """Copy the other's values; each tensor keeps its address."""
+        """Copy the values of `other`; each tensor keeps its address."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
 
     def idle(self, start: int) -> None:
-        """Make the rows from `start` on idle: done, and with the prompt of group 0."""
+        """Make all rows from `start` on idle: mark them as done, and assign them to group 0."""
         self.done_R[start:] = True
         self.count_R[start:] = 1
         self.group_R[start:] = 0
         self.member_R[start:] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the rows at `source` to `target`, except group and member."""
+        """Copy the rows at `source` to `target`, except their group and member."""
         for name in ("token_R", "count_R", "limit_R", "done_R", "key_R2", "tokens_RL", "logprobs_RL"):
             tensor = getattr(self, name)
             tensor[target] = tensor[source]
@@ -118,7 +118,7 @@ class Stepper:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     def rounded(self, shape: Shape, room: Room) -> Shape:
-        """The shape of the step for `shape`, within the room."""
+        """Return the shape that the step runs at: `shape`, rounded up within `room`; here unchanged."""
         return shape
 
     def step(self, state: DecodeState, cache: Cache, shape: Shape) -> None:
@@ -144,7 +144,7 @@ class Stepper:
         state.age_G[groups] += 1
 
     def record(self, state: DecodeState, rows: slice, hidden_R: Tensor) -> None:
-        """Sample the next token of the rows from their last hidden states. A row that is done does not change."""
+        """Sample the next token of each row from its last hidden state. Rows that are done do not change."""
         position_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
         for part in row_chunks(self.policy, len(hidden_R)):
             logits = next_token_logits(self.policy, hidden_R[part])
@@ -159,9 +159,9 @@ class Stepper:
 
 
 class Recordings:
-    """The recorded steps over one policy. All share one pool of memory: they never run at the same time.
+    """The captured CUDA graphs of one policy's steps. They share one memory pool, because they never run together.
 
-    A recording reads the weights and adapters at the addresses that they had when it was made.
+    A graph reads the weights and adapters at the addresses that they had when it was captured.
     """
 
     def __init__(self) -> None:
@@ -169,14 +169,14 @@ class Recordings:
         self._recorded_with: object = None
 
     def check(self, policy: nn.Module) -> None:
-        """Drop all recordings if weights have moved or other adapters are active."""
+        """Discard all graphs if weights have moved in memory or different adapters are active."""
         facts = recorded_with(policy)
         if facts != self._recorded_with:
             self.graphs.clear()
         self._recorded_with = facts
 
     def drop(self, stepper: Stepper) -> None:
-        """Drop the recordings of one stepper, whose state is gone."""
+        """Discard the graphs of one stepper, whose state is gone."""
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not stepper}
 
     @property
@@ -185,7 +185,7 @@ class Recordings:
 
 
 def recorded_with(policy: nn.Module) -> tuple[object, ...]:
-    """The facts of the policy that a recording depends on, besides its architecture: addresses, and active adapters."""
+    """Return what a graph depends on besides the policy's architecture: addresses of weights, and active adapters."""
     tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
     modules: Iterator[Any] = policy.modules()
     adapters = [
@@ -197,11 +197,11 @@ def recorded_with(policy: nn.Module) -> tuple[object, ...]:
 
 
 class StaticStepper(Stepper):
-    """A stepper of few shapes over one state and one cache; recorded on a GPU.
+    """A stepper with few shapes over one state and one cache. On a GPU its steps are captured as CUDA graphs.
 
-    `compiled` lets torch.compile fuse the operations of sampling, which read and write the logits. Sizes are symbolic,
-    so one compilation serves every shape. The layers are not compiled: with models/kernels their operations are fused
-    already, and compiling 28 of them takes two minutes.
+    With `compiled`, torch.compile fuses the operations of sampling, which read and write the logits. Sizes are
+    symbolic, so one compilation serves every shape. The layers are not compiled: models/kernels already fuses their
+    operations, and compiling 28 layers takes two minutes.
     """
 
     steps_between_checks = STEPS_BETWEEN_CHECKS
@@ -216,7 +216,7 @@ class StaticStepper(Stepper):
             self.sample = torch.compile(_sample_copied, dynamic=True)
 
     def rounded(self, shape: Shape, room: Room) -> Shape:
-        """The shape of the recording: all prompt columns and every slot of a group."""
+        """Return the shape of the captured step: rounded up, with all prompt columns and every slot of a group."""
         return Shape(
             rows=min(room.rows, max(FEWEST_ROWS, power_of_two(shape.rows))),
             groups=min(room.groups, power_of_two(shape.groups)),
@@ -237,23 +237,23 @@ class StaticStepper(Stepper):
         graphs[self, shape].replay()
 
     def _record(self, state: DecodeState, cache: Cache, shape: Shape) -> torch.cuda.CUDAGraph:
-        """Run the step on a side stream to warm up, undo its changes, and record it."""
+        """Run the step on a side stream to warm up, undo its changes, and capture it."""
         before = state.copy()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 super().step(state, cache, shape)
-                state.become(before)  # keys and values that were written ahead are written again in their turn
+                state.become(before)  # keys and values written by warm-ups are overwritten by later steps
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.recordings.pool):  # pyright: ignore[reportArgumentType]
             super().step(state, cache, shape)
-        state.become(before)  # recording does not compute; the first replay gives the tokens
-        log.debug("the engine recorded a step of %s", shape)
+        state.become(before)  # a capture computes nothing; the first replay gives the tokens
+        log.debug("the engine captured a step of %s", shape)
         return graph
 
 
 def _sample_copied(logits: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` on a copy: compiled code would write its changes back to `logits` at the end."""
+    """`sample_tokens` on a copy of `logits`, because compiled code would write changes back to `logits` at the end."""
     return sample_tokens(logits.clone(), *settings)

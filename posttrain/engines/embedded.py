@@ -1,8 +1,8 @@
 """The engine inside the training process: it runs the policy's own modules, so it always has the current weights.
 
 A call of `generate` has as many live completions as fit in the cache. A prompt is prefilled once, all its completions
-read its keys and values (cache.py), and every step gives each live completion its next token (decode.py). Finished
-rows are removed, the last ones move into their slots, and new prompts enter when a complete group fits (generation.py).
+read its keys and values (cache.py), and every step gives each live completion its next token (decode.py). Finished rows
+are removed, the last rows move into the gaps, and new prompts enter when a complete group fits (generation.py).
 """
 
 import contextlib
@@ -29,18 +29,19 @@ from posttrain.models.families import (
 )
 from posttrain.models.matmul import packed_weights
 
-MAX_ROWS = 512  # more live completions are hardly faster
+MAX_ROWS = 512  # maximum number of live completions; more are hardly faster
 
 
 class EmbeddedEngine:
     """Engine (see protocol.py) for families that take packs. Only stop strings need a `tokenizer`.
 
-    The policy is a plain transformers model or a PEFT model; `generate` uses the adapters that are active then.
-    In float32 log-probabilities equal those of `posttrain.scoring` to 1e-5.
+    The policy is a plain transformers model or a PEFT model; `generate` uses the adapters that are active when it is
+    called. In float32, log-probabilities match those of `posttrain.scoring` within 1e-5.
 
-    At most `max_rows` completions are alive; their keys and values, with those of their prompts, take `cache_bytes`
-    (None: the device's default). `static`: whether steps have few shapes and are recorded (decode.py), by default on a
-    GPU. The memory of such steps is kept between calls, with room for prompts of `longest_prompt` tokens.
+    At most `max_rows` completions are live. Their keys and values, and those of their prompts, take at most
+    `cache_bytes` (None: the device's default). `static`: whether steps have few shapes and, on a GPU, are captured as
+    CUDA graphs (decode.py); None: only on a GPU. The memory of static steps is kept between calls, with room for
+    prompts of `longest_prompt` tokens.
     """
 
     def __init__(
@@ -60,22 +61,22 @@ class EmbeddedEngine:
         self.load(policy, version)
 
     def load(self, policy: nn.Module, version: int) -> None:
-        """Use `policy` from now on. Its weights are not copied, so for the same module only the version changes."""
+        """Use `policy` from now on. Its weights are not copied; if it is the same module, only the version changes."""
         base = base_of(policy)
         if not is_packed(base):
             raise ModelError(
-                f"the embedded engine needs packed attention, and this {base.config.model_type} has "
+                f"the embedded engine needs packed attention, but this {base.config.model_type} has "
                 f"{base.config._attn_implementation}: set rollout.engine: transformers"
             )
         if is_recurrent(base):
             raise ModelError(
-                f"the embedded engine caches only keys and values, and layers of this {base.config.model_type} have a "
+                f"the embedded engine caches only keys and values, but layers of this {base.config.model_type} have a "
                 "recurrent state: set rollout.engine: transformers"
             )
         self.policy, self.version = policy, version
 
     def release(self) -> None:
-        """Release a GPU's memory that is kept between calls: the cache and the recorded steps."""
+        """Release the memory that static steps keep between calls: the cache and the captured CUDA graphs."""
         if self._kept is not None:
             self._kept.release()
 
@@ -106,15 +107,15 @@ class EmbeddedEngine:
             try:
                 return Generation(memory, room, requests, self.version, rows_step, texts, finished).completions()
             except BaseException:
-                self.release()  # its leftovers may not be finite, which no mask hides
+                self.release()  # leftovers in the memory may not be finite, and no mask hides NaN
                 raise
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device
     ) -> tuple[Memory, Room]:
-        """The memory of a call and its sizes: new for the call, or with static shapes kept and rounded up."""
+        """Return a call's memory and its room: new for the call, or, with static shapes, kept and rounded up."""
         static = device.type == "cuda" if self.static is None else self.static
-        static = static and not trains_rows(base.get_input_embeddings())  # whose lookup cannot be recorded
+        static = static and not trains_rows(base.get_input_embeddings())  # their lookup cannot be captured
         tokens = cache_tokens(base.config, base.dtype, device, self.cache_bytes)
         longest, own = max(len(r.tokens) for r in requests), max(max(r.limits) for r in requests)
         if static:  # the maximum, so that all calls have the same shapes

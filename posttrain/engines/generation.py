@@ -1,6 +1,6 @@
 """One call of the embedded engine: the live completions and their slots in its memory.
 
-The memory is allocated for the call, or on a GPU kept between calls with the recordings.
+The memory is allocated for the call, or, on a GPU, kept between calls together with the captured CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.engines.sampling import keys
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of
 
-MOST_KEPT = 4  # sampling settings whose state and recordings are kept: those of a run and of its evaluations
+MOST_KEPT = 4  # maximum number of sampling settings (a run's, its evaluations') whose state and graphs are kept
 TOKENS_PER_PREFILL = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory for completions, and its stepper."""
+    """The memory for live completions, and the stepper that uses it."""
 
     room: Room
     cache: Cache
@@ -44,9 +44,9 @@ class Memory:
 class Kept:
     """The memory of static shapes that is kept for one policy.
 
-    Evaluation often samples another number of completions than training, at another temperature: each sampling setting
-    has its own state and recordings, while the keys and values of all use the same buffers in turn. A call uses only
-    the part of the memory within its own room, so that earlier calls have no influence.
+    Evaluation often differs from training in the number of completions and in the temperature. So each set of sampling
+    settings has its own state and CUDA graphs, but all of them use the same buffers for keys and values in turn. A call
+    uses only the part of the memory within its own room, so earlier calls have no influence.
     """
 
     def __init__(self, policy: nn.Module, device: torch.device):
@@ -54,10 +54,10 @@ class Kept:
         self.recordings = Recordings()
         self.memories: dict[Sampling, Memory] = {}
         self._buffers = Buffers(0)
-        self._steppers: dict[Sampling, StaticStepper] = {}  # survive `release`: compiled code is used again
+        self._steppers: dict[Sampling, StaticStepper] = {}  # `release` keeps them: compiled code is used again
 
     def memory(self, sampling: Sampling, room: Room, tokens: int) -> Memory:
-        """Memory that covers `room`, and the earlier room too if that is at most `tokens`."""
+        """Return memory that covers `room`, and also the earlier room if both together take at most `tokens` tokens."""
         self.recordings.check(self.policy)
         key = replace(sampling, seed=0, max_completion_length=1, stop=())
         held = self.memories.get(key)
@@ -96,7 +96,7 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A prompt with the numbers of its completions that are generated together."""
+    """A prompt, with the numbers of those completions that are generated together."""
 
     request: Request
     numbers: range
@@ -118,14 +118,14 @@ class Slot:
 
 
 def groups_of(request: Request, sampling: Sampling, texts: StopTexts, members: int) -> Iterator[Group]:
-    """The groups of a prompt: several if it has more completions than `members`."""
+    """Yield the groups of a prompt: several if it has more completions than `members`."""
     n = len(request.limits)
     for first in range(0, n, members):
         yield Group(request, range(first, min(first + members, n)), sampling, texts)
 
 
 class Generation:
-    """One call of `generate`, within `room` of the memory."""
+    """One call of `generate`. It uses the part of the memory within `room`."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class Generation:
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
         self.version, self.finished = version, finished
-        self.spent, self.since = 0.0, time.perf_counter()  # seconds of a completion that is live throughout
-        # Long prompts first would waste least, but callers often sort by difficulty: their order is kept.
+        self.spent, self.since = 0.0, time.perf_counter()  # seconds charged to a completion that is live throughout
+        # Taking long prompts first would waste least, but callers often sort by difficulty, so their order is kept.
         sampling = self.stepper.sampling
         groups = (group for request in requests for group in groups_of(request, sampling, texts, room.members))
         self.waiting = deque(groups)
@@ -180,7 +180,7 @@ class Generation:
         return self.stepper.rounded(shape, self.room)
 
     def admit(self) -> bool:
-        """Admit waiting prompts while a complete group fits; returns whether any was admitted."""
+        """Admit waiting prompts while a complete group fits. Return whether any was admitted."""
         begin, before = len(self.rows), len(self.groups)
         while self.waiting and self.fits(self.waiting[0]):
             group = self.waiting.popleft()
@@ -210,7 +210,7 @@ class Generation:
         return len(self.rows) + len(group.numbers) <= self.room.rows and len(self.groups) < self.room.groups
 
     def prefill(self, fresh: list[Group]) -> torch.Tensor:
-        """Run each prompt once, store its keys and values in the cache; returns the last hidden states (G, D)."""
+        """Run each prompt once and store its keys and values in the cache. Return the last hidden states (G, D)."""
         examples = [Example((Node(group.request.tokens),), index) for index, group in enumerate(fresh)]
         budget = max(TOKENS_PER_PREFILL, *(len(group.request.tokens) for group in fresh))
         step = width_step(self.device, budget)
@@ -223,7 +223,7 @@ class Generation:
             out = backbone(
                 input_ids=packed.tokens_T[None], position_ids=packed.position_T[None], use_cache=False, packed=mask
             )
-            hidden = out.last_hidden_state[0]  # of all tokens, or only of the last ones (models/lean.py)
+            hidden = out.last_hidden_state[0]  # for all tokens, or only for the last ones (models/lean.py)
             parts.append(hidden if len(hidden) == len(owners) else hidden[packed.last_S])
             order += owners
         return torch.cat(parts)[self.tensor(order).argsort()]
@@ -257,7 +257,7 @@ class Generation:
         self.since = now
 
     def collect(self, rows: list[int], ends: dict[int, int | None]) -> None:
-        """Convert finished rows to completions, each up to its stop string if any."""
+        """Convert finished rows to completions, each up to the end of its stop string, if it has one."""
         index = self.tensor(rows)
         counts = self.state.count_R[index].tolist()
         columns = max(counts)
@@ -281,7 +281,7 @@ class Generation:
             self.finished(index, [done for done in group if done is not None])
 
     def stopped_early(self) -> dict[int, int | None]:
-        """The rows with a stop string, and the number of tokens up to its end."""
+        """Return the rows that contain a stop string, with the number of tokens up to its end."""
         ends: dict[int, int | None] = {}
         if not any(group.texts for group in self.groups):
             return ends
@@ -293,7 +293,7 @@ class Generation:
         return ends
 
     def close_groups(self) -> None:
-        """Remove prompts without live completions; the last ones move into their slots."""
+        """Remove prompts without live completions. The last prompts move into the free slots."""
         slot = 0
         while slot < len(self.groups):
             if self.groups[slot].live:

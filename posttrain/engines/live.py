@@ -30,7 +30,7 @@ from posttrain.scoring import next_token_logits, row_chunks
 log = logging.getLogger("posttrain")
 
 MAX_ROWS, MAX_WAITING, CONTEXT = 64, 256, 4096
-Alternatives = list[tuple[int, float]]  # token ids with their log-probabilities, the likeliest first
+Alternatives = list[tuple[int, float]]  # token ids with their log-probabilities, most likely first
 
 
 @dataclass(slots=True, eq=False)
@@ -38,17 +38,17 @@ class Job:
     """A prompt to complete."""
 
     tokens: Sequence[int]
-    sampling: Sampling  # with its seed: `num_generations` completions have the streams (seed, 0), (seed, 1), …
+    sampling: Sampling  # includes the seed: completions have the random streams (seed, 0), (seed, 1), …
     adapter: str | None = None  # by name; None: the model without adapters
-    alternatives: int = 0  # of each token, to report
-    streamed: bool = False  # whether each token is an event
-    remaining: int = field(default=0, init=False)  # completions that are not complete
-    noted: dict[int, list[Alternatives]] = field(default_factory=dict, init=False)  # by completion and token
+    alternatives: int = 0  # number of alternatives to report for each token
+    streamed: bool = False  # whether each token is reported as an event
+    remaining: int = field(default=0, init=False)  # number of unfinished completions
+    noted: dict[int, list[Alternatives]] = field(default_factory=dict, init=False)  # alternatives by completion, token
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A streamed job's completion `number` has one more token."""
+    """Event: completion `number` of a streamed job has one more token."""
 
     job: Job
     number: int
@@ -59,7 +59,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job's completion `number` is complete. Its log-probabilities are the model's, at temperature 1."""
+    """Event: completion `number` of a job is finished. Its log-probabilities are the model's at temperature 1."""
 
     job: Job
     number: int
@@ -69,7 +69,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job has no completions."""
+    """Event: the job failed. No further events of this job follow."""
 
     job: Job
     error: Exception
@@ -79,9 +79,9 @@ Event = Token | Ended | Failed
 
 
 class JoiningStepper(Stepper):
-    """A stepper whose rows have different settings: `jobs(start, stop)` are the jobs of a range of rows.
+    """A stepper whose rows have different sampling settings: `jobs(start, stop)` returns the jobs of a range of rows.
 
-    The log-probabilities that it records are those of the model, before temperature and filters.
+    The log-probabilities that it stores are those of the model, before temperature and filters.
     """
 
     def __init__(self, policy: torch.nn.Module, device: torch.device):
@@ -91,7 +91,7 @@ class JoiningStepper(Stepper):
 
     def record(self, state: DecodeState, rows: slice, hidden_R: Tensor) -> None:
         first = rows.start or 0
-        jobs = self.jobs(first, first + len(hidden_R))  # fewer than rows: the last ones may be idle
+        jobs = self.jobs(first, first + len(hidden_R))  # may be fewer than the rows, because the last ones may be idle
         self.alternatives = []
         for part in row_chunks(self.policy, len(hidden_R)):
             start = first + (part.start or 0)
@@ -129,7 +129,7 @@ class JoiningStepper(Stepper):
 
 
 def _by_settings(jobs: Sequence[Job]) -> dict[Sampling, list[int]]:
-    """The indices of the jobs by the settings that decide how a token is sampled."""
+    """Group the indices of the jobs by the settings that decide how a token is sampled."""
     groups: dict[Sampling, list[int]] = {}
     for index, job in enumerate(jobs):
         key = replace(job.sampling, seed=0, num_generations=1, max_completion_length=1, stop=())
@@ -138,7 +138,7 @@ def _by_settings(jobs: Sequence[Job]) -> dict[Sampling, list[int]]:
 
 
 class Joining(Generation):
-    """A generation without an end: jobs `join` and `leave` between turns, and every `turn` returns its events."""
+    """A generation that never ends: jobs `join` and `leave` between turns, and every `turn` returns its events."""
 
     def __init__(self, room: Room, stepper: JoiningStepper, version: int, rows_step: int):
         super().__init__(Memory.of(room, stepper), room, [], version, rows_step, StopTexts((), None))
@@ -158,11 +158,11 @@ class Joining(Generation):
         self.waiting.extend(groups_of(request, job.sampling, texts, self.room.members))
 
     def leave(self, job: Job) -> None:
-        """Remove the job at the next turn; it gets no more events."""
+        """Remove the job at the next turn. No more events of the job follow."""
         self.leaving |= {index for index, other in self.jobs.items() if other is job}
 
     def turn(self) -> list[Event]:
-        """Admit what fits, and give every live completion its next token."""
+        """Admit the jobs that fit, give every live completion its next token, and return the events."""
         self.events = []
         if self.leaving:
             self.waiting = deque(group for group in self.waiting if group.request.index not in self.leaving)
@@ -182,7 +182,8 @@ class Joining(Generation):
         return self.events
 
     def fits(self, group: Group) -> bool:
-        """Requests keep their order: one with another adapter waits until no row is live, and so do those after it."""
+        """Whether the group can enter now. Requests keep their order: one with a different adapter waits until no row
+        is live, and later requests wait behind it."""
         adapter = self.jobs[group.request.index].adapter
         if adapter != self.adapter:
             if self.rows:
@@ -206,7 +207,7 @@ class Joining(Generation):
         return super().stopped_early() | dict.fromkeys(gone)
 
     def _report(self, begin: int) -> None:
-        """Note the alternatives of the newest tokens of the rows from `begin` on; an event for each streamed token."""
+        """Store the alternatives of the newest tokens of the rows from `begin` on; add an event per streamed token."""
         rows, stepper = slice(begin, len(self.rows)), self.stepper
         assert isinstance(stepper, JoiningStepper)
         tokens, columns = self.state.token_R[rows].tolist(), self.state.count_R[rows] - 1
@@ -229,14 +230,15 @@ class Busy(PosttrainError):
 
 
 class Live:
-    """Completions for requests that come and go. `deliver` gets the events of each step, in the engine's thread.
+    """Generates completions for requests that arrive at any time. `deliver` receives the events of each step, in the
+    engine's thread.
 
-    At most `max_rows` completions are generated together, fewer if their keys and values exceed `cache_bytes`; prompt
-    and completion have at most `context` tokens (None: as the model, up to CONTEXT). At most `max_waiting` prompts
-    wait. A request's tokens depend on its seed, not on other requests, and in float32 equal EmbeddedEngine's. Adapters
-    are those of a PEFT model, by name.
+    At most `max_rows` completions are generated together, fewer if their keys and values exceed `cache_bytes`. Prompt
+    and completion have together at most `context` tokens (None: what the model allows, up to CONTEXT). At most
+    `max_waiting` prompts wait. A request's tokens depend on its seed, not on other requests; in float32 they equal the
+    tokens of EmbeddedEngine. A request may name an adapter of a PEFT model.
 
-    Raises ModelError for a model that the embedded engine does not run.
+    Raises ModelError for a model whose rotary embedding depends on the lengths in a batch (`check_positions`).
     """
 
     def __init__(
@@ -267,21 +269,22 @@ class Live:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its events follow. Raises Busy if the queue is full, DataError for a prompt that has no room."""
+        """Queue a job; its events follow. Raises Busy if the queue is full, DataError for a prompt that is empty, has
+        unknown token ids or leaves no room, and for an unknown adapter."""
         [request] = checked_requests(
             [job.tokens], job.sampling, None, None, vocabulary=self.vocabulary, positions=self.positions
         )
         texts = StopTexts(job.sampling.stop, self.tokenizer)
         if job.adapter is not None and job.adapter not in self.adapters:
-            raise DataError(f"there is no adapter {job.adapter}; there are {', '.join(self.adapters) or 'none'}")
+            raise DataError(f"there is no adapter {job.adapter}; available: {', '.join(self.adapters) or 'none'}")
         with self._wake:
             if self._waiting >= self.max_waiting:
-                raise Busy(f"{self._waiting} prompts wait already: try again later")
+                raise Busy(f"{self._waiting} prompts are already waiting: try again later")
             self._waiting += 1
         self._post(lambda generation: generation.join(job, request.limits[0], texts))
 
     def cancel(self, job: Job) -> None:
-        """Forget the job; at most one more step reports events of it."""
+        """Cancel the job. At most one more step reports events of the job."""
         self._post(lambda generation: generation.leave(job))
 
     def call(self, work: Callable[[nn.Module], Result], adapter: str | None = None) -> Future[Result]:
@@ -308,11 +311,11 @@ class Live:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Live completions, and waiting prompts."""
+        """The number of live completions, and the number of waiting prompts."""
         return self._live, self._waiting
 
     def close(self) -> None:
-        """Stop; jobs that are not complete fail."""
+        """Stop the engine. Unfinished jobs fail."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -334,11 +337,11 @@ class Live:
                 try:
                     events = generation.turn()
                 except Exception as error:
-                    log.exception("the engine failed, and with it %d requests", len(generation.jobs))
+                    log.exception("the engine failed, so %d requests failed", len(generation.jobs))
                     failed, events = True, generation.events + [Failed(job, error) for job in generation.jobs.values()]
                 if events:
                     self.deliver(events)
-                if failed:  # after its requests are answered: the new memory may not fit either
+                if failed:  # only after all requests are answered: allocating new memory may fail too
                     generation = self._fresh(step)
                 with self._wake:
                     self._waiting, self._live = len(generation.waiting) + len(self._queued), len(generation.rows)
@@ -346,7 +349,7 @@ class Live:
             self.deliver([Failed(job, error) for job in generation.jobs.values()])
 
     def _next(self, generation: Joining) -> bool:
-        """Wait until there is something to do, and do the queued work; False when closed."""
+        """Wait until there is something to do, and do the queued work. Return False if the engine is closed."""
         with self._wake:
             while not (self._closed or self._queued or generation.rows or generation.waiting):
                 self._wake.wait()
@@ -363,7 +366,7 @@ class Live:
         return generation
 
     def _switch(self, adapter: str | None) -> None:
-        """Activate an adapter, or none."""
+        """Activate one adapter; None: deactivate all."""
         if not hasattr(self.policy, "peft_config"):
             return
         tuner: Any = self.policy.base_model

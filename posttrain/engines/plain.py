@@ -1,7 +1,7 @@
-"""The engine of transformers' own `generate`: slower, for any architecture that transformers can generate with.
+"""The engine that uses transformers' `generate`: slower, but for any architecture that transformers can generate with.
 
-Sampling, streams, limits and stops are those of the other engines: `generate` runs the model and the cache, and a
-logits processor leaves it only the sampled token.
+Sampling, random streams, limits and stops are the same as in the other engines: `generate` runs the model and the
+cache, and a logits processor samples the token and masks all others.
 """
 
 import contextlib
@@ -37,9 +37,10 @@ from posttrain.models.families import base_of, logit_softcap, positions_of, voca
 
 
 class TransformersEngine:
-    """Engine (see protocol.py) by transformers' `generate`, `max_rows` completions at a time, prompts left padded.
+    """Engine (see protocol.py) that calls transformers' `generate` with left-padded prompts, for at most `max_rows`
+    completions at a time.
 
-    A policy with `packed` attention generates with transformers' attention, and is switched back afterwards.
+    A policy with `packed` attention is switched to transformers' attention for the call, and back afterwards.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class TransformersEngine:
         self.policy, self.version = policy, version
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no memory is kept between calls."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, because nothing is open."""
 
     def generate(
         self,
@@ -113,7 +114,7 @@ class TransformersEngine:
 
 
 def _batches(requests: Sequence[Request], at_once: int, positions: int | None) -> Iterator[Sequence[Request]]:
-    """Up to `at_once` prompts, or one if finished rows would exceed the model's positions."""
+    """Yield batches of up to `at_once` prompts, or of one if finished rows would exceed the model's positions."""
     for start in range(0, len(requests), at_once):
         batch = requests[start : start + at_once]
         steps, longest = max(max(request.limits) for request in batch), max(len(request.tokens) for request in batch)
@@ -124,7 +125,7 @@ def _batches(requests: Sequence[Request], at_once: int, positions: int | None) -
 
 
 class _Sampler(LogitsProcessor):
-    """Samples each row's token, keeps it with its log-probability, and masks all others for `generate`."""
+    """Samples each row's token, stores it with its log-probability, and masks all other tokens for `generate`."""
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
         self.sampling = sampling
@@ -135,7 +136,7 @@ class _Sampler(LogitsProcessor):
         self.limit_B = torch.tensor([limit for request in requests for limit in request.limits], device=device)
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self.words_V: Tensor | None = None
-        self.tokens: list[Tensor] = []  # a step's, (B)
+        self.tokens: list[Tensor] = []  # one tensor (B) per step
         self.logprobs: list[Tensor] = []
         self.count_B = torch.zeros_like(self.limit_B)  # tokens of each row, until it is done
         self.stopped_B = torch.zeros_like(self.limit_B, dtype=torch.bool)
@@ -179,7 +180,7 @@ class _Done(StoppingCriteria):
 
 @contextlib.contextmanager
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """Context with transformers' attention instead of `packed`; capped logits need the eager one."""
+    """Context with transformers' attention instead of `packed`; models with capped logits need its eager variant."""
     if base.config._attn_implementation != PACKED:
         yield
         return

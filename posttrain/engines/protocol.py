@@ -1,10 +1,10 @@
-"""What all engines share: the interface, token ids in, completions out; and where completions end.
+"""What all engines share: the interface (token ids in, completions out), and the rules for where completions end.
 
     engine.generate(prompts, sampling) -> completions of each prompt
     engine.load(policy, version)       from now on completions come from these weights and carry this version
 
-Training uses exactly the sampled tokens: a completion has them, each with its log-probability under the distribution
-that it was sampled from. Prompts are tokenised elsewhere.
+Training uses exactly the sampled tokens: a completion contains them, and the log-probability of each token under the
+distribution that it was sampled from. Prompts are tokenised elsewhere.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0  # smallest set of most likely tokens with this total probability; 1: all
     top_k: int = 0  # number of most likely tokens; 0: all
-    min_p: float = 0.0  # minimum probability as a share of the most likely token's; 0: all
-    max_completion_length: int = 512  # tokens, the stop token included
+    min_p: float = 0.0  # minimum probability, relative to that of the most likely token; 0: all
+    max_completion_length: int = 512  # tokens, including the stop token
     num_generations: int = 1  # completions of each prompt
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with one of these, which is its last token
-    stop: tuple[str, ...] = ()  # or with the token that completes one of these strings
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends after one of these tokens
+    stop: tuple[str, ...] = ()  # or after the token that completes one of these strings
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,11 +64,11 @@ class Sampling:
 class Completion:
     """One completion. `logprobs` are of the processed distribution: after temperature and filters, renormalised."""
 
-    tokens: list[int]  # at least one; without the prompt, with the stop token
+    tokens: list[int]  # at least one token; without the prompt, with the stop token
     logprobs: list[float]  # nats, one per token
     finish_reason: FinishReason  # a stop token or string, or the length limit
-    version: int  # of the sampling weights
-    seconds: float = field(default=0.0, compare=False)  # its share of the engine's time
+    version: int  # version of the weights that it was sampled from
+    seconds: float = field(default=0.0, compare=False)  # the completion's share of the engine's time
 
 
 Finished = Callable[[int, list[Completion]], None]  # takes the index of a prompt, and its completions
@@ -78,7 +78,7 @@ class Engine(Protocol):
     """Generates completions.
 
     A completion's random stream depends only on its prompt's seed and its number: in float32 the same seed gives the
-    same tokens, independent of other requests.
+    same tokens, whatever the other requests are.
     """
 
     version: int
@@ -92,14 +92,14 @@ class Engine(Protocol):
         limits: Sequence[Sequence[int]] | None = None,
         finished: Finished | None = None,
     ) -> list[list[Completion]]:
-        """`sampling.num_generations` completions of every prompt, in order.
+        """Return `sampling.num_generations` completions of every prompt, in order.
 
-        `seeds`: one per prompt; by default from `sampling.seed` and the prompt's index. `limits`: an individual limit,
-        at most `max_completion_length`, for every completion of every prompt. Completions of a long prompt are limited
-        by the model's remaining positions. `finished` is called for each prompt once, when the engine has all its
-        completions; prompts finish in any order.
+        `seeds`: one per prompt; by default derived from `sampling.seed` and the prompt's index. `limits`: a limit for
+        every completion of every prompt, at most `max_completion_length`. Completions of a long prompt are limited by
+        the model's remaining positions. `finished` is called once for each prompt, when all its completions are
+        finished; prompts finish in any order.
 
-        Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room.
+        Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room for a completion.
         """
         ...
 
@@ -118,7 +118,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt with its arguments of `generate`."""
+    """A prompt, with its seed and limits."""
 
     index: int
     tokens: Sequence[int]
@@ -127,12 +127,12 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest sequence that is fed: the last sampled token is not."""
+        """The number of tokens of the longest sequence fed to the model. The last sampled token is not fed."""
         return len(self.tokens) + max(self.limits) - 1
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 64-bit seed from numbers and names (by their CRC-32), such as a run's seed, the step and the row."""
+    """Return a 64-bit seed from numbers and names (by their CRC-32), such as a run's seed, the step and the row."""
     seed = 0
     for part in parts:
         number = zlib.crc32(part.encode()) if isinstance(part, str) else part & (1 << 64) - 1
@@ -157,11 +157,12 @@ def checked_requests(
     vocabulary: int,
     positions: int | None,
 ) -> list[Request]:
-    """The requests of `generate`'s arguments. `positions` is the model's number of positions; None: no limit."""
+    """Check the arguments of `generate` and return a request for each prompt. `positions`: the model's number of
+    positions; None: no limit."""
     n, longest = sampling.num_generations, sampling.max_completion_length
     for name, values in (("seeds", seeds), ("limits", limits)):
         if values is not None and len(values) != len(prompts):
-            raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each")
+            raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one per prompt")
     requests = []
     for index, tokens in enumerate(prompts):
         if not len(tokens):
@@ -169,8 +170,8 @@ def checked_requests(
         outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if outside is not None:
             raise DataError(
-                f"prompt {index} has the token id {outside}, and the model's vocabulary has {vocabulary}: it was made "
-                "with another tokenizer"
+                f"prompt {index} has the token id {outside}, but the model's vocabulary has {vocabulary} ids: the "
+                "prompt was encoded with a different tokenizer"
             )
         # The last sampled token is not fed, so it needs no position.
         room = longest if positions is None else min(longest, positions - len(tokens) + 1)
@@ -181,20 +182,20 @@ def checked_requests(
             )
         own = [longest] * n if limits is None else list(limits[index])
         if len(own) != n or min(own) < 1:
-            raise ValueError(f"limits of prompt {index}: {own}; give {n} of 1 or more")
+            raise ValueError(f"limits of prompt {index}: {own}; give {n} limits of 1 or more")
         seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
         requests.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
     return requests
 
 
 def timed(groups: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
-    """Completions that were generated together in `seconds`, each with its share by tokens."""
+    """Divide the `seconds` among completions that were generated together, in proportion to their tokens."""
     per_token = seconds / max(1, sum(len(completion.tokens) for group in groups for completion in group))
     return [[replace(each, seconds=len(each.tokens) * per_token) for each in group] for group in groups]
 
 
 def not_finite() -> VitalSignError:
-    """The error for a log-probability that is NaN or infinite."""
+    """Return the error for a log-probability that is NaN or infinite."""
     return VitalSignError(
         "the engine: the model gives log-probabilities that are not finite, so nothing can be sampled: its "
         "weights have diverged or are damaged; go back to an earlier checkpoint, or lower the learning rate"
@@ -202,12 +203,12 @@ def not_finite() -> VitalSignError:
 
 
 class StopTexts:
-    """The stop strings of completions; without any it needs no tokenizer."""
+    """The stop strings of completions. A tokenizer is needed only if there are any."""
 
     def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase | None):
         if stop and tokenizer is None:
             raise ConfigError(
-                "stop strings need a tokenizer, and this engine was created without one: give stop_token_ids"
+                "stop strings need a tokenizer, but this engine was created without one: give stop_token_ids"
             )
         self.stop, self.tokenizer = tuple(stop), tokenizer
 
@@ -215,7 +216,7 @@ class StopTexts:
         return bool(self.stop)
 
     def search(self, prompt: Sequence[int]) -> StopSearch | None:
-        """A search of one completion of `prompt`; None without stop strings."""
+        """Return the search for one completion of `prompt`, or None without stop strings."""
         return StopSearch(self.stop, Pieces(self.tokenizer, prompt)) if self.stop and self.tokenizer else None
 
 
@@ -224,18 +225,19 @@ class StopSearch:
 
     def __init__(self, stop: tuple[str, ...], pieces: Pieces):
         self._stop, self._pieces = stop, pieces
-        self._kept = max(map(len, stop)) - 1  # the most characters of an incomplete stop string
+        self._kept = max(map(len, stop)) - 1  # maximum length of an incomplete stop string
         self._tail, self._seen = "", 0
 
     def first(self, tokens: Sequence[int]) -> int | None:
-        """The number of tokens up to the first complete stop string. Later calls pass the same tokens and more."""
+        """Return the number of tokens up to the first complete stop string, or None. Each call passes the tokens of the
+        previous call, followed by new ones."""
         for end in range(self._seen + 1, len(tokens) + 1):
             if self.add(tokens[end - 1]):
                 return end
         return None
 
     def add(self, token: int) -> bool:
-        """Whether the next token completes a stop string."""
+        """Add the next token. Return whether it completes a stop string."""
         self._seen += 1
         text = self._tail + self._pieces.add(token) + self._pieces.own
         self._tail = text[max(0, len(text) - self._kept) :]
@@ -244,10 +246,11 @@ class StopSearch:
 
 
 def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
-    """The stop tokens of this model: the tokenizer's end of text, and those of its generation_config.json.
+    """Return the stop tokens of the policy: the tokenizer's end of text, and those in the model's
+    generation_config.json.
 
-    With `turns`, prompts are written by the tokenizer's chat template, whose end of turn is a stop token too: a base
-    model's tokenizer may name another token.
+    With `turns`, the tokenizer's chat template writes the prompts. Its end of turn is then also a stop token, because a
+    base model's tokenizer may declare a different one.
     """
     end = end_of_turn(tokenizer) if turns else None
     ids = [tokenizer.eos_token_id, *eos_token_ids(base_of(policy)), None if end is None else end[0]]
@@ -260,8 +263,9 @@ def text_of(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int] | None = None,
 ) -> str:
-    """A completion as a string for rewards and readers: the text that its tokens add to that of `prompt`, including a
-    leading space; without its stop token and without special tokens. Without a prompt, the tokens are decoded alone."""
+    """Return a completion as a string for rewards and readers: the text that its tokens add to the text of `prompt`,
+    including a leading space, but without the stop token and special tokens. If `prompt` is None, only the completion's
+    tokens are decoded."""
     tokens = completion.tokens[:-1] if completion.tokens[-1] in stop_token_ids else completion.tokens
     if prompt is None:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))

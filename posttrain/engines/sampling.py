@@ -1,11 +1,12 @@
-"""Samples a token for every row of logits, each row with its own random stream: one for each completion.
+"""Samples a token for every row of logits. Each completion has its own random stream.
 
-A stream is a function of (its key, the position in it, the token id). Its numbers are a hash, so there is no state,
-rows can leave and enter without changing another's stream, and CPU and GPU give the same numbers.
+A random number is a hash of (the stream's key, the position in the stream, the token id). So there is no state, rows
+can enter and leave without changing the streams of other rows, and CPU and GPU give the same numbers.
 
-Sampling is an exponential race: token i arrives after e_i / p_i, with e_i exponential, and the first one wins, which is
-i with probability p_i. Rounding that depends on the rest of the batch (1e-6 of p) changes the winner only if two
-arrive within 1e-6 of each other; sampling by cumulative probabilities would accumulate the errors of all tokens.
+Sampling is an exponential race: token i arrives at time e_i / p_i, where e_i is exponentially distributed, and the
+first token wins. Token i wins with probability p_i. Rounding that depends on the rest of the batch (1e-6 of p) changes
+the winner only if two tokens arrive within 1e-6 of each other. Sampling by cumulative probabilities would accumulate
+the errors of all tokens.
 """
 
 import math
@@ -16,14 +17,14 @@ import torch
 from posttrain.engines.protocol import Sampling, mix64
 
 WORD = 0xFFFFFFFF
-# Odd multipliers of 32-bit integers, as signed integers, whose products spread every bit (Wellons, "lowbias32").
+# Odd 32-bit multipliers, as signed integers, whose products spread every bit (Wellons, "lowbias32").
 SPREAD_1, SPREAD_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: multiples of it are far apart
-LARGEST = 1 - 2.0**-24  # below 1 in float32
+LARGEST = 1 - 2.0**-24  # the largest float32 below 1
 
 
 def keys(streams: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Keys of streams, each of (seed, number of the completion): int32 (len(streams), 2)."""
+    """Return the keys of random streams, each given as (seed, completion number): int32 (len(streams), 2)."""
     words = []
     for seed, number in streams:
         mixed = mix64(mix64(seed & (1 << 64) - 1) + number + 1)
@@ -36,7 +37,7 @@ def _signed(word: int) -> int:
 
 
 def _hash(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32 in place on int32: a bijection, every bit of whose result depends on every bit of x."""
+    """lowbias32, in place on int32: a bijection in which every bit of the result depends on every bit of x."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)  # the shift of signed integers copies the sign, which the mask removes
     x *= SPREAD_1
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -46,12 +47,12 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """A 32-bit word for each token id (V), the same for all streams."""
+    """Return a 32-bit word for each token id (V), the same for all streams."""
     return _hash(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device))
 
 
 def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Standard exponential numbers (B, V), float32 above 0, of streams `key_B2` at the positions `position_B`."""
+    """Return exponential random numbers of mean 1 (B, V), float32 above 0, of streams `key_B2` at `position_B`."""
     first_B = _hash(key_B2[:, 0] + position_B.to(torch.int32) * GOLDEN)
     x = words_V[None, :] ^ first_B[:, None]
     x ^= (x >> 16).bitwise_and_(0xFFFF)
@@ -65,9 +66,9 @@ def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.
 
 
 def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The logits of the sampling distribution: (B, V) float32, -inf for filtered tokens.
+    """Return the logits of the sampling distribution: (B, V) float32, -inf for filtered tokens. May overwrite `logits`.
 
-    Like transformers' warpers, but tokens exactly as likely as the last kept one are kept too. May overwrite `logits`.
+    Like transformers' logits warpers, except that tokens exactly as likely as the last kept token are kept as well.
     """
     if sampling.greedy:
         return logits
@@ -79,7 +80,7 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p < 1.0:
         ordered = logits.sort(descending=True).values
         share = ordered.softmax(-1)
-        before = _running_sum(share).sub_(share)  # of the more likely tokens
+        before = _running_sum(share).sub_(share)  # total probability of more likely tokens
         least = ordered.masked_fill_(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill_(logits < least, -torch.inf)
     if sampling.min_p > 0.0:
@@ -89,7 +90,7 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _running_sum(share: torch.Tensor) -> torch.Tensor:
-    """Along the last axis. A GPU adds floats in any order, so there shares are integers, in units of 2^-40."""
+    """Cumulative sum along the last axis. A GPU sums in varying order, so there it adds integers (units of 2^-40)."""
     if not share.is_cuda:
         return share.cumsum(-1)
     return (share.double() * 2.0**40).long().cumsum(-1).double().mul_(2.0**-40).float()
@@ -98,15 +99,15 @@ def _running_sum(share: torch.Tensor) -> torch.Tensor:
 def sample_tokens(
     logits: torch.Tensor, sampling: Sampling, words_V: torch.Tensor, key_B2: torch.Tensor, position_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each row (B, int64) and its log-probability (B, float32, nats) under the processed distribution.
+    """Sample a token per row (B, int64); return it with its log-probability (B, float32, nats) after processing.
 
-    `logits` (B, V) float32 are overwritten. A row that is not finite gives a log-probability that is not.
+    `logits` (B, V) float32 are overwritten. If a row is not finite, its log-probability is not finite.
     """
     logits = process(logits, sampling)
     highest = logits.amax(-1, keepdim=True)
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
     race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, position_B))
-    token_B = race.max(-1).indices  # on a CPU half the time of argmax
+    token_B = race.max(-1).indices  # on a CPU this takes half the time of argmax
     chosen = logits.gather(1, token_B[:, None]).squeeze(1)
     return token_B, chosen - highest.squeeze(1) - total.log()

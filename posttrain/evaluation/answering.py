@@ -27,17 +27,17 @@ from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer
 
 CHOICE_PACK_TOKENS = 8192
-CHOSEN_AT_ONCE = 64  # items
+CHOSEN_AT_ONCE = 64  # items scored at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A completion; with `problem`, there is none."""
+    """A completion or, if there is none, the `problem`."""
 
     text: str
     tokens: int = 0
     finish_reason: str = ""
-    seconds: float = 0.0  # its share of the time of generation
+    seconds: float = 0.0  # its share of the generation time
     problem: str | None = None
 
     @classmethod
@@ -52,9 +52,9 @@ Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
 
 
 class Answers(Protocol):
-    """Answers items, each with the same number of replies. `prompts` are what the model reads, by position.
+    """Answers items, each with the same number of replies. `prompts`: what the model reads, by position.
 
-    `found` is called once for each item, as soon as it is answered, in any order of the items."""
+    `found` is called once per item, as soon as the item is answered; items may be answered in any order."""
 
     @property
     def prompts(self) -> Mapping[int, str]: ...
@@ -63,16 +63,16 @@ class Answers(Protocol):
 
 
 def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """Why a prompt with more tokens than the model has positions cannot be completed; else None."""
+    """A Malformed with the reason if the prompt has more tokens than the model has positions, otherwise None."""
     positions = positions_of(policy.config)
     if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
-    reason = f"the prompt leaves no room: it has {len(prompt.tokens):,} tokens, and the model {positions:,} positions"
+    reason = f"the prompt leaves no room: it has {len(prompt.tokens):,} tokens, but the model {positions:,} positions"
     return Malformed("", 0, reason, prompt.row)
 
 
 def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The suite's template; `auto` is the tokenizer's own, or none."""
+    """The suite's template. `auto`: the tokenizer's chat template or, without one, `none`."""
     if suite.template != "auto":
         return suite.template
     return "chat" if tokenizer.chat_template else "none"
@@ -81,9 +81,9 @@ def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 def written_by(
     suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, date: str | None = None
 ) -> tuple[DataConfig, PreTrainedTokenizerBase]:
-    """How the suite's prompts are written: its settings, and the tokenizer with its template.
+    """Return the settings and the tokenizer (with its template) that render the suite's prompts.
 
-    A suite with its own template or variables gets a copy of the tokenizer: a run saves its tokenizer unchanged."""
+    For a suite with its own template or variables, the tokenizer is a copy: a run saves its own unchanged."""
     data = DataConfig(
         source=suite.source,
         format="prompt",
@@ -101,7 +101,7 @@ def written_by(
 def stops_of(
     suite: SuiteConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = True
 ) -> tuple[int, ...]:
-    """The tokens that end a completion of the suite's prompts; with `turns` the end of turn of a chat template."""
+    """The tokens that end a completion of the suite's prompts; with `turns`, also a chat template's end of turn."""
     data, own = written_by(suite, tokenizer)
     ids = [*stop_token_ids(policy, tokenizer), *stop_token_ids(policy, own, turns and data.template != "none")]
     return tuple(dict.fromkeys(ids))
@@ -115,9 +115,9 @@ def ask(
     date: str | None = None,
     behavior_version: int = 2,
 ) -> dict[int, Prompt | Malformed]:
-    """The prompt of every item by its position, rendered and tokenised as in training, or why it has none.
+    """Render and tokenise the prompts of the items as in training. Returns, by position, a prompt or why there is none.
 
-    `date` is written by templates that have one; None: today. `behavior_version` is that of the run, if there is one.
+    `date`: for templates that write the date; None: today. `behavior_version`: that of the run, if there is one.
     """
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
@@ -129,7 +129,7 @@ def ask(
 
 
 class Generated:
-    """Completions of an engine. A completion's random numbers depend on the seed, the item and its number alone."""
+    """Answers by an engine. The random numbers of a completion depend only on the seed, the item and its own number."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Generated:
 
 
 class Chosen:
-    """The choice of the highest log-probability after the prompt, summed over its tokens."""
+    """Answers with the choice of the highest log-probability after the prompt, summed over the choice's tokens."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Chosen:
         return [self._reply(example, scores, seconds) for example in built]
 
     def _example(self, position: int) -> Example | str:
-        """An item's prompt with every choice after it; or why the model cannot read it."""
+        """An item's prompt followed by every choice, or the reason why the model cannot read them."""
         prompt = self._prompts[position]
         if isinstance(prompt, Malformed):
             return prompt.reason
@@ -199,7 +199,7 @@ class Chosen:
         fed = len(prompt.tokens) + max(map(len, choices)) - 1
         if self._positions is not None and fed > self._positions:
             return (
-                f"a choice has no room: with the prompt {fed:,} tokens, and the model has {self._positions:,} positions"
+                f"a choice has no room: with the prompt {fed:,} tokens, but the model has {self._positions:,} positions"
             )
         return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=position)
 
@@ -222,7 +222,7 @@ class Chosen:
         return Reply(self._suite.choices[max(range(len(own)), key=own.__getitem__)], 1, "stop", seconds)
 
     def _choices(self, prompt: Prompt) -> list[list[int]]:
-        """The tokens of each choice, tokenised after the prompt where that leaves the prompt's tokens unchanged."""
+        """The tokens of each choice, tokenised after the prompt if that leaves the prompt's tokens unchanged."""
 
         def ids(text: str) -> list[int]:
             return self._tokenizer(text, add_special_tokens=False).input_ids
@@ -236,11 +236,11 @@ class Chosen:
 
 
 class Recorded:
-    """Completions of a file, matched to the items by the text of their questions.
+    """Answers with the completions of a file, matched to the items by the text of their questions.
 
-    Where as many rows as items have a question, each item gets the completions of one row, in order; else all of them.
-    `samples` is their number per item; None: the largest number that an item has. `unused` counts the rows that no item
-    gets: without a completion in `column`, or with another question.
+    If a question has as many rows as items, each item takes the completions of one row, in order; otherwise each takes
+    those of all rows. `samples`: completions per item; None: the largest number that an item has. `unused`: the number
+    of rows that no item takes, because they have no completion in `column` or a different question.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Recorded:
                 rows.setdefault(self._question(fields_of(suite, record.value)), []).append(texts)
         if not rows:
             columns = ", ".join(next((record.value for record in records if record.value), ()))
-            raise DataError(f"no row has a completion in {column}: there are {columns}; see --completion-column")
+            raise DataError(f"no row has a completion in {column}: the columns are {columns}; use --completion-column")
         by_question: dict[str, list[Item]] = {}
         for item in items:
             by_question.setdefault(self._question(item.fields), []).append(item)
@@ -280,7 +280,7 @@ class Recorded:
 
 
 def completions_of(row: Mapping[str, Any], column: str) -> list[str] | None:
-    """The completions of a row in a column, or at a dotted path: a string, or a list of strings or of {text}."""
+    """A row's completions in a column or at a dotted path: a string, or a list of strings or of {text}; or None."""
     value: Any = row
     for name in [column] if column in row else column.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -41,14 +41,14 @@ log = logging.getLogger("posttrain")
 
 SHOWN = 50  # disagreements that --calibrate lists
 OWN = "posttrain.evaluation.rules"
-Setting = Mapping[str, float]  # of a sweep: temperature and top_p, by name
+Setting = Mapping[str, float]  # a setting of a sweep: temperature and top_p, by name
 
 
 def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions, folder: Path) -> dict[str, Any]:
-    """Grade the completions of a file as answers to the suites. Returns the summary, which is also in the folder."""
+    """Grade a file's completions as answers to the suites. Returns the summary, which is also written to the folder."""
     column = options.completion_column
     if other := next((items.suite for items in chosen if items.suite.kind != "generate"), None):
-        raise DataError(f"{file}: recorded completions cannot answer the suite {other.name}, of the kind {other.kind}")
+        raise DataError(f"{file}: recorded completions cannot answer the suite {other.name} of kind {other.kind}")
     content, records = f"sha256 {Files((file,)).digest}", list(read_files((file,)))
     about = {"name": file.stem, "path": str(file), "content": content}
     with EvaluationStore(folder, options.overwrite) as store:
@@ -61,7 +61,7 @@ def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions,
             suite, key = items.suite, items.suite.name
             if answers.unused:
                 rows = f"{counted(answers.unused, 'row')} of {len(records):,}"
-                log.warning("%s: %s unused: without a completion, or not of the chosen items of %s", file, rows, key)
+                log.warning("%s: %s unused: they have no completion, or match no chosen item of %s", file, rows, key)
             facts = {"model": content, "column": column, "samples": answers.samples}
             facts |= {"items": items.digest, "rule": suite.rule}
             if not finished(store, key, facts):
@@ -76,12 +76,12 @@ def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions,
 def evaluate(
     model: ModelConfig, name: str, chosen: Sequence[Items], options: EvalOptions, devices: DevicesConfig, folder: Path
 ) -> dict[str, Any]:
-    """Answer the suites with a model. Returns the summary, which is also in the folder with every answer.
+    """Answer the suites with a model. Returns the summary, which is also written to the folder, with every answer.
 
-    The model is loaded only if an evaluation is not finished; it may be a reward model for suites of pairs. What every
-    suite needs is checked before the first one starts, and each finished suite is in the summary at once.
+    The model is loaded only if an evaluation is not finished; for suites of pairs it may be a reward model. What every
+    suite needs is checked before the first one starts. Each suite is added to the summary as soon as it is finished.
 
-    Raises RunError, before any work, for an evaluation in the folder that differs in its model or settings.
+    Raises RunError, before any work, if an evaluation in the folder has another model or other settings.
     """
     content = content_of(model)
     evaluations = [one for items in chosen for one in _evaluations(items, model, content, options)]
@@ -143,7 +143,7 @@ class _Loaded(ExitStack):
         self._model, self._options, self._device = model, options, take_device(devices)
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._engine: Engine | None = None
-        self._prompts: dict[str, dict[int, Prompt | Malformed]] = {}  # by suite: those of all settings
+        self._prompts: dict[str, dict[int, Prompt | Malformed]] = {}  # by suite, for all settings
 
     def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model, which may be a reward model, and its tokenizer."""
@@ -155,7 +155,7 @@ class _Loaded(ExitStack):
         return self._parts
 
     def check(self, chosen: Collection[Items]) -> None:
-        """Raise errors of several suites before the first one starts: of rules, templates, rows, the engine."""
+        """With several suites, raise errors of rules, templates, rows and the engine before the first one starts."""
         if len(chosen) < 2:
             return
         for suite in [items.suite for items in chosen if items.suite.kind != "preference"]:
@@ -174,7 +174,7 @@ class _Loaded(ExitStack):
     def _refuse_reward_model(self) -> None:
         if is_reward_model(self._model):
             raise ModelError(
-                f"{self._model.path} is a reward model, which scores completions and generates none: evaluate it "
+                f"{self._model.path} is a reward model, which scores completions but cannot generate: evaluate it "
                 "on pairs (--suite hh, or a suite with `kind: preference`)"
             )
 
@@ -217,7 +217,7 @@ class _Loaded(ExitStack):
         return self._prompts[name]
 
     def _started(self) -> Engine:
-        """The engine, for the prompts so far."""
+        """The engine, sized for the prompts so far."""
         if self._engine is None:
             policy, tokenizer = self.scored()
             every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
@@ -242,16 +242,16 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sam
 
 def _shown(sampling: Sampling) -> dict[str, Any]:
     shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
-    del shown["stop_token_ids"]  # the model's
+    del shown["stop_token_ids"]  # they belong to the model
     return shown
 
 
 def _write(
     folder: Path, store: EvaluationStore, model: Mapping[str, Any], complete: Mapping[str, Items], options: EvalOptions
 ) -> dict[str, Any]:
-    """Write the files; with `complete` suites also their calibrations and outputs. Returns the summary."""
+    """Write the files, and the calibrations and outputs of `complete` suites. Returns the summary."""
     for key, items in complete.items() if options.calibrate else ():
-        known = store.summaries()[key]  # `calibration` is added where the suite's rule compares answers
+        known = store.summaries()[key]  # `calibration` is added if the suite's rule compares answers
         if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in known:
             agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
             store.finish(key, known | {"calibration": agreement})
@@ -259,7 +259,7 @@ def _write(
     written: set[str] = set()
     for key, items in complete.items():
         name = items.suite.outputs
-        if name and name not in written:  # of a sweep, the first setting
+        if name and name not in written:  # in a sweep, only for the first setting
             written.add(name)
             save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
     return summary
@@ -283,13 +283,13 @@ def _outputs(key: str, items: Items, store: EvaluationStore, generator: str) -> 
 
 
 def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, deadline: float) -> dict[str, Any]:
-    """Agreement of three verifiers on the graded answers, and the golds that the rule does not accept for themselves.
+    """Compare three verifiers on the graded answers, and find golds that the rule rejects as their own answers.
 
-        string        the extracted answer is the gold's string, white space aside
+        string        the extracted answer equals the gold string, ignoring white space
         rule          the verdict of the suite's rule
-        math_verify   the package alone, on the whole completion (Kydlicek 2025)
+        math_verify   the verdict of the package math_verify on the whole completion (Kydlicek 2025)
 
-    A verifier that rejects right answers hides progress, and one that accepts wrong ones rewards them.
+    A verifier that rejects right answers hides progress; one that accepts wrong answers rewards them.
     """
     graded = [answer for answer in answers if answer.verdict in ("correct", "wrong") and answer.gold is not None]
     golds = {item.id: item.gold for item in items.items if item.gold is not None}
@@ -325,5 +325,5 @@ def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, dead
 
 
 def _short(gold: str) -> str:
-    """The answer alone of a gold that is a whole solution."""
+    """The final answer of a gold that may be a whole solution."""
     return marked_answer(gold) or last_box(gold) or gold

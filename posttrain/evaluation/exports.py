@@ -1,11 +1,12 @@
-"""Evaluations in the file formats of other programs, written without those programs (docs/eval-export.md).
+"""Export of evaluations to other programs' file formats, without needing those programs (docs/eval-export.md).
 
-Those of lm-eval 0.4 (the LM Evaluation Harness) are here, as it writes them with `--log_samples`:
+This module writes the files of lm-eval 0.4 (the LM Evaluation Harness), as lm-eval does with `--log_samples`:
 
     MODEL/results_TIME.json, MODEL/samples_TASK_TIME.jsonl
 
-A suite is a task; one with groups is a group of tasks, each with its samples. A sample is an item: `resps` has all its
-completions, and its metric is their mean. Items that are not graded have no metric and are not counted.
+A suite becomes a task; a suite with groups becomes a group of tasks, each with its samples. An item becomes a sample:
+`resps` has all completions, and the metric is their mean score. Items that are not graded have no metric and are not
+counted.
 """
 
 import json
@@ -24,17 +25,17 @@ from posttrain.evaluation import inspect_logs
 from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
 from posttrain.runs.atomic import cannot_write, write_file
 
-FILTER = "none"  # lm-eval's name where the completion itself is judged
+FILTER = "none"  # lm-eval's name of the filter if the completion itself is graded
 LONE = re.compile("[\ud800-\udfff]")
 
 
 def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list[Path]:
     """Write a finished evaluation in another program's format, into `output` (default: `folder/NAME`).
 
-    Returns the files. An export of the same evaluation replaces the earlier one, file by file and atomically; other
-    files of `output` stay.
+    Returns the paths of the files. Exporting an evaluation again replaces each file atomically; other files in
+    `output` are kept.
 
-    Raises ConfigError for an unknown format, and RunError if the evaluation is unfinished, or damaged, or if a file
+    Raises ConfigError for an unknown format, and RunError if the evaluation is unfinished or damaged, or if a file
     cannot be written.
     """
     if to not in EXPORTS:
@@ -43,7 +44,7 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
     try:
         files = EXPORTS[to](summary, _by_evaluation(read_answers(folder), summary, folder))
     except KeyError as error:
-        raise RunError(f"{folder}: summary.json is damaged, it lacks {error}: run the evaluation again") from error
+        raise RunError(f"{folder}: summary.json is damaged: it lacks {error}; run the evaluation again") from error
     output = output or folder / to
     for name, text in files.items():
         path = output / name
@@ -56,7 +57,7 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
 
 
 def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: Path) -> dict[str, list[Answer]]:
-    """The answers of each suite and setting, by its key in the summary. Raises RunError if the two do not fit."""
+    """The answers by suite and setting, keyed as in the summary. Raises RunError if answers and summary differ."""
     keys = {(about["suite"], about["setting"]): key for key, about in summary["suites"].items()}
     found: dict[str, list[Answer]] = {key: [] for key in summary["suites"]}
     for answer in answers:
@@ -67,12 +68,12 @@ def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: P
         found[key].append(_readable(answer))
     empty = [key for key, group in found.items() if not group]
     if empty:
-        raise RunError(f"{folder}: answers.jsonl has no answer of {', '.join(empty)}: evaluate again")
+        raise RunError(f"{folder}: answers.jsonl has no answers of {', '.join(empty)}: evaluate again")
     return found
 
 
 def _readable(answer: Answer) -> Answer:
-    """With U+FFFD for lone surrogates, which other readers of JSON refuse, even as escapes."""
+    """Replace lone surrogates, which other JSON readers refuse even as escapes, with U+FFFD."""
     texts = {name: getattr(answer, name) for name in COLUMNS}
     return replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items() if isinstance(text, str)})
 
@@ -81,7 +82,7 @@ def _readable(answer: Answer) -> Answer:
 
 
 def lm_eval_files(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
-    """The files by name, relative to the folder of results."""
+    """The contents of the files by name, relative to the results folder."""
     model = re.sub(r"[\"<>:/|\\?*\[\]]+", "__", summary["model"]["name"])
     time = datetime.fromisoformat(summary["created"]).replace(tzinfo=None).isoformat().replace(":", "-")
     results: dict[str, Any] = {name: {} for name in ("results", "groups", "group_subtasks", "configs", "versions",
@@ -101,7 +102,7 @@ def lm_eval_files(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence
 def _add_suite(
     results: dict[str, Any], key: str, suite: Mapping[str, Any], answers: Sequence[Answer]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Add one suite to the results; returns the samples of its tasks."""
+    """Add one suite to the results, and return the samples of its tasks."""
     name, metric = _name(key, results["results"]), _metric(suite)
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
@@ -151,7 +152,7 @@ def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[
         doc["group"] = first.group
     target, scores = str(first.gold or ""), [answer.score for answer in answers if answer.score is not None]
     extracted = ["" if answer.extracted is None else answer.extracted for answer in answers]
-    # How the completion was to be generated; of choices by log-probability, the one that is the answer.
+    # The generation settings; for choices by log-probability, the choice that was the answer.
     asked = first.completion if _by_logprob(suite) else _generation(suite)
     row = {
         "doc_id": number,
@@ -174,7 +175,7 @@ def _by_logprob(suite: Mapping[str, Any]) -> bool:
 
 
 def _metric(suite: Mapping[str, Any]) -> str:
-    """lm-eval's name: `acc` for choices by log-probability, `exact_match` for completions that are right or wrong."""
+    """lm-eval's metric name: `acc` for choices by log-probability, `exact_match` for right or wrong completions."""
     if suite["metric"] != "accuracy":
         return suite["metric"]
     return "acc" if _by_logprob(suite) else "exact_match"
@@ -202,7 +203,7 @@ def _generation(suite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
-    """lm-eval's facts about a run; null for facts about its own process."""
+    """lm-eval's entries about a run; null for entries about lm-eval's own process."""
     model, suites = summary["model"], summary["suites"].values()
     config = dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs", "random_seed", "numpy_seed",
                             "torch_seed", "fewshot_seed"))  # fmt: skip
@@ -227,7 +228,7 @@ def _error(values: Sequence[float]) -> float | str:
 
 
 def _pooled(groups: Sequence[Sequence[float]]) -> float | str:
-    """lm-eval's standard error of a group's mean over all items, from those of its tasks."""
+    """lm-eval's standard error of a group's mean over all items, pooled over its tasks."""
     groups = [group for group in groups if group]
     size = sum(len(group) for group in groups)
     if size <= len(groups):
@@ -237,7 +238,7 @@ def _pooled(groups: Sequence[Sequence[float]]) -> float | str:
 
 
 def _name(key: str, taken: Container[str]) -> str:
-    """A name for tasks and files that no other has."""
+    """A name for a task and its file that is not in `taken`."""
     name = re.sub(r"[^\w.-]+", "_", key)
     while name in taken:
         name += "_"

@@ -1,4 +1,4 @@
-"""IFEval's checks of instructions, by lm-eval's copy of the authors' own code.
+"""IFEval's checks of instructions, with lm-eval's copy of the authors' code.
 
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911).
 """
@@ -11,18 +11,18 @@ from typing import Any
 from posttrain.base.imports import need
 from posttrain.grading.verdict import BadGold, Judgement
 
-# They count sentences with NLTK's punkt_tab, which NLTK downloads.
+# The checks of these instructions use NLTK's punkt_tab, which NLTK downloads.
 NEEDS_PUNKT = frozenset({"length_constraints:number_sentences", "length_constraints:nth_paragraph_first_word"})
 MODULES = ("langdetect", "immutabledict", "nltk", "lm_eval.tasks.ifeval.instructions_registry")
 
 
 def package(name: str) -> ModuleType:
-    """One of the packages of the extra `ifeval`. Raises ConfigError if it is missing."""
+    """Import a package of the `ifeval` extra. Raises ConfigError if it is missing."""
     return need(name, "ifeval", "suite ifeval")
 
 
 def warm_up() -> None:
-    """Import the packages before a worker is isolated, which keeps them from reading files."""
+    """Import the packages before a worker is isolated, because they cannot read files afterwards."""
     for name in (*MODULES, "lm_eval.tasks.ifeval.utils"):
         package(name)
     package("langdetect").detect("a language")  # loads its profiles
@@ -39,11 +39,11 @@ def _has_punkt() -> bool:
 
 
 def check(instructions: Sequence[str]) -> None:
-    """Raises BadGold if an instruction is unknown or cannot be checked on this machine."""
+    """Raise BadGold if an instruction is unknown or cannot be checked on this machine."""
     known = package("lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
     unknown = [name for name in instructions if name not in known]
     if unknown:
-        raise BadGold(f"there is no check of {', '.join(unknown)}")
+        raise BadGold(f"there is no check for {', '.join(unknown)}")
     if not _has_punkt() and (names := NEEDS_PUNKT & {*instructions}):
         raise BadGold(f"{', '.join(sorted(names))} needs NLTK's punkt_tab: python -m nltk.downloader punkt_tab")
 
@@ -51,8 +51,8 @@ def check(instructions: Sequence[str]) -> None:
 def followed(
     completion: str, instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str
 ) -> Judgement:
-    """Whether all instructions are followed (strict); the parts are those of the single instructions."""
-    package("langdetect").DetectorFactory.seed = 0  # else the detected language of a short string varies
+    """Whether all instructions are followed (strict); `parts` has the result for each instruction."""
+    package("langdetect").DetectorFactory.seed = 0  # otherwise the detected language of a short string varies
     checks = package("lm_eval.tasks.ifeval.utils")
     example = checks.InputExample(
         key=0, instruction_id_list=list(instructions), prompt=prompt, kwargs=list(map(dict, kwargs))

@@ -1,8 +1,8 @@
-"""The log of an evaluation in the JSON format, version 2, of Inspect (inspect.aisi.org.uk).
+"""Logs of an evaluation in Inspect's JSON format, version 2 (inspect.aisi.org.uk).
 
-One log for each suite and setting. An item is a sample, and each of its completions an epoch; values are averaged over
-epochs, then over samples, as Inspect's `accuracy`, `mean` and `stderr` do. An ungraded completion has the score NaN,
-which Inspect's metrics ignore, and the reason.
+Each suite and setting has its own log. An item becomes a sample, and each of its completions an epoch; values are
+averaged over epochs, then over samples, as by Inspect's `accuracy`, `mean` and `stderr`. An ungraded completion has the
+score NaN, which Inspect's metrics ignore, and a reason.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ NAMES = str.maketrans("_/:+ ", "-----")
 
 
 def files_of(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
-    """The logs by file name; Inspect lists files that begin with a time."""
+    """The logs by file name. The names begin with a time, because Inspect lists only such files."""
     files = {}
     for key, answers in evaluations.items():
         log = log_of(summary, key, answers)
@@ -75,7 +75,7 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
             "metadata": {"posttrain": suite},
         },
         "stats": {
-            # Summaries have the time of their end alone: the duration is that of generation.
+            # Summaries record only the time of their end; the duration is that of generation.
             "started_at": (ended - timedelta(seconds=suite["seconds"])).isoformat(),
             "completed_at": ended.isoformat(),
             "model_usage": {model["name"]: usage},
@@ -158,7 +158,7 @@ def _sample(answer: Answer, model: str, scorer: str, uuid: str, time: str) -> di
 
 
 def _score(answer: Answer) -> dict[str, Any]:
-    """A letter where the score is that of its verdict, else the number; NaN if there is none."""
+    """The score: a letter if it follows from the verdict, otherwise a number; NaN if there is no score."""
     letter = LETTERS.get(answer.verdict)
     known = {"verdict": answer.verdict}
     if answer.format_and_answer:
@@ -174,7 +174,7 @@ def _score(answer: Answer) -> dict[str, Any]:
 
 
 def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
-    """Each sample over its epochs: the mean of its scores, and the facts that all of them share."""
+    """Reduce each sample over its epochs, to the mean score and the facts that all epochs share."""
     values: dict[str, list[float]] = {}
     scores: dict[str, list[dict[str, Any]]] = {}
     for sample, answer in zip(samples, answers, strict=True):
@@ -190,14 +190,14 @@ def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) 
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """As Inspect's metrics give them: NaN without a score, and the error 0 with a single one."""
+    """Mean and standard error as in Inspect's metrics: NaN without scores; error 0 with a single score."""
     if not values:
         return math.nan, math.nan
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _usage(tokens: int) -> dict[str, int]:
-    """Tokens of completions; those of prompts are not recorded."""
+    """Token counts of completions; prompt tokens are not recorded."""
     return {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
 
 
@@ -206,5 +206,5 @@ def _sampling(suite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _id(*parts: object) -> str:
-    """An identifier that the same evaluation always gets, so that an export replaces the earlier one."""
+    """An identifier that is the same in every export of an evaluation, so that an export replaces the earlier one."""
     return hashlib.blake2s("\0".join(map(str, parts)).encode(), digest_size=11).hexdigest()

@@ -22,7 +22,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `position` is its index in the whole suite, which its random numbers depend on."""
+    """One question. `position` is its index in the whole suite, on which its random numbers depend."""
 
     position: int
     id: str
@@ -36,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The chosen items of a suite. `partial` describes which part of it they are; None: the whole."""
+    """The chosen items of a suite. `partial` describes the part chosen; None: the whole suite."""
 
     suite: SuiteConfig
     items: tuple[Item, ...]
@@ -46,15 +46,15 @@ class Items:
 
     @property
     def prompts(self) -> list[str]:
-        """The questions as strings, the last message of conversations."""
+        """The questions as strings; for conversations, the last message."""
         return [text_of(item.prompt) for item in self.items]
 
 
 def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
-    """Read a suite's items; with `max_rows`, that many, evenly spread. Pairs are read when they are scored.
+    """Read a suite's items; with `max_rows`, at most that many, evenly spread. Pairs are read when they are scored.
 
-    A row without the suite's fields stays as an item with a `problem`. Raises DataError if the source cannot be read,
-    or more than 1 % of its rows.
+    A row without the suite's fields becomes an item with a `problem`. Raises DataError if the source cannot be read, or
+    if more than 1 % of its rows have a problem.
     """
     if suite.kind == "preference":
         return Items(suite, (), 0, None, "")
@@ -79,7 +79,7 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
 
 
 def fields_of(suite: SuiteConfig, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row, and the fields that the suite makes of them."""
+    """The columns of a row, and the fields that the suite derives from them."""
     fields = dict(row)
     for name, alternatives in suite.columns.items():
         for column in alternatives:
@@ -91,7 +91,7 @@ def fields_of(suite: SuiteConfig, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
-    """The string with every `{name}` of a field replaced by its value; other braces stay."""
+    """The string with every `{name}` of a field replaced by its value; other braces are left unchanged."""
     return FIELD.sub(lambda match: _text(fields[match[1]]) if match[1] in fields else match[0], template)
 
 
@@ -101,7 +101,7 @@ def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
 
 
 def pair_text(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> str:
-    """A preference pair for display, which also identifies it; the whole row if it has none of the columns."""
+    """A preference pair as a string, which also identifies it; the whole row if it has none of the columns."""
     names = {name: (columns or {}).get(name, name) for name in ("prompt", "chosen", "rejected")}
     parts = {name: row[column] for name, column in names.items() if column in row} or row
     return "\n\n".join(
@@ -136,7 +136,8 @@ def _item(suite: SuiteConfig, record: Record, columns: Collection[str], shots: M
     group = _group(suite, fields)
     problem = record.problem or _lacking(suite, fields, columns)
     if suite.shots and not problem and group not in shots:
-        problem = f"{suite.shots_split} has under {counted(suite.shots, 'worked example')} of {group or 'the suite'}"
+        examples = counted(suite.shots, "worked example")
+        problem = f"{suite.shots_split} has fewer than {examples} of {group or 'the suite'}"
     fields["shots"] = shots.get(group, "")
     identity = _text(fields[suite.id]) if suite.id and suite.id in fields else str(record.row)
     if problem:
@@ -157,7 +158,7 @@ def _group(suite: SuiteConfig, fields: Mapping[str, Any]) -> str:
 
 
 def _lacking(suite: SuiteConfig, fields: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """Why the row cannot be asked. `{name}` in the prompt is a field if the suite or any row has it."""
+    """Why the row cannot be asked, or None. `{name}` in the prompt is a field if the suite or any row has it."""
     wanted = [*FIELD.findall(str(suite.prompt)), *suite.options.values(), *([suite.answer] if suite.answer else [])]
     known = {*suite.columns, *suite.options.values(), suite.answer, *columns}
     missing = [name for name in dict.fromkeys(wanted) if name in known and fields.get(name) is None]
@@ -177,10 +178,10 @@ def _text(value: Any) -> str:
 
 
 def _shots(suite: SuiteConfig) -> dict[str, str]:
-    """The worked examples of each group that has enough: prompt and answer, without the part before `{shots}`."""
+    """The worked examples of each group that has enough of them: the prompt after `{shots}`, and the answer."""
     if suite.rows is None and path_of(suite.source).is_file():
         raise DataError(
-            f"suite {suite.name}: {suite.source} is one file, whose questions cannot be worked examples too: give a "
+            f"suite {suite.name}: {suite.source} is one file, whose questions cannot also be worked examples: give a "
             f"folder with the splits {suite.split} and {suite.shots_split}, or set shots to 0"
         )
     body = str(suite.prompt).partition("{shots}")[2]
@@ -210,17 +211,17 @@ def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iter
 
 
 def _refuse_fixed_prompt(suite: SuiteConfig, columns: Collection[str]) -> None:
-    """Raise DataError if the prompt names fields, none of which the rows have."""
+    """Raise DataError if the prompt names fields but the rows have none of them."""
     names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
     if names and not {*names} & {*columns, *suite.columns}:
         raise DataError(
-            f"suite {suite.name}: the prompt names {', '.join(names)}, and the rows of {suite.source} have "
+            f"suite {suite.name}: the prompt names {', '.join(names)}, but the rows of {suite.source} have "
             f"{', '.join(sorted(columns))}: correct the prompt, or map the columns with `columns`"
         )
 
 
 def _partial(suite: SuiteConfig, items: Sequence[Item], chosen: Sequence[Item]) -> str | None:
-    """Which part of the suite the chosen items are, such as "10 of 57 subjects"; None for the whole."""
+    """The part of the suite that was chosen, such as "10 of 57 subjects"; None for the whole suite."""
     parts = []
     groups = {item.group for item in items}
     if suite.groups is not None and len(groups) < suite.groups:

@@ -1,6 +1,6 @@
-"""lm-eval's tasks with posttrain's engines and scorer behind its model interface (docs/eval-export.md).
+"""Runs lm-eval's tasks with posttrain's engines and scorer behind lm-eval's model interface (docs/eval-export.md).
 
-lm-eval makes the prompts and judges the answers; it is an optional package, without which this module raises
+lm-eval makes the prompts and grades the answers. It is an optional package; without it, importing this module raises
 ConfigError.
 """
 
@@ -32,7 +32,7 @@ _strings, _windows = import_module("lm_eval.models.utils"), import_module("lm_ev
 
 
 class PosttrainLM(TemplateLM):
-    """A model for `lm_eval.simple_evaluate(model=…)`. Strings are tokenised as by lm-eval's `hf` models."""
+    """A model for `lm_eval.simple_evaluate(model=…)`. Strings are tokenised as in lm-eval's `hf` models."""
 
     backend = "causal"
 
@@ -48,7 +48,7 @@ class PosttrainLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of strings without one."""
+        """The token that serves as context for strings without one."""
         first = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if first is None else first
 
@@ -89,7 +89,7 @@ class PosttrainLM(TemplateLM):
             groups = self.model.complete([self.tok_encode(prompt) for prompt, _ in prompts], sampling)
             for (_, members), group in zip(prompts, groups, strict=True):
                 for index, done in zip(members, group, strict=True):
-                    # Without the stop string that ended the completion, and the rest of its last token.
+                    # Without the stop string that ended the completion, and without the rest of the last token.
                     completions[index] = _strings.postprocess_generated_text(done.text, list(sampling.stop), None)
                     request = requests[index]
                     self.generated.setdefault((request.task_name, request.doc_id), []).append(done)
@@ -97,7 +97,7 @@ class PosttrainLM(TemplateLM):
 
 
 def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
-    """Prompts with their requests' indices, by generation settings (as JSON) and number of completions."""
+    """Group prompts, with the indices of their requests, by generation settings (JSON) and number of completions."""
     members: dict[tuple[str, str], list[int]] = {}
     for index, request in enumerate(requests):
         prompt, settings = request.args
@@ -109,16 +109,14 @@ def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, lis
 
 
 def manager_of(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:
-    """lm-eval's manager of the tasks, and the tokenizer. Raises ConfigError for an unknown task or no chat template."""
+    """lm-eval's task manager, and the tokenizer. Raises ConfigError if a task or chat template is missing."""
     manager = import_module("lm_eval.tasks").TaskManager()
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
-        raise ConfigError(
-            f"lm-eval has no task {', '.join(unknown)}: `lm-eval ls tasks` lists them; or give a .yaml file"
-        )
+        raise ConfigError(f"lm-eval has no task {', '.join(unknown)}: see `lm-eval ls tasks`, or give a .yaml file")
     tokenizer = load_tokenizer(model)
     if chat and not tokenizer.chat_template:
-        raise ConfigError(f"model {model.path} has no chat template: evaluate it without one")
+        raise ConfigError(f"model {model.path} has no chat template: evaluate it without chat")
     return manager, tokenizer
 
 
@@ -139,15 +137,15 @@ def run_lm_eval(
     """Evaluate a model on lm-eval's tasks: names, or paths of task files (`.yaml`).
 
     Args:
-        rollout: the engine; how to sample is the task's.
-        limit: documents of each task; None: all.
+        rollout: engine settings; sampling settings come from the task.
+        limit: maximum number of documents per task; None: all.
         num_fewshot: worked examples in each prompt; None: the task's number.
         chat: whether prompts are messages, written with the tokenizer's chat template.
 
     Returns the results of `lm_eval.simple_evaluate` with its samples, which `answers_of` reads, and `generated`.
 
-    Raises ConfigError for an unknown task, for chat without a chat template, and for generation settings that an
-    engine does not have, and DataError if a task's rows cannot be loaded.
+    Raises ConfigError for an unknown task, for chat without a chat template, and for generation settings that
+    engines do not support, and DataError if a task's rows cannot be loaded.
     """
     rollout, device = rollout or RolloutConfig(), take_device(devices or DevicesConfig())
     manager, tokenizer = manager_of(model, tasks, chat)
@@ -167,16 +165,16 @@ def run_lm_eval(
                 fewshot_as_multiturn=chat,
                 random_seed=seed,
             )
-        except OSError as error:  # datasets': not reached, not found
+        except OSError as error:  # from datasets: not reachable, not found
             raise DataError(f"lm-eval cannot load the rows of {', '.join(tasks)}: {first_line(error)}") from error
     return {**results, "generated": lm.generated}
 
 
 def answers_of(results: dict[str, Any]) -> list[Answer]:
-    """The samples of `run_lm_eval` as answers: the suite is the task, the setting the filter, unless it is `none`.
+    """Convert samples of `run_lm_eval` to answers: the suite is the task; the setting is the filter, "" for `none`.
 
-    The score is the task's first metric that is a number: 1 and 0 are correct and wrong. A sample without one is
-    ungraded, and so are all completions of a document but the first: lm-eval has one verdict for them together.
+    The score is the task's first numeric metric: 1 is correct, 0 wrong. A sample without a numeric metric is ungraded.
+    So are all completions of a document except the first, because lm-eval has one verdict for all of them.
     """
     return [
         answer
@@ -188,7 +186,7 @@ def answers_of(results: dict[str, Any]) -> list[Answer]:
 
 def _answers(task: str, sample: dict[str, Any], generated: Sequence[Reply]) -> list[Answer]:
     score = next((float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], int | float)), None)
-    reason = None if score is not None else "the task has no metric that is a number for one sample"
+    reason = None if score is not None else "the task has no numeric metric for single samples"
     if generated:
         extracted, completions = sample["filtered_resps"][0], list(zip(sample["resps"][0], generated, strict=True))
     else:  # continuations by log-probability: the answer is the likeliest

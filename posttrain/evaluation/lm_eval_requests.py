@@ -1,4 +1,4 @@
-"""lm-eval's requests of a model, as token ids, for posttrain's scorer and engines (lm_eval_model.py has the strings).
+"""lm-eval's requests to a model, as token ids, for posttrain's scorer and engines. lm_eval_model.py has the strings.
 
 A context is computed once for all its continuations, and a prompt once for all its completions.
 """
@@ -27,15 +27,15 @@ from posttrain.scoring import Scorer
 
 log = logging.getLogger("posttrain")
 
-CONTINUATIONS_AT_ONCE = 256  # between two updates of the progress bar
-NO_LIMIT = 2048  # positions of a model that has no limit, as in lm-eval
-SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # of lm-eval's generation settings, those that an engine has
+CONTINUATIONS_AT_ONCE = 256  # continuations scored between two updates of the progress bar
+NO_LIMIT = 2048  # positions assumed for a model without a limit, as in lm-eval
+SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # lm-eval's generation settings that engines support
 
 Pair = tuple[list[int], list[int]]
 
 
 class Requests(ExitStack):
-    """A model that scores continuations and completes prompts, both as token ids. Leaving it closes its engine."""
+    """Scores continuations and completes prompts with a model, all as token ids. On exit, closes the engine."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Requests(ExitStack):
 
     @cached_property
     def engine(self) -> Engine:
-        """Made when the first prompt is completed: tasks that only score need none."""
+        """The engine, created when the first prompt is completed: tasks that only score need none."""
         engine = make_engine(self.rollout.engine, self.policy, self.tokenizer, vllm=self.rollout.vllm)
         self.callback(engine.close)
         return engine
@@ -63,11 +63,11 @@ class Requests(ExitStack):
         """The log-probability (nats) of each continuation after its context, and whether greedy decoding gives it.
 
         A context that is too long loses its first tokens. Raises DataError if there is no context, or if a continuation
-        alone exceeds the positions.
+        is longer than the model's positions.
         """
         scores = [(0.0, True)] * len(pairs)
         pairs = [self._fitting(*pair) for pair in pairs]
-        # Continuations of one context come together, so that they share a pack.
+        # Continuations of one context are adjacent, so that they share a pack.
         order = [i for i in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i])) if pairs[i][1]]
         for start in progress(range(0, len(order), CONTINUATIONS_AT_ONCE), "scoring continuations"):
             block = order[start : start + CONTINUATIONS_AT_ONCE]
@@ -96,7 +96,7 @@ class Requests(ExitStack):
             raise DataError(f"the continuation {continuation[:8]} has no context: give at least one token")
         if len(continuation) > self.positions:
             raise DataError(
-                f"a continuation has {len(continuation):,} tokens and the model {self.positions:,} positions"
+                f"a continuation has {len(continuation):,} tokens, but the model {self.positions:,} positions"
             )
         return context[-(self.positions + 1 - len(continuation)) :], continuation
 
@@ -106,11 +106,11 @@ class Requests(ExitStack):
         if room < 1:
             raise ConfigError(
                 f"completions of {sampling.max_completion_length:,} tokens leave no room for a prompt: the model has "
-                f"{self.positions:,} positions; set the task's max_gen_toks to less"
+                f"{self.positions:,} positions; lower the task's max_gen_toks"
             )
         cut = sum(len(prompt) > room for prompt in prompts)
         if cut:
-            log.warning("%s shortened from the left to %s", counted(cut, "prompt"), counted(room, "token"))
+            log.warning("%s truncated on the left to %s", counted(cut, "prompt"), counted(room, "token"))
         prompts = [prompt[-room:] for prompt in prompts]
         seeds = [seed_of(self.seed, index) for index in range(len(prompts))]
         with counter("generating for lm-eval", len(prompts)) as count:
@@ -119,11 +119,11 @@ class Requests(ExitStack):
         return [[Reply.of(one, self.stops, self.tokenizer, prompt) for one in group] for prompt, group in made]
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
-        """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""
+        """Convert lm-eval's normalised generation settings for engines. Raises ConfigError for unsupported ones."""
         unknown = sorted(settings.keys() - SAMPLED - {"do_sample", "until", "max_gen_toks"})
         if unknown:
             raise ConfigError(
-                f"the task's generation_kwargs have {', '.join(unknown)}, which engines do not support: they have "
+                f"the task's generation_kwargs have {', '.join(unknown)}, which engines do not support: they support "
                 f"{', '.join(sorted(SAMPLED))}, until, max_gen_toks and do_sample"
             )
         return Sampling(

@@ -1,4 +1,4 @@
-"""Rows of MMLU: its own CSV files, which have no header, or the hub's table."""
+"""Reads the rows of MMLU from its original CSV files, which have no header, or from the hub's table."""
 
 import csv
 import json
@@ -18,8 +18,8 @@ LETTERS = "ABCD"
 def rows(source: str, split: str) -> Iterator[Record]:
     """The rows of a split with `id`, `subject`, `about`, `question`, `options`, `choices`, `letter`, `answer`.
 
-    `source` is a folder with `{split}/{subject}_{split}.csv` or with these files themselves (question, A, B, C, D,
-    letter), or a data set with the columns subject, question, choices and answer.
+    `source` is a folder that contains `{split}/{subject}_{split}.csv` or these files directly (columns: question, A, B,
+    C, D, letter), or a data set with the columns subject, question, choices and answer.
     """
     folder = path_of(source)
     files = sorted((folder / split).glob("*.csv")) or sorted(folder.glob(f"*_{split}.csv"))
@@ -36,7 +36,7 @@ def rows(source: str, split: str) -> Iterator[Record]:
             if len(cells) == 6 and cells[5].strip() in tuple(LETTERS):
                 value = _row(subject, number, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
             else:
-                problem = f"{len(cells)} cells, not a question, four options and a letter"
+                problem = f"{len(cells)} cells instead of a question, four options and a letter"
             yield Record(row, str(path), number + 1, value, problem)
             row += 1
 
@@ -63,7 +63,7 @@ def _of_table(source: str, split: str) -> Iterator[Record]:
                 numbers[subject] += 1
                 value = _row(subject, numbers[subject] - 1, question, choices, answer)
         except (KeyError, ValueError, TypeError, IndexError) as error:
-            problem = f"not a subject, a question, choices and the number of the right one: {error}"
+            problem = f"not a subject, a question, choices and the number of the right choice: {error}"
         yield Record(record.row, record.file, record.line, value, problem)
 
 

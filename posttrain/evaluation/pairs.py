@@ -1,7 +1,7 @@
-"""Pairs of completions as a suite: how often a model scores the chosen one above the rejected one.
+"""Preference pairs as a suite: how often a model scores the chosen completion above the rejected one.
 
-The score is a reward model's reward; a policy's implicit reward beta (log pi - log pi_ref) (Rafailov et al. 2023, arXiv
-2305.18290); or, without a reference, its log-probability per token.
+The score is a reward model's reward, a policy's implicit reward beta (log pi - log pi_ref) (Rafailov et al. 2023, arXiv
+2305.18290) or, without a reference, the policy's log-probability per token.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ from posttrain.runs.inputs import content_of
 from posttrain.scoring import RewardScorer, Scorer
 
 PACK_TOKENS, BATCH = 8192, 64
-PAIRS = 16  # of a batch of --num-batches
+PAIRS = 16  # pairs in a batch of --num-batches
 BETA = 0.1  # of the implicit reward
-LONGEST = 4096  # tokens of a sequence of a model without a limit of positions
+LONGEST = 4096  # maximum tokens of a sequence; fewer if the model has fewer positions
 
 Margins = Callable[[Sequence[Example]], list[float]]
 
 
 def pair_facts(model: ModelConfig, suite: SuiteConfig, options: EvalOptions, content: str) -> dict[str, Any]:
-    """What identifies an evaluation of pairs."""
+    """The facts that identify an evaluation of pairs."""
     reference = _reference(model, options)
     return {
         "model": content,
@@ -68,7 +68,7 @@ def evaluate_pairs(
     store: EvaluationStore,
     facts: Mapping[str, Any],
 ) -> None:
-    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0.
+    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, otherwise 0.
 
     `loaded` is a reward model or a policy. Stored pairs of an evaluation with the same `facts` are kept."""
     key, device = suite.name, loaded.device
@@ -105,15 +105,15 @@ def pairs_for(
     suite: SuiteConfig,
     options: EvalOptions,
 ) -> tuple[Dataset, dict[int, str], int]:
-    """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
+    """The pairs that fit the model, the reasons why other rows cannot be scored, by row, and the number of rows.
 
-    Raises ModelError for a tokenizer that is not the model's, or that the reference does not share."""
+    Raises ModelError if the tokenizer does not fit the model, or if the reference has another tokenizer."""
     check_embeddings(loaded, tokenizer, model.path)
     reference = None if is_classifier(loaded) else _reference(model, options)
     if reference is not None and _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
         raise ModelError(
-            f"--reference {reference.path} has another tokenizer than the policy, so their log-probabilities are not "
-            "those of the same tokens: give the model that the policy was trained from"
+            f"--reference {reference.path} has a different tokenizer from the policy, so their log-probabilities are "
+            "those of different tokens: give the model that the policy was trained from"
         )
     longest = min(positions_of(loaded.config) or LONGEST, LONGEST)
     data = DataConfig(
@@ -140,7 +140,7 @@ def _reference(model: ModelConfig, options: EvalOptions) -> ModelConfig | None:
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Without added tokens, such as a pad token of the trained model."""
+    """The vocabulary without added tokens, such as a pad token of the trained model."""
     added = cast(dict[str, int], cast(Any, tokenizer).get_added_vocab())
     return {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
 
@@ -155,7 +155,7 @@ def _columns(suite: SuiteConfig) -> dict[str, str]:
 
 
 def _chosen(options: EvalOptions, read: int) -> list[int]:
-    """The rows to score: all, evenly spread ones, or a sample with replacement."""
+    """The rows to score: all rows, evenly spread rows, or a sample with replacement."""
     if options.num_batches is not None:
         count = options.num_batches * PAIRS
         return np.random.default_rng(options.seed).integers(read, size=count).tolist()
@@ -172,7 +172,7 @@ def _partial(options: EvalOptions, chosen: int, read: int) -> str | None:
 def _answers(
     suite: SuiteConfig, row: int, text: str, count: int, margin: float | None, reason: str | None
 ) -> Iterator[Answer]:
-    """The answer to a pair, as often as it is sampled. A margin that is not finite is no verdict."""
+    """Yield a pair's answer, once each time the pair was sampled. A margin that is not finite gives no verdict."""
     if margin is not None and not isfinite(margin):
         margin, reason = None, "the model's scores are not finite"
     for sample in range(count):
@@ -190,7 +190,7 @@ def _answers(
 
 
 def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
-    """Differences of rewards, or of mean log-probabilities per token."""
+    """The function for margins of a reward model's rewards, or of a policy's mean log-probabilities per token."""
     if is_classifier(loaded):
         return partial(_margins, RewardScorer(loaded), device, reward=True)
     scorer = Scorer(loaded)
@@ -198,7 +198,7 @@ def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
 
 
 def _implicit(policy: PreTrainedModel, reference: PreTrainedModel, device: torch.device) -> Margins:
-    """Differences of implicit rewards."""
+    """The function for margins of implicit rewards."""
     ours, theirs = Scorer(policy), Scorer(reference)
 
     def per_sequence(packed: Pack) -> torch.Tensor:
@@ -214,7 +214,7 @@ def _margins(
     examples: Sequence[Example],
     reward: bool = False,
 ) -> list[float]:
-    """The score of chosen minus that of rejected, for each pair."""
+    """The margin of each pair: the score of chosen minus that of rejected."""
     scores: dict[int, list[float]] = {}
     for packed in pack(list(examples), PACK_TOKENS, reward, width_step(device, PACK_TOKENS)):
         for group, value in zip(packed.group_S.tolist(), per_sequence(packed.to(device)).tolist(), strict=True):

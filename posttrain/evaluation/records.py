@@ -1,6 +1,6 @@
-"""The records of an evaluation (docs/eval.md): `evaluation.sqlite` as it runs, then `answers.jsonl` and `summary.json`.
+"""Records of an evaluation (docs/eval.md): `evaluation.sqlite` while it runs, then `answers.jsonl` and `summary.json`.
 
-An item's answers are stored in one transaction, so a killed evaluation has whole items and resumes with the others.
+An item's answers are stored in one transaction: a killed evaluation has complete items, and resumes with the others.
 """
 
 import json
@@ -48,7 +48,7 @@ class Answer:
     """One completion of one item, with its prompt and its grade."""
 
     suite: str
-    setting: str = ""  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""
+    setting: str = ""  # of a sweep, such as "temperature=0.6 top_p=0.9"; otherwise ""
     item: str  # the item's id in its suite
     sample: int  # from 0
     group: str = ""  # subject or level; "" without groups
@@ -56,13 +56,13 @@ class Answer:
     gold: str | None = None
     completion: str
     extracted: str | None = None  # the answer that the rule found
-    verdict: str  # correct, wrong, timeout, crashed, bad_gold, ungraded; scored: by a function
+    verdict: str  # correct, wrong, timeout, crashed, bad_gold, ungraded, scored (by a function)
     score: float | None = None  # None: not graded
     format_and_answer: str = ""  # 11, 10, 01, 00; "" if the rule has no format
     tokens: int = 0
     finish_reason: str = ""  # stop, length; "" if nothing was generated
-    seconds: float = 0.0  # its share of the time of generation
-    reason: str | None = None  # why it is not graded
+    seconds: float = 0.0  # its share of the generation time
+    reason: str | None = None  # why the completion is not graded
 
 
 COLUMNS = tuple(field.name for field in fields(Answer))
@@ -70,10 +70,10 @@ _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class EvaluationStore:
-    """The database of an evaluation folder, locked for this process; any of its threads may use it.
+    """The database of an evaluation folder, locked for this process; any thread of the process may use it.
 
-    Errors of SQLite are RunErrors that name the file. With `overwrite`, starting an evaluation removes the earlier one
-    and those of other models (`is_of`), and a damaged database is moved aside.
+    SQLite errors become RunErrors that name the file. With `overwrite`, starting an evaluation removes the earlier one
+    and evaluations of other models (see `is_of`), and a damaged database is moved aside.
     """
 
     def __init__(self, folder: Path, overwrite: bool = False):
@@ -100,8 +100,8 @@ class EvaluationStore:
                 raise
         aside = self.path.with_name(f"{DATABASE}.damaged")
         os.replace(self.path, aside)
-        self.path.with_name(f"{DATABASE}-journal").unlink(missing_ok=True)  # it would be applied to the new one
-        log.warning("%s was damaged: it is moved to %s", self.path, aside.name)
+        self.path.with_name(f"{DATABASE}-journal").unlink(missing_ok=True)  # it would be applied to the new database
+        log.warning("%s is damaged and was moved to %s", self.path, aside.name)
         return _connected(self.path, False)
 
     def __enter__(self) -> Self:
@@ -123,14 +123,14 @@ class EvaluationStore:
             )
 
     def facts(self, key: str) -> dict[str, Any] | None:
-        """What identifies a started evaluation: model, items, settings; None if it has not started."""
+        """What identifies a started evaluation: model, items, settings; None if it was not started."""
         if self._overwrite and key not in self._started:
             return None
         rows = self._rows("SELECT facts FROM evaluations WHERE key = ?", key)
         return json.loads(rows[0][0]) if rows else None
 
     def summary(self, key: str) -> dict[str, Any] | None:
-        """The summary of a finished evaluation."""
+        """The summary of a finished evaluation, otherwise None."""
         rows = self._rows("SELECT summary FROM evaluations WHERE key = ?", key)
         return json.loads(rows[0][0]) if rows and rows[0][0] else None
 
@@ -140,7 +140,7 @@ class EvaluationStore:
         return {key: json.loads(summary) for key, summary in rows}
 
     def start(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Begin an evaluation; answers of an earlier one with this key, and of other models, are deleted."""
+        """Start an evaluation. Evaluations with the same key, and of other models, are deleted with their answers."""
         self._started.add(key)
         replaced, self._of_others = {key, *self._of_others}, []
         for table in ("evaluations", "answers"):  # in this order: answers without an evaluation are never read
@@ -148,7 +148,7 @@ class EvaluationStore:
         self._write("INSERT INTO evaluations VALUES (?, ?, NULL)", [(key, json.dumps(facts))])
 
     def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
-        """Store answers with their items' positions, all or none."""
+        """Store answers with their items' positions: all of them, or none."""
         marks = ", ".join("?" * (len(COLUMNS) + 2))
         rows = [(key, position, *(getattr(answer, name) for name in COLUMNS)) for position, answer in answers]
         self._write(f"INSERT OR REPLACE INTO answers (key, position, {_QUOTED}) VALUES ({marks})", rows)
@@ -157,11 +157,11 @@ class EvaluationStore:
         self._write("UPDATE evaluations SET summary = ? WHERE key = ?", [(json.dumps(summary), key)])
 
     def positions(self, key: str) -> set[int]:
-        """The items that have their answers."""
+        """The positions of the items that are answered."""
         return {row[0] for row in self._rows("SELECT DISTINCT position FROM answers WHERE key = ?", key)}
 
     def answers(self, key: str | None = None) -> Iterator[Answer]:
-        """The answers of one evaluation, or of all that are finished, by suite, item and sample."""
+        """The answers of one evaluation, or of all finished ones, ordered by suite, item and sample."""
         if key is not None:
             rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
             yield from (Answer(**dict(zip(COLUMNS, row, strict=True))) for row in rows)
@@ -187,7 +187,7 @@ class EvaluationStore:
     def _refusal(self, error: Exception) -> RunError:
         text = str(error)
         if "locked" in text:
-            advice = "another program writes it: wait for it, or give another folder with --output"
+            advice = "another program is writing to it: wait until it ends, or give another folder with --output"
         elif _is_damage(error):
             advice = "the file is damaged: evaluate again with --overwrite, which moves it aside"
         else:
@@ -196,9 +196,9 @@ class EvaluationStore:
 
 
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
-    """The database with its tables; `check`: read all of it. Raises sqlite3.Error if it is damaged."""
+    """Open the database and create its tables; with `check`, read all of it. Raises sqlite3.Error if it is damaged."""
     check_database(path)
-    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # `_turn` keeps threads apart
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # `_turn` serialises threads
     try:
         with connection:
             connection.executescript(SCHEMA)
@@ -215,7 +215,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _storable(value: Any) -> Any:
-    """A lone surrogate, which UTF-8 lacks, as its escape."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with escapes."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -227,15 +227,15 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of one suite with one setting; `answers` are in the order of the items.
 
-    `value` is the mean over all graded answers, with an interval clustered by prompt; None if nothing is graded. Other
-    answers never have a score: `ungraded` counts them by reason.
+    `value` is the mean over all graded answers, with an interval clustered by prompt; None if nothing is graded.
+    Answers that are not graded have no score; `ungraded` counts them by reason.
     """
     suite = items.suite
     by_item = [list(group) for _, group in groupby(answers, key=lambda answer: answer.item)]
     scores = [[answer.score for answer in group if answer.score is not None] for group in by_item]
     graded = sum(map(len, scores))
     estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
-    # By verdict; answers that were not graded at all by the reason without its details.
+    # By verdict; for the verdict `ungraded`, by the reason without its details.
     ungraded = Counter(
         answer.verdict if answer.verdict != "ungraded" else (answer.reason or "no reason").partition(": ")[0]
         for answer in answers
@@ -283,7 +283,7 @@ def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, 
 
 
 def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
-    """The mean score of each group's graded answers, None without one, and its number of items."""
+    """Each group's mean score over graded answers (None if there are none) and its number of items."""
     groups: dict[str, list[float]] = {}
     items: Counter[str] = Counter()
     for answers in by_item:
@@ -319,7 +319,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder} has an evaluation that is not finished: run the same `posttrain eval` again")
     summary = load_json(folder / SUMMARY)
     if not isinstance(summary, dict) or summary.get("format") != FORMAT or not isinstance(summary.get("suites"), dict):
-        raise RunError(f"{folder / SUMMARY} is damaged or of another version of posttrain")
+        raise RunError(f"{folder / SUMMARY} is damaged, or from another version of posttrain")
     return summary
 
 

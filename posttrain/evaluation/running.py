@@ -1,4 +1,4 @@
-"""Runs one suite with one setting: answers are graded and stored as they come, so a stopped evaluation resumes.
+"""Runs one suite with one setting: answers are graded and stored as they come, so a stopped evaluation can be resumed.
 
 Verdicts come from the suite's rule in supervised workers, or from a user's function.
 """
@@ -30,9 +30,9 @@ from posttrain.rewards.rules import COMPARES_EXPRESSIONS, modules_of, options_of
 from posttrain.rewards.rules import RULES as REWARD_RULES
 
 RULES = REWARD_RULES | OWN_RULES
-ANSWERS_AT_ONCE, WAIT_S = 256, 5.0  # completions, or seconds, after which a function of the user's is called
-GRADED = ("extracted", "verdict", "score", "format_and_answer", "reason")  # fields of an answer from its grade
-GRACE_S = 2.0  # for verdicts that are still to come when an evaluation is stopped
+ANSWERS_AT_ONCE, WAIT_S = 256, 5.0  # completions, or seconds, after which a user's function is called
+GRADED = ("extracted", "verdict", "score", "format_and_answer", "reason")  # fields that an answer takes from its grade
+GRACE_S = 2.0  # seconds to wait for outstanding verdicts when an evaluation is stopped
 
 Pending = Sequence[Future[Grade] | Grade]
 Answered = tuple[Item, list[Reply]]
@@ -42,11 +42,11 @@ Graded = tuple[Item, list[Reply], list[Grade]]
 class Judge:
     """Grades answers of one suite. Close it, or use it as a context manager.
 
-    Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails the known pairs."""
+    Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails on known pairs."""
 
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
         self._suite, self._rule = suite, suite.rule
-        self.calls_function = ":" in suite.rule  # of the user's, by `submit`, rather than workers
+        self.calls_function = ":" in suite.rule  # `submit` calls a user's function instead of workers
         self._pool: Pool | None = None
         self._takes: set[str] = set()  # arguments of the rule
         self._function: RewardFunction | None = None
@@ -56,7 +56,7 @@ class Judge:
             self._pool = self._started(workers, deadline)
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
-        """Start grading one completion for each item; the rule's workers run beside the caller."""
+        """Start grading one completion for each item; the rule's workers run in parallel with the caller."""
         if self._pool is not None:
             return [self._pool.submit(self._request(*pair)) for pair in zip(items, completions, strict=True)]
         if self._suite.kind == "choices":
@@ -66,7 +66,7 @@ class Judge:
         return [Grade("ungraded", reason="the suite has no rule")] * len(items)
 
     def collect(self, pending: Pending) -> list[Grade]:
-        """The grades in order, when all are ready."""
+        """Wait for all grades, and return them in order."""
         if self._pool is None:
             return [grade for grade in pending if isinstance(grade, Grade)]
         return list(self._pool.collect([grade for grade in pending if isinstance(grade, Future)]))
@@ -85,14 +85,14 @@ class Judge:
     def _started(self, workers: int | None, deadline: float) -> Pool:
         rule = self._rule
         if rule not in RULES:
-            raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}; there are {', '.join(RULES)}, none")
+            raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}, only {', '.join(RULES)} and none")
         module, _, name = RULES[rule].partition(":")
         judge = getattr(importlib.import_module(module), name).judge
         self._takes = {*list(inspect.signature(judge).parameters)[2:]}  # besides the completion and the answer
         if lacking := self._takes - {*self._suite.options, *options_of(rule, TagsConfig())}:
             raise ConfigError(
-                f"suite {self._suite.name}: the rule {rule} needs {', '.join(sorted(lacking))}, a field of the rows "
-                f"each: set options, such as {{{min(lacking)}: {min(lacking)}}}"
+                f"suite {self._suite.name}: the rule {rule} needs {', '.join(sorted(lacking))}: set options to "
+                f"fields of the rows, such as {{{min(lacking)}: {min(lacking)}}}"
             )
         modules = {module, *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
         if rule == "ifeval":
@@ -114,7 +114,7 @@ class Judge:
         return GradeRequest(RULES[self._rule], completion, item.gold, options)
 
     def _chosen(self, item: Item, completion: str) -> Grade:
-        """Whether the choice is the right one, which the item has by its number."""
+        """Whether the choice is the right one; the item's gold answer is the number of the right choice."""
         number = item.gold or ""
         if not number.isdecimal() or int(number) >= len(self._suite.choices):
             return Grade("bad_gold", reason=f"the answer is not the number of a choice: {number!r:.60}")
@@ -142,7 +142,7 @@ def run(
     facts: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The summary of the suite; every answer is in `store` under `key`.
+    """Answer and grade the items, and return the suite's summary; every answer is in `store` under `key`.
 
     Stored answers of an evaluation with the same `facts` are kept. Raises RunError if the facts differ."""
     if not started(store, key, facts):
@@ -176,7 +176,7 @@ class Grading:
     """Grades items while others are still being answered.
 
     `graded` is called in another thread as soon as there are verdicts, however long the next answer takes. Leaving the
-    context waits for all verdicts; after an error, for those that come within GRACE_S.
+    context waits for all verdicts; after an error, at most GRACE_S seconds.
     """
 
     def __init__(self, judge: Judge, graded: Callable[[Sequence[Graded]], None]):
@@ -185,7 +185,7 @@ class Grading:
         self._answered: list[Answered] = []
         self._count, self._since = 0, time.monotonic()
         self._submitted: SimpleQueue[tuple[list[Answered], Pending] | None] = SimpleQueue()
-        self._failure: BaseException | None = None  # of the thread
+        self._failure: BaseException | None = None  # an error in the thread
         self._left = False
         self._thread = threading.Thread(target=self._work, name="posttrain-evaluation", daemon=True)
 
@@ -205,7 +205,7 @@ class Grading:
             raise self._failure
 
     def add(self, item: Item, replies: list[Reply]) -> None:
-        """Raises an error of grading or storing an earlier item."""
+        """Add an answered item. If grading or storing an earlier item failed, that error is raised here."""
         if self._failure is not None:
             raise self._failure
         self._answered.append((item, replies))
@@ -214,7 +214,7 @@ class Grading:
             self._submit()
 
     def _submit(self) -> None:
-        answered, self._answered = self._answered, []  # first: a function of the user's is called below, which may fail
+        answered, self._answered = self._answered, []  # first: the user's function, called below, may fail
         pairs = [(item, reply.text) for item, replies in answered for reply in replies if not reply.problem]
         pending = self._judge.submit([item for item, _ in pairs], [text for _, text in pairs]) if pairs else []
         self._submitted.put((answered, pending))
@@ -263,7 +263,7 @@ def _answer(
 
 
 def started(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
-    """Whether an evaluation with these facts was started. Raises RunError if it has other facts."""
+    """Whether an evaluation with these facts was started. Raises RunError if its facts differ."""
     before = store.facts(key)
     if before is None:
         return False
@@ -277,5 +277,5 @@ def started(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
 
 
 def finished(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
-    """Whether an evaluation with these facts has its summary. Raises RunError as `started`."""
+    """Whether an evaluation with these facts is finished. Raises RunError if its facts differ."""
     return started(store, key, facts) and store.summary(key) is not None

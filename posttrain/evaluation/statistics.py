@@ -1,9 +1,9 @@
-"""Values of evaluations and their uncertainty: means over answers, pass@k, maj@k; differences of two evaluations on the
-same prompts, and of runs that differ by their seeds.
+"""Values of evaluations and their uncertainty: means over answers, pass@k, maj@k; differences between two evaluations
+on the same prompts, and between runs with different seeds.
 
-Answers to one prompt are not independent: what is sampled at random is the prompt. So every interval is clustered by
+Answers to one prompt are not independent; the prompts are the random sample. So every interval is clustered by
 prompt (Miller, "Adding Error Bars to Evals", arXiv 2411.00640). Two models find the same prompts hard, so their
-difference is known more precisely prompt by prompt than from the two means (section 4 there).
+difference is estimated more precisely prompt by prompt than from the two means (section 4 of that paper).
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ import numpy as np
 
 from posttrain.base.distributions import sign_test, t_quantile, z_quantile
 
-ROUNDING = 1e-12  # relative to the mean: a smaller standard error is that of equal numbers
+ROUNDING = 1e-12  # relative to the mean; a smaller standard error is the rounding error of equal numbers
 CHUNK = 1 << 22  # resampled values in memory at a time
 
 
@@ -30,35 +30,37 @@ class Estimate:
     standard_error: float | None  # None: a single prompt
     low: float | None  # None: a single prompt, or equal scores outside of 0 to 1
     high: float | None
-    prompts: int  # with at least one graded answer
-    answers: int  # graded
+    prompts: int  # number of prompts with at least one graded answer
+    answers: int  # number of graded answers
 
 
 def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
     """The mean over all graded answers, with an interval that is clustered by prompt.
 
     Args:
-        groups: for each prompt the scores of its graded answers. Prompts without one are ignored.
+        groups: for each prompt the scores of its graded answers. Prompts without graded answers are ignored.
         confidence: the interval's coverage.
 
-    The value is the sum of all scores over their number: a prompt with more graded answers weighs more. The standard
-    error is that of Miller (2024), eq. 4, with C / (C - 1) for C prompts (groups of one: s / √n with ddof 1):
+    The value is the sum of all scores divided by their number, so a prompt with more graded answers weighs more. The
+    standard error is that of Miller (2024), eq. 4, with C / (C - 1) for C prompts (groups of one: s / √n with ddof 1):
 
         SE² = C / (C - 1) · Σ_c (Σ_i (s_ic - mean))² / N²
 
-    equal to inspect's `stderr(cluster=...)`. The standard error without clusters, inspect's `stderr()`, is that of
-    groups of one answer each.
+    It equals inspect's `stderr(cluster=...)`. Groups of one answer each give the standard error without clusters,
+    inspect's `stderr()`.
 
-    The interval of scores between 0 and 1 is Wilson's (1927), with the number of independent answers that would have
-    this standard error, n = p(1 - p) / SE², in place of the number of answers (Korn & Graubard 1998: the effective
-    sample size, adjusted by (z / t)² for the degrees of freedom C - 1). n is not less than N² / Σ N_c², where all
-    answers to a prompt are the same (so n = C at p = 0 and p = 1), and of scores that are 0 or 1 not more than N, where
-    answers are independent. Few prompts tell little of how alike several answers to one are, and near 0 and 1 most of
-    them tell nothing. So of scores that are 0 or 1 the estimate of N / n counts as the prompts do that have a right
-    answer, or those that have a wrong one if these are fewer, beside one prompt whose answers are all the same. The
-    interval then covers near 0 and 1 and for few prompts, where mean ± z·SE does not (`tests/test_statistics.py` has
-    the figures); it stays between 0 and 1 and never has zero width. Other scores: mean ± t·SE with C - 1 degrees of
-    freedom.
+    For scores between 0 and 1 the interval is Wilson's (1927). Its n is not the number of answers but the effective
+    sample size: the number of independent answers with the same standard error, n = p(1 - p) / SE² (Korn & Graubard
+    1998), adjusted by (z / t)² for the degrees of freedom C - 1. n is at least N² / Σ N_c², its value if all answers to
+    a prompt are the same, and at p = 0 and p = 1 (equal to C if prompts have equally many answers). For scores that are
+    0 or 1, n before the adjustment is at most N, its value if answers are independent.
+
+    Few prompts say little about how alike the answers to a prompt are, and near 0 and 1 most prompts say nothing. So
+    for scores that are 0 or 1, the estimate of N / n is averaged with its value for identical answers. The estimate
+    weighs as much as the number of prompts with a right answer (or with a wrong one, if these are fewer), the other
+    value as much as one prompt. The interval then has its coverage near 0 and 1 and for few prompts, where mean ± z·SE
+    does not (see `tests/test_statistics.py`). It lies within 0 and 1 and never has zero width. For other scores, the
+    interval is mean ± t·SE with C - 1 degrees of freedom.
 
     Raises ValueError if no prompt has a graded answer.
     """
@@ -92,15 +94,15 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
 def _effective_size(
     p: float, error: float | None, prompts: int, answers: int, least: float, telling: int | None, confidence: float
 ) -> float:
-    """The number of independent answers whose mean is as sure as this one; see `mean_by_prompt`.
+    """The number of independent answers whose mean is as certain as this one; see `mean_by_prompt`.
 
-    `telling` is None for scores other than 0 and 1, else the number of prompts that tell how alike answers are."""
+    `telling`: the number of prompts that show how alike answers are; None if some score is not 0 or 1."""
     if error is None or not 0 < p < 1:
         return least
     freedom = (z_quantile(confidence) / t_quantile(confidence, prompts - 1)) ** 2
     if telling is None:
         return least if error == 0 else max(least, p * (1 - p) / error**2 * freedom)
-    alike = answers / least  # N / n where the answers to a prompt are all the same
+    alike = answers / least  # N / n if all answers to a prompt are the same
     if alike == 1:
         return least
     estimated = min(max(1.0, answers * error**2 / (p * (1 - p))), alike)
@@ -116,17 +118,17 @@ def wilson(p: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of k completions is right: the unbiased estimate from n of which c are (k ≤ n).
+    """Probability that one of k completions is right: the unbiased estimate from n completions, c of them right.
 
-    1 - C(n - c, k) / C(n, k), arXiv 2107.03374, eq. 1."""
+    1 - C(n - c, k) / C(n, k) for k ≤ n, arXiv 2107.03374, eq. 1."""
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4 ... up to `most` completions per prompt, as the mean over prompts.
+    """`pass@k` for k = 1, 2, 4 ... and `most` completions per prompt, as the mean over prompts.
 
-    None is a completion without a verdict, which is not counted; prompts with fewer than k counted completions are not
-    in pass@k.
+    None is a completion without a verdict; it is not counted. Prompts with fewer than k counted completions are not in
+    pass@k.
     """
     judged = [[right for right in group if right is not None] for group in groups]
     found = {k: passes_at(judged, k) for k in sizes(most)}
@@ -148,12 +150,12 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
     Args:
         answers: the answer of each completion; None does not vote.
-        right: whether it is right. All right answers are one answer, however they are written; wrong ones are one
-            answer if they are equal strings.
+        right: whether the completion is right. All right answers count as one answer, however they are written; wrong
+            answers count as one if they are equal strings.
         k: how many of the n completions vote.
 
-    The mean, over all C(n, k) choices, of the probability that the answer with the most votes is right, where a tie
-    for the most is broken uniformly at random, and no vote at all is wrong. maj@1 is the accuracy.
+    The mean, over all C(n, k) choices, of the probability that the answer with the most votes is right, where ties
+    are broken uniformly at random and a choice without votes is wrong. maj@1 is the accuracy.
     """
     correct = sum(right)
     wrong = Counter(answer for answer, good in zip(answers, right, strict=True) if not good and answer is not None)
@@ -162,7 +164,7 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
 
 def majorities_at(groups: Sequence[tuple[Sequence[str | None], Sequence[bool]]], k: int) -> list[float]:
-    """maj@k of each prompt, as (answers, right), with at least k completions."""
+    """maj@k of each prompt, given as (answers, right), that has at least k completions."""
     return [maj_at_k(answers, right, k) for answers, right in groups if len(answers) >= k]
 
 
@@ -170,9 +172,9 @@ def majorities_at(groups: Sequence[tuple[Sequence[str | None], Sequence[bool]]],
 def _majority(correct: int, wrong: tuple[int, ...], silent: int, k: int) -> float:
     """maj@k from the counts of the right answer, of each wrong answer, and of completions without an answer.
 
-    Sums, over the votes v of the right answer, the multivariate hypergeometric weight of all choices in which no wrong
-    answer has more than v votes, divided by 1 + the number of those that have v: counted by dynamic programming over
-    the wrong answers, in whole numbers.
+    Sums, over the votes v of the right answer, the multivariate hypergeometric weights of all choices in which no wrong
+    answer has more than v votes, each divided by 1 + the number of wrong answers with v votes. The choices are counted
+    in integers, by dynamic programming over the wrong answers.
     """
     right: Counter[int] = Counter()  # number of choices by the number of wrong answers that tie with the right one
     for votes in range(1, min(correct, k) + 1):
@@ -194,11 +196,11 @@ def _majority(correct: int, wrong: tuple[int, ...], silent: int, k: int) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """B's mean score less A's, prompt by prompt."""
+    """B's mean score minus A's, prompt by prompt."""
 
     value: float
     standard_error: float | None  # clustered by prompt; None: a single prompt
-    low: float | None  # None: no spread to tell it from
+    low: float | None  # None: no spread to estimate it from
     high: float | None
     smallest: float | None  # the difference that would have been detected with the given power
     wins: int  # prompts on which B's mean score is higher
@@ -213,16 +215,16 @@ def paired_difference(
 
     Args:
         one_C, other_C: for each prompt the mean of its graded scores; each prompt counts once.
-        confidence: the interval's coverage, and 1 - alpha of the test that `smallest` is about.
+        confidence: the interval's coverage, and 1 - alpha of the test for which `smallest` is computed.
         power: probability with which a true difference of `smallest` is detected.
 
     The standard error, s / √C with ddof 1, is the paired one clustered by prompt (Miller 2024, eq. 8). The interval is
-    value ± t·SE with C - 1 degrees of freedom. Where every difference is -1, 0 or 1 (one right or wrong answer each),
-    it is that of Bonett & Price (2012), which adds one prompt won and one lost: it covers also for few prompts and
-    where few differ, and never has zero width.
+    value ± t·SE with C - 1 degrees of freedom. If every difference is -1, 0 or 1 (one right or wrong answer each), it
+    is that of Bonett & Price (2012), which adds one prompt won and one lost: it keeps its coverage for few prompts and
+    few differences, and never has zero width.
 
     The smallest detectable difference is (z_{confidence} + z_{power}) · SE (Miller 2024, eq. 9), with the standard
-    error that the interval has.
+    error of the interval.
 
     Raises ValueError if there is no prompt.
     """
@@ -246,9 +248,9 @@ def paired_difference(
 def _differences(one_C: Sequence[float], other_C: Sequence[float]) -> np.ndarray:
     one, other = np.asarray(one_C, dtype=float), np.asarray(other_C, dtype=float)
     if one.shape != other.shape or one.ndim != 1 or not one.size:
-        raise ValueError(f"paired scores are two equally long, not empty lists, got shapes {one.shape}, {other.shape}")
+        raise ValueError(f"paired scores must be non-empty lists of equal length; got {one.shape} and {other.shape}")
     difference = other - one
-    difference[np.abs(difference) < ROUNDING * np.maximum(1, np.abs(one))] = 0  # of equal means, added in another order
+    difference[np.abs(difference) < ROUNDING * np.maximum(1, np.abs(one))] = 0  # equal means, added in another order
     return difference
 
 
@@ -263,12 +265,13 @@ def paired_bootstrap(one_C: Sequence[float], other_C: Sequence[float], resamples
     Args:
         one_C, other_C: for each prompt the mean of its graded scores.
         resamples: number of resamples; the smallest p-value is 1 / (resamples + 1).
-        seed: of the resampling; equal seeds give equal results.
+        seed: random seed of the resampling; equal seeds give equal results.
 
     The symmetric bootstrap-t (Hall 1988): each resample's distance from the observed mean is divided by its own
-    standard error. The plain percentiles reject too often with few prompts. p is the share of resamples, the
-    observed mean included (Davison & Hinkley 1997, eq. 4.12), that are as many standard errors away as the mean is
-    from 0. Where all prompts differ by the same, there is nothing to resample, and p is that of the sign test.
+    standard error. Plain percentiles reject too often with few prompts. p is the share of resamples that are at
+    least as many standard errors from the observed mean as that mean is from 0; the observed mean counts as a resample
+    (Davison & Hinkley 1997, eq. 4.12). If all differences are equal, there is nothing to resample, and p is that of the
+    sign test.
     """
     difference_C = _differences(one_C, other_C)
     error, observed = _standard_error(difference_C), float(difference_C.mean())
@@ -281,7 +284,7 @@ def paired_bootstrap(one_C: Sequence[float], other_C: Sequence[float], resamples
 
 
 def _standardised(centred_C: np.ndarray, random: np.random.Generator, resamples: int) -> Iterator[np.ndarray]:
-    """|mean| / standard error of resamples of values whose mean is 0, some resamples at a time."""
+    """Yield |mean| / standard error of resamples of values whose mean is 0, in blocks of resamples."""
     count = centred_C.size
     value_U, of_U = np.unique(centred_C, return_counts=True)
     few = value_U.size <= count // 8  # then it is faster to sample how often each value occurs, which is multinomial
@@ -295,27 +298,27 @@ def _standardised(centred_C: np.ndarray, random: np.random.Generator, resamples:
             value_RC = centred_C[random.integers(count, size=(some, count), dtype=np.int32)]
             mean_R, square_R = value_RC.mean(axis=1), np.einsum("rc,rc->r", value_RC, value_RC) / count
         error_R = np.sqrt(np.maximum(square_R - mean_R**2, 0) / (count - 1))
-        flat_R = error_R < ROUNDING * np.abs(centred_C).max()  # one value only: infinitely far
+        flat_R = error_R < ROUNDING * np.abs(centred_C).max()  # all values equal: infinitely far
         yield np.where(flat_R, np.inf, np.abs(mean_R) / np.where(flat_R, 1, error_R))
 
 
 @dataclass(frozen=True, slots=True)
 class SeedNoise:
-    """The spread of values over runs that differ by their seed alone."""
+    """The spread of values over runs that differ only in their seeds."""
 
     deviation: float  # standard deviation over seeds, pooled over the groups
     freedom: int  # its degrees of freedom: runs - groups
     runs: int
 
     def floor(self, one: int = 1, other: int = 1, confidence: float = 0.95) -> float:
-        """The difference of two means, of `one` and `other` runs, that seeds alone exceed with 1 - confidence."""
+        """The difference in means of `one` and `other` runs that seeds alone exceed with probability 1 - confidence."""
         return t_quantile(confidence, self.freedom) * self.deviation * sqrt(1 / one + 1 / other)
 
 
 def seed_noise(groups: Sequence[Sequence[float]]) -> SeedNoise | None:
     """The noise over seeds, from the values of runs, grouped by their settings; None if no group has two runs.
 
-    The deviation is pooled over the groups, s² = Σ (v - mean of its group)² / (runs - groups): that of Student's
+    The deviation is pooled over the groups, s² = Σ (v - mean of its group)² / (runs - groups), as in Student's
     two-sample test.
     """
     repeated = [np.asarray(group, dtype=float) for group in groups if len(group) > 1]

@@ -1,4 +1,4 @@
-"""The suites by name: the files of `suites/`, or a user's file or function."""
+"""Suites by name: the files in `suites/`, or a user's file or function."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ ALIASES = {
 
 
 def suite_names() -> list[str]:
-    """The built-in suites."""
+    """The names of the built-in suites."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -65,7 +65,7 @@ def _from_function(name: str) -> SuiteConfig:
 
 
 def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:
-    """The suite with other settings, checked."""
+    """A copy of the suite with the `given` settings replaced, validated."""
     return _checked(suite.model_dump() | dict(given), f"suite {suite.name}") if given else suite
 
 
@@ -78,7 +78,7 @@ def _checked(values: Mapping[str, Any], origin: str) -> SuiteConfig:
 
 
 def suites_table() -> Table:
-    """The built-in suites, for the terminal."""
+    """A table of the built-in suites, for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("suite")
     table.add_column("items", justify="right")

@@ -1,4 +1,4 @@
-"""Evaluations as tables and a picture."""
+"""Evaluations as tables and as a plot."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,12 +13,12 @@ from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.drawing import write_drawings
 
-FEW_GROUPS = 8  # in one line; more have a table
+FEW_GROUPS = 8  # groups shown on one line; more are shown in a table
 Summaries = Mapping[str, Mapping[str, Any]]  # folder -> summary
 
 
 def show(summaries: Summaries) -> None:
-    """Print every suite of every model, and notes on what was not graded and on suites that are not complete."""
+    """Print every suite of every model, and notes on ungraded answers and incomplete suites."""
     console = PlainConsole()
     console.print(table(summaries))
     for line in notes(summaries):
@@ -53,13 +53,13 @@ def table(summaries: Summaries) -> Table:
 
 
 def _models(summaries: Summaries) -> dict[str, str]:
-    """The name of each evaluation's model, by folder; the folder where two have one name."""
+    """The name of each evaluation's model, by folder; the folder itself if two models have one name."""
     names = {folder: str(summary["model"]["name"]) for folder, summary in summaries.items()}
     return {folder: folder if [*names.values()].count(name) > 1 else name for folder, name in names.items()}
 
 
 def _named(summaries: Summaries) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Every suite with its folder and its name, prefixed by its model's if there are several models."""
+    """Every suite with its folder and its name, prefixed by the model's name if there are several models."""
     models = _models(summaries)
     for folder, summary in summaries.items():
         for key, suite in summary["suites"].items():
@@ -77,8 +77,8 @@ def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def notes(summaries: Summaries) -> Iterator[str]:
-    """The findings that the table has no room for."""
-    partial: set[tuple[str, str]] = set()  # of a sweep, each suite once
+    """Findings for which the table has no room."""
+    partial: set[tuple[str, str]] = set()  # in a sweep, each suite is noted once
     for folder, name, suite in _named(summaries):
         swept = bool(suite["setting"])
         if suite["partial"] and not (swept and (folder, suite["suite"]) in partial):
@@ -129,9 +129,8 @@ def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
-    """`sweep.svg`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
-
-    None if the evaluation has no sweep."""
+    """Write `sweep.svg`: each suite's score, with its interval, over the temperature (a line per top_p), and the tokens
+    per answer below. Returns its path; None if the evaluation has no sweep."""
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:
         return None
@@ -150,7 +149,7 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
         costs.append(Line(label, at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], colour))
     drawings = [
         chart(scores, f"{summary['model']['name']}: score over {axis}, 95 % interval", x_label=axis, ends=True),
-        chart(costs, f"tokens an answer over {axis}", x_label=axis, ends=True, zero=[0.0]),
+        chart(costs, f"tokens per answer over {axis}", x_label=axis, ends=True, zero=[0.0]),
     ]
     path = folder / "sweep.svg"
     write_drawings(path, drawings, columns=1)

@@ -19,7 +19,7 @@ from posttrain.runs.provenance import now
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """lm-eval's tasks of a call: names or task files. How to sample is the task's."""
+    """lm-eval's tasks to run: names or task files. Sampling settings come from the task."""
 
     names: tuple[str, ...]
     rollout: RolloutConfig
@@ -30,7 +30,7 @@ class Tasks:
 
 
 def check_tasks(model: ModelConfig, tasks: Tasks) -> None:
-    """Raise ConfigError, before other suites start, for an unknown task, or chat without a template."""
+    """Raise ConfigError, before other suites start, for an unknown task, or for chat without a template."""
     from posttrain.evaluation.lm_eval_model import manager_of  # needs lm-eval
 
     manager_of(model, tasks.names, tasks.chat)
@@ -41,7 +41,7 @@ def evaluate_tasks(
 ) -> tuple[dict[str, Any], set[str]]:
     """Run the tasks and add them to the records of the folder. Returns the summary, and the names of the suites.
 
-    A stopped task starts again, a finished one is kept. Raises RunError for one with other settings or another model.
+    A stopped task starts again; a finished task is kept. Raises RunError if it had other settings or another model.
     """
     content, ran, summary = content_of(model), set[str](), dict[str, Any]()
     with EvaluationStore(folder, overwrite) as store:

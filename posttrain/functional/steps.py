@@ -35,7 +35,7 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     `tensor.mean`, `dim` is removed from the result, and an empty mean (a row whose mask is all 0) is NaN.
 
     GRPO averages over each response in this way (arXiv 2402.03300, eq. 3): a token of a short response has more weight
-    than one of a long response. `masked_normalize` gives all tokens the same weight.
+    than a token of a long response. `masked_normalize` gives all tokens the same weight.
     """
     kept = _kept(tensor, mask)
     total, count = (x.sum() if dim is None else x.sum(dim) for x in (_only(tensor, kept), kept))
@@ -47,8 +47,8 @@ def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, norma
 
         s_i = Σ_j m_ij x_ij / c
 
-    `mask` as in `masked_mean`; an empty sum is 0. With c the same for every batch (in Dr. GRPO, arXiv 2503.20783, the
-    maximum completion length), every token has the same weight, however long its response.
+    `mask` is as in `masked_mean`; an empty sum is 0. If c is the same for every batch (in Dr. GRPO, arXiv 2503.20783,
+    the maximum completion length), every token has the same weight, however long its response.
 
     Raises ValueError for a constant of 0.
     """
@@ -79,10 +79,10 @@ def sft_microbatch_train_step(
         loss = 1 / (B · k) Σ_b 1/c Σ_t m_bt · (−log π(y_bt | x_b, y_b<t))
 
     policy_log_probs (B, L), log π of every label, from `get_response_log_probs`; response_mask (B, L), 1 on response
-    tokens; k = gradient_accumulation_steps, the microbatches before each optimizer step; c = normalize_constant.
+    tokens; k = gradient_accumulation_steps, the number of microbatches per optimizer step; c = normalize_constant.
 
-    Calls backward: gradients of the k microbatches add up to those of one batch of k · B sequences. Returns the loss,
-    a detached scalar that is divided by k already, and the metadata `nll`, the mean over the response tokens.
+    Calls backward: the gradients of k microbatches add up to those of one batch of k · B sequences. Returns the loss, a
+    detached scalar already divided by k, and the metadata `nll`, the mean over the response tokens.
 
     Raises ValueError if the shapes differ or k is below 1.
     """
@@ -104,12 +104,12 @@ def _check_microbatch(policy_log_probs: Tensor, response_mask: Tensor, gradient_
 
 
 def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response of format `…</think> <answer>…</answer>`: `reward`, `format_reward`, `answer_reward`.
+    """The reward of a response in the format `…</think> <answer>…</answer>`: reward, format_reward, answer_reward.
 
     | format | format_reward | answer_reward | reward |
     |---|---|---|---|
     | correct, with the correct answer (in a box or not) | 1 | 1 | 1 |
-    | correct, with another answer | 1 | 0 | 0 |
+    | correct, with a wrong answer | 1 | 0 | 0 |
     | wrong, with any answer | 0 | 0 | 0 |
 
     The rule is the reward `r1_zero` of the recipes (posttrain/rewards/maths.py); tags and values are those of
@@ -119,7 +119,7 @@ def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> 
     A worker process grades: no response can run code in this process, and each ground truth takes at most 2 seconds, or
     10 with `fast=False`. A response without a verdict by then, or one that crashes the worker, counts as wrong, with a
     RuntimeWarning; the recipes exclude such completions instead. The first call takes seconds to start the worker,
-    later calls milliseconds; the worker ends a minute after the last call.
+    later calls take milliseconds; the worker ends a minute after the last call.
 
     Raises ValueError for a ground truth that no answer can be compared with.
     """
@@ -127,7 +127,7 @@ def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> 
 
 
 def question_only_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose format is a `\\boxed{…}`; otherwise as in `r1_zero_reward_fn`."""
+    """Like `r1_zero_reward_fn`, but the format is correct if the response contains a `\\boxed{…}`."""
     return _graded("question_only", response, ground_truth, fast)
 
 
@@ -157,14 +157,14 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Reward n responses and normalise within each prompt's group: (advantages (n,), raw rewards (n,), metadata).
+    """Reward n responses and normalise within each prompt's group. Returns advantages (n,), raw rewards (n,), metadata.
 
         A_i = (r_i − mean r) / (std r + ε)        arXiv 2402.03300, section 4.1.2
         A_i =  r_i − mean r                       without normalize_by_std: Dr. GRPO, arXiv 2503.20783
 
     Responses of one prompt are consecutive: i and j are in the same group if i // group_size = j // group_size, and
-    each prompt's ground truth is repeated group_size times. mean and std are the group's (std divides by group_size −
-    1); ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
+    each prompt's ground truth is repeated group_size times. mean and std are over the group (std divides by group_size
+    − 1); ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
 
     `reward_fn(response, truth)` returns `reward`, `format_reward` and `answer_reward`. Metadata: the mean of each, std,
     min and max of `reward`, and `frac_reward_zero_std`, the share of groups without a learning signal.
@@ -203,7 +203,7 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     """REINFORCE's loss of each token: −A log π. (B, 1) and (B, L) give (B, L).
 
     Its gradient is −A ∇ log π: the policy gradient (Williams 1992, section 5; arXiv 2402.03300, eq. 21). Every token of
-    a response has the same A: its response's reward or advantage, through which no gradient flows.
+    a response has the same A: the response's reward or advantage, through which no gradient flows.
 
     Raises ValueError for other shapes.
     """
@@ -216,11 +216,11 @@ def compute_grpo_clip_loss(
     """GRPO's loss of each token: −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) with ρ = π / π_old. (B, L), and metadata.
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with a response's advantage at each of its tokens (arXiv
-    2402.03300, eq. 3, without the KL term). advantages (B, 1); policy_log_probs and old_log_probs (B, L), the latter of
-    the policy that sampled, without gradient; ε = cliprange.
+    2402.03300, eq. 3, without the KL term). advantages (B, 1); policy_log_probs and old_log_probs (B, L), the latter
+    under the policy that sampled, without gradient; ε = cliprange.
 
-    Metadata: `clipped` (B, L), bool, where the clipped term is the smaller one, so that the token has no gradient, and
-    `ratio` (B, L), ρ. Raises ValueError for other shapes.
+    Metadata: `clipped` (B, L), bool, true where the clipped term is the smaller one, so that the token has no gradient;
+    and `ratio` (B, L), ρ. Raises ValueError for other shapes.
     """
     advantage_BL = _each_token(advantages, policy_log_probs)
     loss_BL, clipped_BL = grpo_clip(policy_log_probs, old_log_probs.detach(), advantage_BL, epsilon=cliprange)
@@ -241,7 +241,7 @@ def compute_policy_gradient_loss(
         reinforce_with_baseline    −A log π             needs advantages (B, 1)
         grpo_clip                  −min(ρ A, clip A)    needs advantages, old_log_probs (B, L), cliprange
 
-    See `compute_naive_policy_gradient_loss` and `compute_grpo_clip_loss`. Metadata is that of the latter, or empty.
+    See `compute_naive_policy_gradient_loss` and `compute_grpo_clip_loss`. Metadata is as in the latter, or empty.
     Raises ValueError for an unknown name, and if an argument that the loss needs is None.
     """
     if loss_type == "no_baseline":
@@ -274,14 +274,14 @@ def grpo_microbatch_train_step(
 
         loss = 1 / (B · k) Σ_b 1/|y_b| Σ_t m_bt loss_bt        arXiv 2402.03300, eq. 3
 
-    loss_bt is that of `compute_policy_gradient_loss`, which gets the remaining arguments; m = response_mask (B, L),
-    |y_b| its sum over a row, k = gradient_accumulation_steps. A row without a response token counts as 0.
+    loss_bt comes from `compute_policy_gradient_loss`, which receives the remaining arguments; m = response_mask (B, L),
+    |y_b| is its sum over a row, k = gradient_accumulation_steps. A row without response tokens contributes 0.
 
-    Calls backward: gradients of k microbatches add up to those of one batch of k · B responses. Returns the loss, a
-    detached scalar that is divided by k already, and the metadata of the loss; with grpo_clip also `clip_fraction`,
-    the share of response tokens that were clipped. Values at padding, including NaN and −∞, have no effect.
+    Calls backward: the gradients of k microbatches add up to those of one batch of k · B responses. Returns the loss, a
+    detached scalar already divided by k, and the metadata of the loss; with grpo_clip also `clip_fraction`, the share
+    of response tokens that were clipped. Values at padding, including NaN and −∞, have no effect.
 
-    Raises ValueError as `compute_policy_gradient_loss` does, and for a mask of another shape.
+    Raises ValueError as `compute_policy_gradient_loss` does, and for a mask with a different shape.
     """
     _check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
     kept = response_mask.bool()
@@ -303,7 +303,7 @@ def grpo_microbatch_train_step(
 
 
 def _each_token(value: Tensor, policy_log_probs: Tensor) -> Tensor:
-    """A value per response (B, 1) at each of its tokens (B, L), without gradient."""
+    """Expand a value per response (B, 1) to each of its tokens (B, L), without gradient."""
     if policy_log_probs.ndim != 2 or value.shape != (len(policy_log_probs), 1):
         raise ValueError(
             "expected (B, 1) rewards or advantages and (B, L) log-probabilities, got "

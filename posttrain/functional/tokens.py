@@ -1,7 +1,7 @@
-"""Strings as token ids; log-probabilities and entropies of tokens, from a model or from logits; the DPO loss of a pair.
+"""Tokenising strings; log-probabilities and entropies of tokens, from a model or from logits; the DPO loss of a pair.
 
-Functions of logits compute some rows at a time, without a second tensor of the size of the logits. Backward recomputes
-each chunk's softmax and writes into one tensor, the gradient:
+Functions of logits compute a few rows at a time, without a second tensor of the size of the logits. The backward pass
+recomputes each chunk's softmax and writes into a single tensor, the gradient:
 
     d log p_i / d z_v = [i = v] − p_v          d H / d z_v = −p_v (log p_v + H)
 """
@@ -27,7 +27,7 @@ from posttrain.losses.preference import Pairs, preference_loss
 from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
 
-ROWS = 128  # rows of V logits at a time
+ROWS = 128  # number of rows of V logits to process at a time
 
 
 def tokenize_prompt_and_output(
@@ -35,13 +35,13 @@ def tokenize_prompt_and_output(
 ) -> dict[str, Tensor]:
     """Token ids of B prompts and their outputs, shifted for next-token prediction, with a mask of the output's tokens.
 
-    Prompt and output are tokenised separately and joined, so that the border does not depend on the output. No special
+    Prompt and output are tokenised separately and joined, so the boundary does not depend on the output. No special
     tokens are added: begin and stop tokens are present only if the strings contain them. Rows are padded on the right
-    to L tokens, the longest row, with the tokenizer's pad token (or the stop token, or 0, if it has none).
+    to L tokens, the length of the longest, with the tokenizer's pad token (if it has none, the stop token, or 0).
 
     Returns `input_ids`, `labels` and `response_mask`, each (B, L − 1); the mask is bool. Column t of `labels` is column
-    t + 1 of the row, which the model predicts from `input_ids` up to t. The mask is that of `labels`: 1 on tokens of
-    the output, 0 on prompt and padding.
+    t + 1 of the row, which the model predicts from `input_ids` up to t. The mask applies to `labels`: it is 1 on tokens
+    of the output, and 0 on prompt and padding.
 
         row             p  q  c  d  -        prompt p q, output c d, one column of padding
         input_ids       p  q  c  d
@@ -89,10 +89,10 @@ class PackedSFTDataset(Dataset[dict[str, Tensor]]):
 def get_packed_sft_dataset(
     tokenizer: PreTrainedTokenizerBase, dataset_path: str | PathLike[str], seq_length: int, shuffle: bool
 ) -> PackedSFTDataset:
-    """A JSONL file of `prompt` and `response` as blocks of `seq_length` tokens, with every token a target.
+    """Read a JSONL file of `prompt` and `response` as blocks of `seq_length` tokens, in which every token is a target.
 
-    Each row is a document: the begin token, prompt and response in the Alpaca template, the end token (begin and end
-    tokens are omitted if the tokenizer has none). Documents are joined, in the file's order or shuffled by torch's
+    Each row is a document: the begin token, prompt and response in the Alpaca template, and the end token (begin and
+    end tokens are omitted if the tokenizer has none). Documents are joined, in the file's order or shuffled by torch's
     global generator (`torch.manual_seed`), and cut every seq_length tokens:
 
         documents   <s> a b c </s> <s> d e </s>        seq_length 4
@@ -103,7 +103,7 @@ def get_packed_sft_dataset(
     (with its last label) are dropped. A block may see the end of an earlier document, as in pre-training;
     `posttrain train` keeps documents apart (docs/sft.md).
 
-    Raises DataError with file and line for a row that cannot be used, ValueError for a seq_length below 1.
+    Raises DataError with file and line for an unusable row, and ValueError if seq_length is below 1.
     """
     if seq_length < 1:
         raise ValueError(f"seq_length is {seq_length}: it must be 1 or more")
@@ -130,7 +130,7 @@ def iterate_batches(
 
 
 def _documents(path: Path) -> list[str]:
-    """Every row in the Alpaca template."""
+    """Every row of the file, formatted with the Alpaca template."""
     documents = []
     try:
         for line, value, problem in read_jsonl(path):
@@ -149,16 +149,16 @@ def _documents(path: Path) -> list[str]:
 def get_response_log_probs(
     model: nn.Module, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
 ) -> dict[str, Tensor]:
-    """Log-probability of every label: `log_probs` (B, L), and on request `token_entropy` (B, L). Nats, float32.
+    """The log-probability of every label: `log_probs` (B, L), and on request `token_entropy` (B, L). Nats, float32.
 
         log_probs[b, t] = log p(labels[b, t] | input_ids[b, 0 … t])
 
-    input_ids and labels are (B, L), as returned by `tokenize_prompt_and_output`. All positions have values, prompt and
-    padding too: mask them afterwards. Padding on the right does not change the values before it, because a causal model
-    only looks back. Gradients flow; the caller sets the model's mode (dropout) and device.
+    input_ids and labels are (B, L), as returned by `tokenize_prompt_and_output`. All positions have values, including
+    prompt and padding, which the caller masks. Padding on the right does not change the values before it, because a
+    causal model only looks back. Gradients flow; the caller sets the model's mode (dropout) and device.
 
-    A transformers or PEFT model is scored as the recipes score it, without the (B, L, V) tensor of logits
-    (posttrain/scoring.py). For any other module the `logits` of its output are used.
+    A transformers or PEFT model is scored as in the recipes, without the (B, L, V) tensor of logits
+    (posttrain/scoring.py). For any other module, the `logits` of its output are used.
 
     Raises ValueError if the shapes differ.
     """
@@ -187,12 +187,14 @@ def compute_per_instance_dpo_loss(
         loss = −log σ(β [(log π(y_w|x) − log π_ref(y_w|x)) − (log π(y_l|x) − log π_ref(y_l|x))])
 
     x is the prompt in the Alpaca template, y_w the chosen and y_l the rejected response, each with the stop token
-    appended (unless the response ends in it); log π(y|x) is summed over the response's tokens. Prompt and response are
-    tokenised together, as in the recipes, and the prompt is computed once for both. The loss is log 2 if π = π_ref.
+    appended (unless the response ends with it); log π(y|x) is summed over the response's tokens. Prompt and response
+    are tokenised together, as in the recipes, and the prompt is computed once for both responses. The loss is log 2 if
+    π = π_ref.
 
-    lm and lm_ref are transformers or PEFT models over the same tokens, on one device each; `lm_ref` gets no gradient.
+    lm and lm_ref are transformers or PEFT models with the same vocabulary, each on one device. `lm_ref` receives no
+    gradient.
 
-    Raises ValueError for a beta that is not above 0, and for a tokenizer without a stop token.
+    Raises ValueError if beta is not above 0, and if the tokenizer has no stop token.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}: it must be above 0")
@@ -200,7 +202,7 @@ def compute_per_instance_dpo_loss(
         raise ValueError("the tokenizer has no eos_token to end each response with")
     row = Row(alpaca_prompt(prompt), response_chosen, response_rejected)
     [pair] = Tokeniser(tokenizer, None, assistant_only_loss=False).pairs([row])
-    assert isinstance(pair, Compared)  # only templates cause errors, and there is none
+    assert isinstance(pair, Compared)  # only chat templates cause errors, and none is used
     tree = Node(pair.prompt, False, (Node(pair.chosen, True), Node(pair.rejected, True)))
     [batch] = pack([Example((tree,), row=0)], tokens_per_pack=physical_length(tree))
     policy_S = _sequence_log_probs(lm, batch)
@@ -257,7 +259,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, chunk_size: int = ROWS)
     logits (…, V) and index (…) give (…); index (…, K), K tokens of each row, gives (…, K). As in TRL; computed a chunk
     of `chunk_size` rows at a time, which changes neither value nor gradient. Computed and returned in at least float32.
 
-    Raises ValueError for an index of another shape, and a chunk_size below 1.
+    Raises ValueError if the shape of index does not fit, and if chunk_size is below 1.
     """
     single = index.ndim == logits.ndim - 1  # one token of each row
     if index.shape[: logits.ndim - 1] != logits.shape[:-1] or index.ndim > logits.ndim:
@@ -277,7 +279,7 @@ def compute_entropy(logits: Tensor, chunk_size: int = ROWS) -> Tensor:
 
     A chunk of `chunk_size` rows is computed at a time, which changes neither value nor gradient.
 
-    Raises ValueError for a chunk_size below 1.
+    Raises ValueError if chunk_size is below 1.
     """
     return _Entropy.apply(logits, _rows(chunk_size))  # pyright: ignore[reportReturnType]
 
@@ -327,7 +329,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Indices of some rows (…, V) at a time, one tensor per leading dimension, so that no layout is copied."""
+    """Yield the indices of `size` rows (…, V) at a time, one tensor per leading dimension, so nothing is copied."""
     leading = logits.shape[:-1]
     for start in range(0, math.prod(leading), size):
         stop = min(start + size, math.prod(leading))

@@ -1,7 +1,7 @@
-"""Grading of completions in worker processes that may hang, crash or run out of memory without harm to the run.
+"""Grades completions in worker processes that may hang, crash or run out of memory without harming the run.
 
-`pool` supervises the workers, `process` is the supervisor's side of a worker, `worker` the worker itself with its
-template and its restrictions. `extract` finds the answer; `equality` decides whether it equals the right one by
-`numbers`, `units`, `sets` and `forms` in the normalised text of `notation`, and last by `symbolic`, which only workers
-import.
+`pool` supervises the workers, `process` is the supervisor's side of a worker, and `worker` is the worker itself, with
+its template and its restrictions. `extract` finds the answer. `equality` decides whether it equals the reference: it
+compares text that `notation` has normalised, using `numbers`, `units`, `sets` and `forms`, and as a last resort
+`symbolic`, which only workers import.
 """

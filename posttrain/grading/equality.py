@@ -1,8 +1,8 @@
-r"""Whether an answer equals the right one: as a string, as a number, part by part, and last by computer algebra.
+r"""Decides whether an answer equals the reference: as a string, as a number, part by part, finally by computer algebra.
 
-No false positives: answers that cannot be shown to be equal are different. Order matters in tuples and intervals, not
-in sets and lists; the kind of a bracket matters; a unit, from a list of known ones, may be omitted but not changed;
-nothing is rounded.
+There are no false positives: answers that cannot be shown to be equal count as different. Order matters in tuples and
+intervals, but not in sets and lists; the kind of bracket matters; a known unit may be omitted but not changed; nothing
+is rounded.
 """
 
 import re
@@ -36,14 +36,14 @@ _DOMAIN = re.compile(
 )
 _ENDS_IN_DOMAIN = re.compile(r"\\forall|\\mathbb|\b(?:for|where)\b")
 _SETS = {"C": "complex", "N": "natural", "Q": "rational", "R": "real", "Z": "integer"}
-_PLACEHOLDER = re.compile(r"\s*\$\{[^$]*\}\s*")  # of a program, which would insert a value there
+_PLACEHOLDER = re.compile(r"\s*\$\{[^$]*\}\s*")  # in a template: a program would insert a value
 _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s*\}?\s*(?=[^\s}])", re.I)
 
 
 def same_answer(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer.
 
-    A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter."""
+    A `gold` with a sum, a product, an integral or a limit is only compared letter by letter."""
     if len(answer) > LONGEST or len(gold) > LONGEST or _PLACEHOLDER.fullmatch(answer):
         return False
     gold, answer = _bare(gold), _bare(answer)
@@ -51,7 +51,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def _same_but_for_domain(gold: str, answer: str) -> bool:
-    """Equality where `for all real x` may be omitted; another domain may be omitted by the answer only."""
+    """Equality in which `for all real x` may be omitted; any other domain may be omitted only by the answer."""
     (value, domain), (other, their) = _domain(gold), _domain(answer)
     if domain is None and their is None:
         return False
@@ -61,7 +61,7 @@ def _same_but_for_domain(gold: str, answer: str) -> bool:
 
 
 def _domain(text: str) -> tuple[str, str | None]:
-    r"""(value, domain) of `2n \text{ for all integers } n`: `integer`, empty for all `x`; None without such an end."""
+    r"""(value, domain): `integer` in `2n \text{ for all integers } n`, empty in `for all x`, None without a domain."""
     found = _DOMAIN.search(text) if _ENDS_IN_DOMAIN.search(text) else None
     value = text[: found.start()].strip() if found else ""
     if found is None or not is_balanced(value) or sum((c in "([") - (c in ")]") for c in value):
@@ -77,7 +77,7 @@ def _bare(text: str) -> str:
     if (lead := _LEAD_IN.match(text)) and is_balanced(text[lead.end() :]):
         text = text[lead.end() :]
     if counted := _COUNTED.fullmatch(text):
-        text = tidy(_NUMBER.sub(r"}\1\\text{", counted[0]))  # the number stands outside of the words
+        text = tidy(_NUMBER.sub(r"}\1\\text{", counted[0]))  # move the number out of the words
     if several := _LETTERS.fullmatch(text):
         text = several[1]
     return re.sub(r"^(?:=|\\approx(?![a-zA-Z]))\s*", "", text)
@@ -133,7 +133,7 @@ def _is_function(text: str) -> bool:
 
 
 def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
-    """A label and the answer it labels: either may be omitted, neither changed."""
+    """Compare labelled choices: the label or the answer may be omitted, but neither may be changed."""
     left, right = forms.read_choice(gold), forms.read_choice(answer)
     if left and right:
         return left[0] == right[0] and not (left[1] and right[1] and not _same(left[1], right[1], depth - 1))
@@ -145,7 +145,7 @@ def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:
-    """Dates, times, telephone numbers and ratios: none is a difference, and only a ratio of two terms is a quotient."""
+    """Compare dates, times, telephone numbers and ratios: none is a difference; only a two-term ratio is a quotient."""
     left, right = forms.read_occasion(gold), forms.read_occasion(answer)
     ratio, other = forms.read_ratio(gold), forms.read_ratio(answer)
     if left and right:
@@ -167,7 +167,7 @@ def _quotient(over: str, under: str) -> str:
 
 
 def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
-    """Sets as inequalities, intervals, unions, conditions in braces, or by name; the two sides may differ in form."""
+    """Compare sets: inequalities, intervals, unions, conditions in braces, names. The two sides may differ in form."""
     if not is_set_like(gold) and not is_set_like(answer):
         return None
     left, right = read_set(gold), read_set(answer)
@@ -212,7 +212,7 @@ def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool
 
 
 def _as_quantities(gold: str, answer: str, depth: int) -> bool | None:
-    """Values with units, in the same unit if both have one; if only one has a unit, the values as written."""
+    """Compare values with units: in the same unit if both have one; as written if only one has a unit."""
     left, right = split_unit(gold), split_unit(answer)
     if not left and not right:
         return None
@@ -248,7 +248,7 @@ def _plain(value: Fraction) -> str:
 
 
 def _as_figures(gold: str, answer: str, depth: int) -> bool | None:
-    """Numbers in another base, digit by digit; remainders, by their modulus."""
+    """Compare numbers in other bases digit by digit, and remainders together with their modulus."""
     for read in (forms.read_base, forms.read_residue):
         left, right = read(gold), read(answer)
         if left or right:
@@ -260,7 +260,7 @@ def _as_figures(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _as_named(gold: str, answer: str, depth: int) -> bool | None:
-    """`x = 5` for 5, `(x, y) = (1, 2)` for `x = 1, y = 2`, and chains such as `3 + 4 = 7`, each side of which is 7."""
+    """Compare `x = 5` with 5, `(x, y) = (1, 2)` with `x = 1, y = 2`, and each side of `3 + 4 = 7` with 7."""
     left, right = forms.assignments(gold), forms.assignments(answer)
     if left and right:
         return left.keys() == right.keys() and all(_same(left[name], right[name], depth - 1) for name in left)
@@ -288,7 +288,7 @@ def _as_named(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _as_drawn(name: str) -> str:
-    """The name of a length or an angle, read from either end."""
+    """The name of a length or an angle, normalised because it can be read from either end."""
     points = re.sub(r"\\(?:overline|angle|measuredangle|text)|^m\b|[\s{}|∠]", "", name)
     return min(points, points[::-1]) if re.fullmatch(r"[A-Z]{2,3}", points) else points
 
@@ -303,7 +303,7 @@ def _as_lists(gold: str, answer: str, depth: int) -> bool | None:
     left, right = forms.elements(gold), forms.elements(answer)
     sets = [inside[1] for text in (gold, answer) if (inside := brackets(text)) and inside[0] == r"\{"]
     if len(sets) == 2 or (sets and max(len(left), len(right)) > 1):
-        # Braces around one side or both: a set, which a list without brackets may also be.
+        # Braces around one or both: these are sets. A list without brackets may also be a set.
         left, right = forms.members(gold), forms.members(answer)
     elif max(len(left), len(right)) == 1:
         return None

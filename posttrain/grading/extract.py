@@ -1,6 +1,6 @@
-"""Finds the answer in a completion: in boxes, tags and marks, or as MMLU's and GSM8K's outputs state it.
+"""Finds the answer in a completion: in a box, in a tag, after a marker, or as outputs for MMLU and GSM8K state it.
 
-Searches take one pass over the string, whatever its content.
+Every search makes a single pass over the string, whatever its content.
 """
 
 import re
@@ -17,7 +17,7 @@ _MARKED = re.compile(r"(?:####|^A:)[ \t]*(.*)$", re.MULTILINE)
 
 
 def after_thinking(text: str) -> str:
-    """The part after the last `</think>`; empty if the thinking has not ended."""
+    """The part after the last `</think>`; empty if the thinking does not end."""
     end = text.rfind(THINK_END)
     if text.rfind(THINK) > end:
         return ""
@@ -32,7 +32,7 @@ def last_answer_tag(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The last balanced box or answer tag after the last `</think>`; of a box inside a tag, the box."""
+    """The last balanced box or answer tag after the last `</think>`; if the tag contains a box, the box's content."""
     rest = after_thinking(text)
     tag = last_answer_tag(rest)
     if tag is None:
@@ -105,9 +105,9 @@ GSM8K_NUMBER = re.compile(
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The option that a model's output chooses, "A" to "D", or None if it chooses none, or more than one.
 
-    `mmlu_example` has `options`, the strings of A, B, … in this order (and `answer`, which is ignored). Tried in turn:
+    `mmlu_example` has `options`, the strings of A, B, … in order (and `answer`, which is ignored). Tried in turn:
 
-    1. the stated answer ("The correct answer is B.", "Answer: (B)"); of several, the last;
+    1. the stated answer ("The correct answer is B.", "Answer: (B)"); if there are several, the last;
     2. a letter at the start of the output ("B", "B. The BK virus", "b) 4");
     3. the only letter that is marked as a choice anywhere ("(B)", "**B**", "I would say B.", "B is correct");
     4. the string of exactly one option, and nothing else ("100").

@@ -15,14 +15,14 @@ from posttrain.grading.numbers import read_number
 
 _SYMBOL = r"(?:[a-zA-Z]|\\text\{[^{}]*\}|\\[a-zA-Z]+)(?:_\{(?:[^{}]|\{[^{}]*\})*\}|')?"
 _TUPLE = rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)"
-# A length or an angle by its points, also as a term of a ratio.
+# A length or an angle, named by its points; also as a term of a ratio.
 _POINTS = r"(?:[A-Z]'?(?:_\{\w+\})?){1,3}"
 _DRAWN = r"\\(?:overline|overrightarrow|vec|widehat)\{[^{}]*\}"
 _ANGLE = rf"m?\s*(?:\\(?:measured|spherical)?angle\s*(?:{_POINTS}|\\[a-z]+|\w)|∠\s*{_POINTS})"
 _LENGTH = rf"(?:[A-Z]'?(?:_\{{\w+\}})?){{2}}|{_DRAWN}|\|(?:\s*(?:{_POINTS}|{_DRAWN}|\\text\{{\w+\}})\s*)\|"
 _TERM = rf"(?:{_LENGTH}|{_ANGLE}|{_SYMBOL})"
 _RATIO = rf"\\frac\{{\s*{_TERM}\s*\}}\{{\s*{_TERM}\s*\}}|{_TERM}(?:\s*:\s*{_TERM})+|{_TERM}\s*/\s*{_TERM}"
-# Of a variable only with a number in brackets: x(y + 1) is a product.
+# The value of a function, with a number or symbols in brackets: x(y + 1) is a product.
 _VALUE = (
     r"(?:[a-wA-W](?:_\{\w+\})?(?:'+|\^\{(?:-1|\(\w\)|'+)\})?|\\(?:phi|psi|sigma|tau|varphi|mu|Gamma|zeta))"
     r"\s*\(\s*(?:-?\d+(?:\.\d+)?|-?\\frac\{-?\d+\}\{\d+\}|[a-zA-Z](?:,\s*[a-zA-Z])*|\\[a-z]+)(?:,\s*-?\d+)*\s*\)"
@@ -39,7 +39,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def elements(text: str) -> list[str]:
-    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Thousands separators do not count."""
+    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Thousands separators are ignored."""
     if read_number(text):
         return [text]
     if ", " in text:
@@ -48,12 +48,12 @@ def elements(text: str) -> list[str]:
 
 
 def is_equation(text: str) -> bool:
-    r"""Whether there is an equals sign, other than within brackets or the index of a sum."""
+    r"""Whether there is an equals sign outside brackets and outside the index of a sum."""
     return len(split_top(text, "=")) > 1
 
 
 def junction(text: str) -> str | None:
-    """`and` or `or` between single letters, statements or choices; else None, because either word may join roots."""
+    """`and` or `or` between single letters (statements or choices); otherwise None: either word may join roots."""
     words = set(re.findall(r"\b(?:and|or)\b", text))
     letters = all(re.fullmatch(r"\(?[a-zA-Z]\)?", member) for member in elements(text))
     return words.pop() if len(words) == 1 and letters else None
@@ -66,19 +66,19 @@ def members(text: str) -> list[str]:
 
 
 def inside_braces(text: str) -> str:
-    """The content of a set's braces; any other string unchanged."""
+    """The content of a set's braces; any other string is unchanged."""
     inside = brackets(text)
     return inside[1] if inside and inside[0] == r"\{" else text
 
 
 def both_signs(text: str) -> str:
-    """The list with `a + b, a - b` for each member `a \\pm b`."""
+    """The list with each member `a \\pm b` replaced by `a + b, a - b`."""
     parts = elements(inside_braces(text))
     return tidy(", ".join(dict.fromkeys(PLUS_MINUS.sub(sign, part) for part in parts for sign in "+-")))
 
 
 def assignments(text: str) -> dict[str, str] | None:
-    """Two or more unknowns with their values; None for anything else, also for the roots x_1 and x_2 of one unknown."""
+    """Two or more unknowns with their values; None otherwise, including for the roots x_1 and x_2 of one unknown."""
     if "=" not in text or re.search(r"\bor\b", text):
         return None
     found = [ASSIGNED.fullmatch(part) for part in elements(text)]
@@ -100,7 +100,7 @@ def in_order(names: dict[str, str] | None, text: str) -> list[str]:
 
 
 def rows(matrix: re.Match[str]) -> list[list[str]]:
-    """The cells of a matrix; LaTeX may end its last row with `\\\\` too."""
+    """The cells of a matrix, whose last row may also end with `\\\\`."""
     lines = [line.strip() for line in re.split(r"\\\\(?:\[[^\]]*\])?", matrix["rows"])]
     return [[cell.strip() for cell in line.split("&")] for line in lines if line]
 
@@ -209,14 +209,14 @@ _TIME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """A date (year, month, day, each may be unknown), a time of day in seconds, a span of years, a telephone number."""
+    """A date (year, month and day, each may be unknown), time of day in seconds, span of years, or telephone number."""
 
     kind: Literal["date", "time", "weekday", "figures"]
     value: tuple
-    half_known: bool = True  # of a time: whether it has a.m. or p.m.
+    half_known: bool = True  # whether a time has a.m. or p.m.
 
     def same(self, other: Occasion) -> bool:
-        """Whether both mean the same; a time without a.m. or p.m. may be either."""
+        """Whether both mean the same; a time without a.m. or p.m. may be either of the two."""
         if self.half_known == other.half_known or self.kind != "time" or other.kind != "time":
             return (self.kind, self.value) == (other.kind, other.value)
         known, open_ = (self, other) if self.half_known else (other, self)

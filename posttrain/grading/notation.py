@@ -1,4 +1,4 @@
-r"""Normalises the notation of an answer: only spellings of the same answer become the same string.
+r"""Normalises the notation of an answer, so that only spellings of the same answer become the same string.
 
 `tidy` normalises (`10\,000`, fullwidth digits, `\dfrac`), `compact` prepares comparison letter by letter; `brackets`
 and `split_top` read tuples, intervals, sets and lists.
@@ -29,7 +29,7 @@ _TABLE |= {0xFF01 + n: chr(0x21 + n) for n in range(94)} | {ord(c): text for c, 
 _SPACING = re.compile(
     r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|(?<!\\)~|\\(?:thinspace|displaystyle|textstyle|limits)(?![a-zA-Z])"
 )
-# Between groups of three digits: a comma that is kept from being a list's by braces or a negative space, or a space.
+# Between groups of three digits: a space, or a comma that braces or a negative space distinguish from a list's comma.
 _MARK = (
     r"\s*(?:(?:\\!\s*)*\{\s*,\s*\}(?:\s*(?:\\[!,]|~))*|(?:\\!\s*)+,?(?:\s*\\!)*|,(?:\s*\\!)+|\{\\,\}|\\[,;:]|\\ |~"
     r"|\\thinspace(?![a-zA-Z]))\s*"
@@ -63,7 +63,7 @@ _FUNCTION = re.compile(
     r"(?<![\d}) ])( ?)\\text\{((?:arc)?(?:sin|cos|tan)h?|cot|csc|log|ln|exp|gcd|lcm|max|det)\}(?=\s*[\w\\({^_|])"
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-zA-Z])")
-# Commands with the number of their arguments. The exponent of 2^10 is read as 10, but as 1 by LaTeX.
+# Commands with the number of their arguments. The exponent of 2^10 is read as 10, although LaTeX reads it as 1.
 _ARGUMENTS = {"^": 1, "_": 1, r"\sqrt": 1, r"\frac": 2, r"\binom": 2, r"\dbinom": 2, r"\tbinom": 2}
 _TOKENS = re.compile(r"\\[a-zA-Z]+|\\.|\s+|(?<=[\^_])-?\d+|(?<=[\^_] )-?\d+|.")
 _ONE = re.compile(r"\d+(?:\.\d+)?|[a-zA-Z]|\\text\{[^{}]*\}|\([^()]*\)")
@@ -82,17 +82,17 @@ _FRENCH = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")  # ]2,5[ is (2,5)
 _CURRENCY = re.compile(r"\\text\{([$€£¥₹%])\}")
 _WRAPPED = ((r"\(", r"\)"), (r"\[", r"\]"))
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_LONG_WORD = re.compile(r"[A-Za-z]{3,}")  # shorter ones may be symbols: mW, MW
+_LONG_WORD = re.compile(r"[A-Za-z]{3,}")  # shorter words may be symbols: mW, MW
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _ESCAPED = re.compile(r"(?<!\\)\\([$%])")  # not after the two backslashes of a new line
 _CONDITION = re.compile(r"[a-zA-Z]\s*(?:\\in[^|:]*)?(?:\\mid(?![a-zA-Z])|\||:)")
 PASSES = 4
-DEEPEST = 25  # maximum nesting of braces that is tidied
+DEEPEST = 25  # maximum nesting depth of braces that are tidied
 OPENING, CLOSING = "([{⟨", ")]}⟩"
 
 
 def tidy(text: str) -> str:
-    """The string without formatting. Words inside `\\text{…}` keep their braces, so that they stay words."""
+    """The string without formatting. Words inside `\\text{…}` keep their braces, so that they remain words."""
     for number in range(PASSES):
         before, text = text, _tidied(text, delimiters=number == 0)
         if text == before:
@@ -101,14 +101,14 @@ def tidy(text: str) -> str:
 
 
 def _tidied(text: str, delimiters: bool) -> str:
-    """One pass. `delimiters`: drop pairs of dollar signs; in later passes they are amounts of money."""
+    """One pass of `tidy`. `delimiters`: drop pairs of dollar signs; in later passes they mark amounts of money."""
     text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_SUPER)}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{m[0].translate(_SUB)}}}", text)
     text = "".join(_plain(c) for c in _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TABLE)).strip()
     if found := _MARKDOWN.fullmatch(text):
         text = found[2]
     text = _BOLD.sub(r"\1", text)
-    if delimiters and len(_DOLLAR.findall(text)) % 2 == 0:  # an odd number: one is a currency sign
+    if delimiters and len(_DOLLAR.findall(text)) % 2 == 0:  # if odd, one is a currency sign
         text = _DOLLAR.sub("", text).strip()
     for begin, end in _WRAPPED:
         if len(text) >= len(begin + end) and text.startswith(begin) and text.endswith(end):
@@ -137,16 +137,16 @@ def _tidied(text: str, delimiters: bool) -> str:
 
 
 def _joined(found: re.Match[str]) -> str:
-    """A number without the separators of its thousands; beside a plain comma of the same number, with commas."""
+    """A number without thousands separators; if the same number also has plain commas, with commas."""
     before, number, behind = found.string[: found.start()], found[0], found.string[found.end() :]
     plain = (re.search(r"\d,$", before[-2:]) and re.match(r"\d{3}", number)) or re.match(r",\d{3}(?!\d)", behind)
     return re.sub(_MARK, "," if plain else "", number)
 
 
 def _braced(text: str) -> str:
-    r"""Braces around each argument of `^`, `_`, `\frac`, `\binom` and `\sqrt`, none around another single symbol.
+    r"""Put braces around each argument of `^`, `_`, `\frac`, `\binom` and `\sqrt`; drop them around other symbols.
 
-    Braces around the complete string are dropped; around a list or a condition, they are those of a set."""
+    Braces around the complete string are dropped, unless it is a list or a condition: then they denote a set."""
     tokens = _TOKENS.findall(text)
     closing: dict[int, int] = {}
     opened: list[int] = []
@@ -166,7 +166,7 @@ def _braced(text: str) -> str:
 
 
 def _arguments(tokens: list[str], closing: dict[int, int], at: int, end: int, depth: int) -> str:
-    """`tokens[at:end]` with braces around arguments; `closing`: the index of the closing brace for each opening one."""
+    """`tokens[at:end]` with braces around arguments. `closing` maps the index of opening braces to closing braces."""
     parts: list[str] = []
 
     def group() -> str:
@@ -176,7 +176,7 @@ def _arguments(tokens: list[str], closing: dict[int, int], at: int, end: int, de
         return _arguments(tokens, closing, begin, at - 1, depth - 1) if depth else "".join(tokens[begin : at - 1])
 
     def command() -> str:
-        """The symbol or command at `at` with its arguments; the groups behind an unknown command are its own."""
+        """The symbol or command at `at` with its arguments; groups after an unknown command count as its arguments."""
         nonlocal at
         name, found = tokens[at], [tokens[at]]
         at += 1
@@ -221,7 +221,7 @@ def compact(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Digits of any script as ASCII, spaces of any kind as one; invisible characters are dropped."""
+    """Convert digits of any script to ASCII and any whitespace to a space; drop invisible characters."""
     if character.isascii():
         return character if character.isprintable() else ""
     if character.isspace():
@@ -232,7 +232,7 @@ def _plain(character: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether the braces of LaTeX are balanced; `\\{` is a character."""
+    """Whether LaTeX braces are balanced; `\\{` is a character, not a brace."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

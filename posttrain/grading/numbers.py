@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them, exactly: `1,234.50`, `10\,000`, `3.2e4`, `0.\overline{3}`, `1\frac12`.
+r"""Reads numbers as people and models write them: `1,234.50`, `10\,000`, `3.2e4`, `0.\overline{3}`, `1\frac12`.
 
 A number is a fraction; nothing is rounded, so 0.333 is not 1/3.
 """
@@ -35,7 +35,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number, if the complete string is one, or None."""
+    """The number if the complete string is a number, otherwise None."""
     if len(text) > LONGEST:
         return None
     text = tidy(text)
@@ -47,8 +47,8 @@ def read_number(text: str) -> Number | None:
 def same_number(gold: Number, answer: Number) -> bool:
     """Whether an answer equals the gold number.
 
-    0.5 and 50% are the same. If only one has a percent sign, the same digits are equal, too (the answer to "what
-    percent" may be 50 or 50%), but not below 1: 0.5% does not equal 0.5.
+    0.5 and 50% are equal. If only one has a percent sign, numbers with the same digits are also equal (the answer to
+    "what percent" may be 50 or 50%), but not below 1: 0.5% does not equal 0.5.
     """
     if gold.exact == answer.exact:
         return True
@@ -99,7 +99,7 @@ def _scaled(factor: str, exponent: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction | None:
-    r"""Digits with or without separators, a point, and a repeating part: `0.1\overline{6}`, `0.1(6)`, `0.1666...`."""
+    r"""Read digits with or without separators, a point, a repeating part: `0.1\overline{6}`, `0.1(6)`, `0.1666...`."""
     found = _DECIMAL.fullmatch(text)
     if not found or (found["whole"] is None and not found["digits"] and not found["rest"]):
         return None

@@ -1,12 +1,12 @@
-"""The pool of grading workers: verdicts of completions, in order, whatever their content.
+"""The pool of grading workers: it grades completions, whatever their content, and returns the verdicts in order.
 
     with Pool(workers=4) as pool:
         grades = pool.grade(jobs)                 # from any thread
         grades = await pool.grade_async(jobs)     # from asyncio
 
-Each worker has a thread here that sends it one job at a time and waits for the reply; another thread kills workers that
-exceed their deadline. A job's deadline starts when it is sent, so waiting in the queue does not count. A killed worker
-is replaced by a spare; when a pool closes, its free workers are kept for the next pool.
+Each worker has a thread in this process that sends it one job at a time and waits for the reply; another thread kills
+workers that exceed their deadline. A job's deadline starts when the job is sent, so waiting in the queue does not
+count. A killed worker is replaced by a spare; when a pool closes, its free workers are kept for the next pool.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 log = logging.getLogger("posttrain")
 
 DEADLINE_S = 2.0
-WAIT_S = 0.2  # maximum time of one wait, so that Ctrl-C and the caller's own work are handled in between
+WAIT_S = 0.2  # maximum seconds of one wait, so that Ctrl-C and the caller's own work are handled in between
 ALARM_SHARE = 0.005
 MOST_WORKERS = 8
 CLOSED = "the grading pool is closed"
@@ -40,15 +40,15 @@ _idle: HelperPool[WorkerProcess] = HelperPool()
 
 
 def workers_of(processes: int = 1) -> int:
-    """The number of workers of a pool, if that many processes of this machine have a pool."""
+    """The number of workers of a pool if `processes` processes on this machine have a pool each."""
     return max(1, min(os.cpu_count() or 1, MOST_WORKERS) // processes)
 
 
 class Pool:
     """Supervised worker processes. Each imports `modules` before its first job, outside the job's deadline.
 
-    `spares` additional workers are ready to replace killed ones. Close it, or use it as a context manager; its
-    processes also end when the program ends without closing it.
+    `spares` additional workers are ready to replace killed ones. Close the pool, or use it as a context manager; its
+    processes also end if the program ends without closing the pool.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Pool:
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def submit(self, job: GradeRequest, count: bool = True) -> Future[Grade]:
-        """Queue a job. Never blocks; a cancelled future is not graded. `count`: its verdict is added to `counts`."""
+        """Queue a job. Never blocks; a cancelled future is not graded. `count`: add the verdict to `counts`."""
         future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
@@ -134,7 +134,7 @@ class Pool:
         return list(grades)
 
     def alarm(self) -> str | None:
-        """The warning if more than 0.5 % of all completions so far have no verdict, else None."""
+        """A warning if more than 0.5 % of all completions so far have no verdict, otherwise None."""
         total, missing = sum(self.counts.values()), sum(self.counts[kind] for kind in NON_VERDICTS)
         if missing <= ALARM_SHARE * total:
             return None
@@ -146,7 +146,7 @@ class Pool:
         )
 
     def _raise_alarm(self) -> None:
-        """Warn the first time, and then whenever the number has doubled, so that a long run's log stays readable."""
+        """Log the alarm the first time, and then whenever the number has doubled, to keep a long run's log readable."""
         message, missing = self.alarm(), sum(self.counts[kind] for kind in NON_VERDICTS)
         if message is not None and missing >= 2 * self._alarmed:
             self._alarmed = missing
@@ -155,7 +155,7 @@ class Pool:
     # --- the workers ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """The body of a thread: starts a worker, sends it jobs, and replaces it when it has ended."""
+        """The body of a thread: start a worker, send it jobs, and replace it when it has ended."""
         worker: WorkerProcess | None = None
         while (item := self._jobs.get()) is not None:
             job, future, counted = item
@@ -184,7 +184,7 @@ class Pool:
             future.set_result(grade)
 
     def _ask(self, worker: WorkerProcess, job: GradeRequest) -> Grade:
-        """The grade of a job; registers the worker as busy for `close`."""
+        """Grade a job, with the worker registered as busy for `close`."""
         with self._lock:
             if self._closed:
                 raise RewardError(CLOSED)
@@ -207,7 +207,7 @@ class Pool:
         return worker
 
     def _make(self) -> WorkerProcess:
-        """A new worker, forked if the platform can: ready at once after the template has imported everything."""
+        """Create a worker. Where the platform can fork, it is ready as soon as the template has imported everything."""
         if not CAN_FORK:
             return WorkerProcess(self._modules, self._environment)
         if self._template is not None:
@@ -217,7 +217,7 @@ class Pool:
         return WorkerProcess(self._modules, self._environment, self._template)
 
     def _next(self) -> WorkerProcess:
-        """A live spare; its replacement is started at once."""
+        """Take a live spare worker, or start one if there is none, and start a replacement for the spare."""
         while True:
             with self._lock:
                 worker = self._spares.popleft() if self._spares else None
@@ -240,7 +240,7 @@ class Pool:
     def close(self, keep: bool = True) -> None:
         """Kill the busy workers; free ones are kept for the next pool, unless they may be unhealthy.
 
-        keep: False ends free workers, too. May be called again, and from any thread."""
+        `keep=False` ends free workers too. May be called again, and from any thread."""
         with self._lock:
             if self._closed:
                 return
@@ -284,5 +284,5 @@ class Pool:
 
 
 def _is_ours(module: str) -> bool:
-    """Whether the module belongs to posttrain: others may be edited between two pools, and a worker imports once."""
+    """Whether the module belongs to posttrain. Others may be edited between two pools, but workers import only once."""
     return module.startswith("posttrain.")

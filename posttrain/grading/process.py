@@ -1,9 +1,9 @@
-"""The supervisor's side of a worker process: started, given one job at a time, killed at a deadline.
+"""The supervisor's side of a worker process: starts it, sends it one job at a time, and kills it at a deadline.
 
-Where the platform can fork, a template process that has imported everything forks workers in milliseconds. It never
-grades. Each worker has its own pipes and a socket to its template, which reports the worker's process id and exit
-status; when our end closes, the template kills the worker. So a reused process id is never killed, and all workers end
-with this program.
+Where the platform can fork, a template process that has imported everything forks workers in milliseconds. The template
+itself never grades. Each worker has its own pipes and a socket to its template, which reports the worker's process id
+and exit status; when our end closes, the template kills the worker. Thus a reused process id is never killed, and all
+workers end with this program.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from posttrain.grading.verdict import FORK, NUMBER, Grade, GradeRequest, read_gr
 
 STARTUP_S = 120.0
 TICK_S = 0.05  # interval of deadline checks
-OUT_OF_CPU = -24  # SIGXCPU: it reached its CPU limit before the deadline
+OUT_OF_CPU = -24  # SIGXCPU: the worker reached its CPU limit before the deadline
 REPLY_BYTES = 64_000  # a longer line is not a valid reply
-COMPLETION_CHARACTERS = 1_000_000  # only the end of a longer completion, which has the answer, is graded
-# A worker's environment variables, without keys, tokens and proxies.
+COMPLETION_CHARACTERS = 1_000_000  # only the end of a longer completion, where the answer is, is graded
+# The environment variables of a worker, without keys, tokens and proxies.
 KEPT_VARIABLES = ("SYSTEMROOT", "WINDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 SET_VARIABLES = {
     # gmpy2 computes in C without checking signals or limits; plain integers are fast enough here
@@ -42,41 +42,41 @@ SET_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "LC_ALL": "C.UTF-8",
 }
-UNKNOWN_STATUS = -9  # for a worker whose template was killed, which kills the worker too
+UNKNOWN_STATUS = -9  # of a worker whose template was killed, which also kills the worker
 
 
 class Forked:
-    """A worker forked from a template, with the needed part of `Popen`'s interface."""
+    """A worker forked from a template, with the part of `Popen`'s interface that is needed."""
 
     def __init__(self, template: Template, jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
         self._template: Template | None = template  # the template lives as long as one of its workers
         self.stdin, self.stdout = jobs, replies
         self._link = link
         self._lock = threading.Lock()
-        self._reports: list[int] = []  # its process id, then its exit status
+        self._reports: list[int] = []  # the worker's process id, then its exit status
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for the template to have imported everything."""
+        """The worker's process id. Waits until the template has imported everything."""
         return self._read(1)
 
     def poll(self) -> int | None:
-        """Its status if it has ended."""
+        """The worker's exit status if it has ended, otherwise None."""
         with self._lock:
             while len(self._reports) < 2 and self._can_read():
                 self._next()
         return self._reports[1] if len(self._reports) > 1 else None
 
     def wait(self) -> int:
-        """Its status; waits for its end."""
+        """Wait until the worker ends, and return its exit status."""
         return self._read(2)
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the worker has already ended
             self._link.shutdown(socket.SHUT_WR)
 
     def forget(self) -> None:
-        """Release a killed worker. Waits for its end, unless it has not been forked yet."""
+        """Release a killed worker. Waits until it has ended, unless it has not been forked yet."""
         if self._template is None:
             return
         if self.poll() is None and self._reports:
@@ -137,7 +137,7 @@ class Template:
 
 def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
     control.close()
-    if os.getpid() == owner:  # a fork of this program that drops the template must not end it
+    if os.getpid() == owner:  # a fork of this program must not end the template when it drops it
         process.kill()
         process.wait()
 
@@ -159,7 +159,7 @@ class Deadlines:
             self._due[worker] = time.monotonic() + seconds
 
     def end(self, worker: WorkerProcess) -> bool:
-        """Whether it was in time; if not, it has been killed or is about to be."""
+        """End the worker's deadline. Returns whether it was met; if not, the worker was killed or is about to be."""
         with self._lock:
             return self._due.pop(worker, None) is not None
 
@@ -183,10 +183,10 @@ class Deadlines:
 
 
 class WorkerProcess:
-    """One worker. Owned by one thread at a time; `kill` may be called from any.
+    """One worker. It is owned by one thread at a time; `kill` may be called from any thread.
 
-    `environment`: its environment variables, see `worker_environment`. With a template it is forked, else it is started
-    and imports everything itself.
+    `environment`: the worker's environment variables, see `worker_environment`. With a template, the worker is forked;
+    otherwise it is started and imports everything itself.
     """
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str], template: Template | None = None):
@@ -205,11 +205,11 @@ class WorkerProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is alive, has no open job and can take another one."""
+        """Whether the worker is alive, has no open job and can take another one."""
         return not (self._is_taken or self._is_killed) and self._process.poll() is None
 
     def wait_ready(self, deadlines: Deadlines) -> None:
-        """Wait until it has imported everything. Raises RewardError if it does not start."""
+        """Wait until the worker has imported everything. Raises RewardError if the worker does not start."""
         if self._ready:
             return
         deadlines.start(self, STARTUP_S)
@@ -227,7 +227,7 @@ class WorkerProcess:
         self._ready = True
 
     def ask(self, job: GradeRequest, deadline: float, deadlines: Deadlines) -> Grade:
-        """The grade of one job, whose deadline starts now; afterwards check `is_free`."""
+        """Grade one job, whose deadline starts now. Check `is_free` afterwards."""
         line = json.dumps(
             {
                 "rule": job.rule,
@@ -237,7 +237,7 @@ class WorkerProcess:
                 "deadline": deadline,
             }
         )
-        self._is_taken = True  # until its verdict is read, in time
+        self._is_taken = True  # until the verdict has been read in time
         started = time.perf_counter()
         deadlines.start(self, deadline)
         gold_is_good = False
@@ -249,7 +249,7 @@ class WorkerProcess:
             if reply == {"gold": True}:
                 gold_is_good = True
                 reply = self._read()
-        except OSError:  # it died, or was killed, before it had read the job
+        except OSError:  # the worker died, or was killed, before it had read the job
             pass
         in_time = deadlines.end(self)
         seconds = time.perf_counter() - started
@@ -265,12 +265,12 @@ class WorkerProcess:
         return Grade("bad_gold", seconds=seconds, reason=f"the answer itself takes over {deadline:g} s to read")
 
     def kill(self) -> None:
-        """Kill it. May be called again, and from any thread."""
+        """Kill the worker. May be called again, and from any thread."""
         self._is_killed = True
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it and release its resources. May be called again."""
+        """Kill the worker and release its resources. May be called again."""
         self.kill()
         for pipe in (self._jobs, self._replies):
             with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ class WorkerProcess:
         self.template = None
 
     def _read(self) -> dict[str, Any] | None:
-        """The next reply; None if it has died or the line is invalid."""
+        """The next reply; None if the worker has died or the line is invalid."""
         line = self._replies.readline(REPLY_BYTES)
         try:
             reply = json.loads(line)
@@ -300,6 +300,6 @@ def _start(
 
 
 def worker_environment() -> dict[str, str]:
-    """A worker's environment variables, with the path of the same modules."""
+    """The environment variables of a worker, with the module path of this process."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | SET_VARIABLES | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}

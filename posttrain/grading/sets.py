@@ -1,4 +1,4 @@
-r"""Sets of real numbers in all notations: `(2, \infty)`, `x > 2`, `\{x \mid x > 2\}`, `\mathbb{R}`, `\{\}`.
+r"""Reads sets of real numbers in all notations: `(2, \infty)`, `x > 2`, `\{x \mid x > 2\}`, `\mathbb{R}`, `\{\}`.
 
 A set is a list of intervals whose ends are strings: the caller decides whether two ends are equal.
 """
@@ -33,7 +33,7 @@ _WITHOUT = re.compile(
 )
 _UNEQUAL = re.compile(rf"(?P<name>{_NAME})\s*\\ne(?![a-zA-Z])\s*(?P<value>.+)")
 _ABSOLUTE = re.compile(rf"(?:\||\\lvert)\s*(?P<name>{_NAME})(?:\s*(?P<shift>[-+])\s*(?P<by>[^|\\]+))?\s*(?:\||\\rvert)")
-# Marks of a string that may be such a set, other than a single bracket.
+# Matches strings that may be such a set, apart from a single bracket.
 _PERHAPS = re.compile(
     ORDER.pattern + r"|\\cup|\\cap|\\setminus|\\mathbb|\\mathbf|\\R|ℝ|\\emptyset|\\\{\s*\\\}|\\ne(?![a-zA-Z])|real"
     r"|\\mid|empty|null set|no (?:real )?solution|\\in(?![a-zA-Z])",
@@ -43,7 +43,7 @@ _PERHAPS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From `low` to `high`; a point if both ends are closed and the same string."""
+    """The interval from `low` to `high`; a point if both ends are closed and are the same string."""
 
     low: str
     low_closed: bool
@@ -53,14 +53,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RealSet:
-    """A union of disjoint intervals, and the name of the free variable, empty for a bound one or none."""
+    """A union of disjoint intervals, and the name of the free variable; empty if it is bound or there is none."""
 
     intervals: tuple[Interval, ...]
     name: str = ""
 
 
 def is_set_like(text: str) -> bool:
-    """Whether the string may be a set of numbers, other than a single bracket."""
+    """Whether the string may be a set of numbers, apart from a single bracket."""
     return _PERHAPS.search(text) is not None
 
 
@@ -97,7 +97,7 @@ def read_set(text: str, depth: int = 5) -> RealSet | None:
 
 
 def _braces(content: str, depth: int) -> RealSet | None:
-    """A set in braces: defined by a condition, or by its members."""
+    """A set in braces, defined by a condition or by its members."""
     if found := _BUILDER.fullmatch(content):
         if found["within"] and not _ALL.fullmatch(found["within"]):
             return None
@@ -128,7 +128,7 @@ def _union(parts: list[RealSet | None]) -> RealSet | None:
 
 
 def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
-    """The intersection, for `x > 2 and x < 5`: one side gives the lower bound, the other the upper one."""
+    """The intersection, for `x > 2 and x < 5`: one side gives the lower bound, the other the upper bound."""
     if not left or not right or len(left.intervals) != 1 or len(right.intervals) != 1 or left.name != right.name:
         return None
     low, high = (left.intervals[0], right.intervals[0])
@@ -142,7 +142,7 @@ def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
 
 
 def _listed(left: RealSet | None, right: RealSet | None) -> RealSet | None:
-    """The union, as for `x < -1, x > 2`; but the intersection if the two bound an interval, as in `x > 2, x < 5`."""
+    """The union, as for `x < -1, x > 2`, or the intersection if the two bound an interval, as in `x > 2, x < 5`."""
     both = _both(left, right)
     return both if both and both.intervals else _union([left, right])
 
@@ -159,7 +159,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _without(whole: RealSet | None, points: str) -> RealSet | None:
-    """All real numbers except some points, which must be in order or plain numbers."""
+    """All real numbers except some points. Several points must be plain numbers."""
     if whole is None or whole.intervals != (Interval(_LOW, False, _HIGH, False),):
         return None
     inside = brackets(points.strip())
@@ -187,7 +187,7 @@ def chain(text: str) -> tuple[list[str], list[str]] | None:
 
 
 def _from_order(text: str) -> RealSet | None:
-    """The set of an inequality in one variable, or in an absolute value."""
+    """The set of an inequality in one variable or in an absolute value."""
     found = chain(text)
     if found is None or any(sign in (">", r"\ge") for sign in found[1]):
         return None
@@ -203,7 +203,7 @@ def _from_order(text: str) -> RealSet | None:
 
 
 def _absolute(terms: list[str], closed: list[bool]) -> RealSet | None:
-    """`|x - a| < b` and its opposite."""
+    """The set of `|x - a| < b` or `|x - a| > b` (also <=, >=); None for anything else."""
     inner, outer = (_ABSOLUTE.fullmatch(term) for term in terms)
     if (inner is None) == (outer is None):
         return None

@@ -1,8 +1,8 @@
-"""Whether two expressions are equal, by computer algebra. Imported by grading workers only.
+"""Decides by computer algebra whether two expressions are equal. Only grading workers import this module.
 
 LaTeX is parsed by math-verify's grammar (latex2sympy2_extended), never by code that evaluates Python: sympy's own
-conversion from strings to expressions is disabled here. Equality is decided by value: the difference at several points,
-to a hundred digits, or else by simplification. Decimals are exact fractions: nothing is rounded.
+conversion from strings to expressions is disabled here. Equality is decided by the value of the difference at several
+points, to a hundred digits, or otherwise by simplification. Decimals are exact fractions: nothing is rounded.
 """
 
 import re
@@ -17,8 +17,8 @@ from posttrain.grading.notation import CLOSING, OPENING, is_balanced
 from posttrain.grading.numbers import LARGEST_EXPONENT
 
 DIGITS, MOST_DIGITS = 30, 300
-CLOSE = sympy.Float("1e-100", 30)  # relative; the rounding error of a difference of zero is far below
-POINTS, TRIES = 3, 8  # number of points at which both have a value, and maximum number of points tried
+CLOSE = sympy.Float("1e-100", 30)  # relative; if the difference is zero, its rounding error is far smaller
+POINTS, TRIES = 3, 8  # number of points at which both must have a value, and maximum number of points tried
 LONGEST = 2000  # characters
 DEEPEST = 25  # maximum nesting of brackets
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
@@ -27,7 +27,7 @@ _PLAIN_NAME = re.compile(
     r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf|(?:gcd|lcm|max|min)(?=\())(?![a-zA-Z])"
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
-# The grammar drops primes, and reads the power T of a number as its transpose.
+# The grammar drops primes, and reads the power T of a number as a transpose.
 _PRIMED = re.compile(r"(?P<name>\\[a-zA-Z]+|[a-zA-Z])(?:_\{(?P<index>\w+)\})?(?P<primes>'*)")
 _TRANSPOSED = re.compile(r"\^\{(T)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
@@ -63,7 +63,7 @@ sympy_parser.eval_expr = _refuse
 
 
 def warm_up() -> None:
-    """Fill the grammar's tables and sympy's caches, which would slow down the first expression."""
+    """Fill the grammar's tables and sympy's caches, so that the first expression is not slow."""
     for gold, answer in (
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
         ("x^{2}+2x+1", "(x+1)^{2}"),
@@ -76,7 +76,7 @@ def warm_up() -> None:
 def same_expression(gold: str, answer: str) -> bool:
     """Whether two tidy strings are equal as expressions; False, without an exception, if one cannot be read."""
     if _OPERATOR.search(gold):
-        return False  # equal to the same string only: its value may take forever to compute, or not exist
+        return False  # only the same string is equal: the value may take forever to compute, or not exist
     try:
         if _equal(parse(gold), parse(answer)):
             return True
@@ -86,7 +86,7 @@ def same_expression(gold: str, answer: str) -> bool:
 
 
 def same_equation(gold: str, answer: str) -> bool:
-    """Whether two equations are equivalent: left - right of one is a constant nonzero multiple of the other's."""
+    """Whether two equations are equivalent: left - right of one is a nonzero constant times that of the other."""
     return _is_multiple(gold, answer, r"=")
 
 
@@ -116,8 +116,8 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
 def parse(text: str, odd: bool = False) -> sympy.Expr:
     r"""The expression of a tidy string. Raises Unreadable.
 
-    The root `\sqrt[3]{a}` of a negative number is the real one, that of an expression if `odd`; `a^{1/3}` is the
-    principal value.
+    The root `\sqrt[3]{a}` of a negative number is the real root; if `odd`, so is the root of a negated expression.
+    `a^{1/3}` is the principal value.
     """
     text = _PRIMED.sub(_with_primes, text)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
@@ -142,7 +142,7 @@ def _depth(text: str) -> int:
 
 
 def _real_roots(text: str, expressions: bool) -> str:
-    r"""`\sqrt[3]{-a}` as `-\sqrt[3]{a}`, the innermost first."""
+    r"""Rewrite `\sqrt[3]{-a}` as `-\sqrt[3]{a}`, the innermost root first."""
     for found in reversed(list(_ODD_ROOT.finditer(text))):
         depth, end = 1, found.end()
         while end < len(text) and depth:
@@ -155,7 +155,7 @@ def _real_roots(text: str, expressions: bool) -> str:
 
 
 def as_latex(text: str) -> str:
-    """Plain notation such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX is kept; decimals as fractions."""
+    """Convert notation such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` to LaTeX, and decimals to fractions; keep LaTeX."""
     text = _SCIENTIFIC.sub(_power_of_ten, text)
     text = text.replace("**", "^").replace("^{\\circ}", r"\cdot\frac{\pi}{180}")
     text = _TRANSPOSED.sub(r"^{(\1)}", text.replace("*", r"\cdot "))
@@ -166,7 +166,7 @@ def as_latex(text: str) -> str:
 
 
 def _with_primes(found: re.Match[str]) -> str:
-    """Separate symbols for `y'` and `y''`, as indices."""
+    """Rewrite primes as indices, so that `y'` and `y''` are separate symbols."""
     primes = "prime" * len(found["primes"])
     return f"{found['name']}_{{{found['index'] or ''}{primes}}}" if primes else found[0]
 
@@ -179,7 +179,7 @@ def _power_of_ten(found: re.Match[str]) -> str:
 
 
 def _grouped(text: str, command: str) -> str:
-    """`command(…)` as `command{…}`: in LaTeX a parenthesis does not group."""
+    """Rewrite `command(…)` as `command{…}`, because in LaTeX a parenthesis does not group."""
     for _ in range(text.count(command)):
         found = re.search(re.escape(command) + r"\s*\(", text)
         if not found:
@@ -217,7 +217,7 @@ def _root_of_quotient(power: Any) -> bool:
 
 
 def _split_roots(expression: Any) -> Any:
-    r"""`\sqrt{a/b}` as `\sqrt{a}/\sqrt{b}`, which is the same where b is positive."""
+    r"""Rewrite `\sqrt{a/b}` as `\sqrt{a}/\sqrt{b}`, which is equal where b is positive."""
     return expression.replace(
         lambda e: e.is_Pow and _root_of_quotient(e),
         lambda e: sympy.numer(e.base) ** e.exp / sympy.denom(e.base) ** e.exp,
@@ -248,7 +248,7 @@ def _same_value(left: sympy.Expr, right: sympy.Expr) -> bool:
         return sympy.simplify(difference) == 0
     except MemoryError:
         raise
-    except Exception:  # simplify may raise anything; undecided is not equal
+    except Exception:  # simplify may raise anything; undecided counts as not equal
         return False
 
 
@@ -273,6 +273,6 @@ def _ordered(*expressions: Any) -> list[Any]:
 
 
 def _values(shift: int = 0) -> Any:
-    """Generic fractions of both signs, small enough for powers and roots: never 0, 1 or the negative of another one."""
+    """Generic fractions of both signs, small enough for powers and roots: never 0, 1 or the negative of one another."""
     primes = (sympy.Rational(sympy.prime(n + 11), sympy.prime(n + 17)) for n in islice(count(), 7 * shift, None))
     return (-value if (n + shift) % 3 == 1 else value * (1 + n % 2) for n, value in enumerate(primes))

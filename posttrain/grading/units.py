@@ -1,7 +1,7 @@
 r"""Units of measure: a list of known units in their usual spellings. Anything else is not a unit.
 
 A unit is a product of dimensions with a scale: `\text{m/s}`, `\frac{\text{m}}{\text{s}}` and `meters per second` are
-the same, and 1 km is 1000 m. The case of a symbol matters (mW is not MW), that of a word does not. Countable things
+the same, and 1 km is 1000 m. Case matters in symbols (mW is not MW), but not in words. Countable things
 (`18\text{ students}`) are units too, with a separate dimension for each noun. A size (`million`, `dozen`) is not a
 unit: it multiplies the number before it.
 """
@@ -65,7 +65,7 @@ _NOUNS = (
 )
 _IRREGULAR = {"people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot"}
 _IRREGULAR |= {"vertices": "vertex", "leaves": "leaf", "loaves": "loaf", "shelves": "shelf", "pence": "penny"}
-# Next to a unit, the first are ignored; the second specify the counted things, and may be omitted but not changed.
+# Words beside a unit: adjectives are ignored; qualities specify the counted things and may be omitted but not changed.
 _ADJECTIVES = "away apart total altogether remaining different distinct possible ordered whole"
 _QUALITIES = "left right small large red blue green yellow white black old long high wide deep"
 _TELLING = {word: word for word in _QUALITIES.split()} | {"tall": "high"}
@@ -73,7 +73,7 @@ _COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split()) |
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
-_LONGEST = 80  # characters of a unit
+_LONGEST = 80  # maximum number of characters of a unit
 _PURE_FRACTION = re.compile(r"\\frac\{((?:[^{}]|\{[^{}]*\})*)\}\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DRESSING = re.compile(r"\\text\{([^{}]*)\}|\\(?:cdot|times)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\s*(?:(°[CF](?![a-zA-Z])|[^\W\d_]+|[$€£¥₹¢°])|(/)|\^\s*\{?\s*(-?\d)\s*\}?|[ *.()·-])")
@@ -88,9 +88,9 @@ _SUM = re.compile(r"(?:\s*,|\s+and\b)?\s*(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ for `million dollars`.
+    """`dimensions` with their powers; `scale` in the smallest unit of the kind; `size`, e.g. 10⁶ for `million dollars`.
 
-    `which` has the adjectives that distinguish things of one kind, such as `red` for `red marbles`."""
+    `which` contains adjectives that distinguish things of one kind, such as `red` for `red marbles`."""
 
     dimensions: frozenset[tuple[str, int]]
     scale: Fraction = Fraction(1)
@@ -102,9 +102,9 @@ NO_UNIT = Unit(frozenset())
 
 
 def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
-    r"""(value, unit) of a tidy string that ends with a known unit or starts with a currency sign; else None.
+    r"""(value, unit) of a tidy string that ends with a known unit or starts with a currency sign; otherwise None.
 
-    letters: accept units of one letter also without `\text{}` (`6 m`), which a product of variables looks like, too."""
+    `letters`: also accept one-letter units without `\text{}` (`6 m`), which look like a product of variables."""
     if money := _MONEY.fullmatch(text):
         value = money["sign"] + money["value"]
         behind = split_unit(value)
@@ -126,7 +126,7 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
 
 
 def without_pounds(unit: Unit, beside: Unit) -> Unit:
-    """The unit with its pounds read as in the other unit: money, or 16 ounces."""
+    """The unit with its pounds read as money or as 16 ounces, whichever the unit `beside` has."""
     powers, others = dict(unit.dimensions), dict(beside.dimensions)
     meant = next((name for name in ("sterling", "ounce") if name in others), None)
     if "pound" not in powers or meant is None:
@@ -139,7 +139,7 @@ def without_pounds(unit: Unit, beside: Unit) -> Unit:
 
 @lru_cache(maxsize=4096)
 def read_unit(text: str) -> Unit | None:
-    """The unit that the complete string is, with sizes before it; None for anything else."""
+    """The unit that the complete string denotes, including sizes before it; None for anything else."""
     text = text.replace(r"^{\circ}", "°").replace(r"\Omega", "Ω").replace(r"\mu", "μ")
     for _ in range(2):
         text = _PURE_FRACTION.sub(r" \1 / \2 ", text)
@@ -217,7 +217,7 @@ def _thousandths() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
-    """Symbols as written; and in lower case: words, and unambiguous symbols of two or more letters."""
+    """Two mappings: symbols as written; and in lower case, words and unambiguous symbols of two or more letters."""
     symbols: dict[str, Unit] = {}
     words: dict[str, Unit] = {}
     for symbol, (prefixes, spelled) in _METRIC.items():
@@ -238,7 +238,7 @@ def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
 
 
 def sum_of_units(text: str) -> tuple[Fraction, Unit] | None:
-    r"""`5\text{ feet }3\text{ inches}` in its last unit; None for anything but such a sum."""
+    r"""A sum such as `5\text{ feet }3\text{ inches}`, in its last unit; None for anything else."""
     text = _DRESSING.sub(lambda m: f" {m[1] or ''} ", text).strip()
     total, units, end = Fraction(0), [], 0
     while end < len(text):

@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 
 # scored: by a judge or a function; not_applicable: according to a function; ungraded: not graded, with a reason
 Verdict = Literal["correct", "wrong", "scored", "timeout", "crashed", "bad_gold", "not_applicable", "ungraded"]
-VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # of rules
-# These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
+VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # verdicts of rules
+# These do not judge the completion, which is counted and dropped from the update and never receives a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
 EXTRACTED_CHARACTERS = 1000  # maximum length of a stored answer
-# Between a worker and its supervisor.
+# The protocol between a worker and its supervisor.
 FORK = "--fork"  # first argument of a worker program that becomes a template
 NUMBER = struct.Struct("=i")
 
@@ -35,7 +35,8 @@ class Judgement:
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
 
-    `check_gold(gold, **options)` raises BadGold; `judge(completion, gold, **options)` is called only if it does not."""
+    `check_gold(gold, **options)` may raise BadGold; if it does not, `judge(completion, gold, **options)` is called.
+    """
 
     check_gold: Callable[..., None]
     judge: Callable[..., Judgement]
@@ -69,7 +70,7 @@ class Grade:
 
     @property
     def format_and_answer(self) -> str:
-        """The class 00, 01, 10 or 11 of a rule that separates format and answer; else empty."""
+        """The class 00, 01, 10 or 11 of a rule that separates format and answer; otherwise empty."""
         return "".join(f"{self.parts[name]:.0f}" for name in ("format", "answer") if name in self.parts)
 
 

@@ -1,22 +1,23 @@
 """One grading worker: `python -m posttrain.grading.worker`. Its arguments are modules to import first.
 
-With `--fork` before them it is a template: it imports them and forks workers on request (`process.py`). If the first
-one is a `module:function`, workers run that function instead of grading (posttrain/environments/worker.py).
+If the first argument is `--fork`, the process is a template: it imports the modules and forks workers on request
+(`process.py`). If the first module is a `module:function`, workers run that function instead of grading
+(posttrain/environments/worker.py).
 
-It reads jobs from stdin and writes replies to stdout, one JSON object per line:
+A worker reads jobs from stdin and writes replies to stdout, one JSON object per line:
 
     in    {"rule": "module:NAME", "completion": …, "gold": …, "options": {…}, "deadline": seconds}
     out   {"ready": [active restrictions]}            once, when everything is imported; or {"failed": reason}
-          {"gold": true}                              the reference answer is usable: the next reply is the completion's
+          {"gold": true}                              the reference answer is usable; the verdict is the next reply
           {"verdict": …, "score": …, "extracted": …, "parts": {…}}  or  {"verdict": …, "reason": …}
           with "retire": true                         in the last reply of a worker that exits
 
-Completions and grades are JSON, grades of bounded length: nothing is pickled.
+Completions and grades are JSON, and grades have a bounded length; nothing is pickled.
 
-After its imports a worker calls `isolate` once, which drops rights that grading does not need, each if the platform
-supports it. It never fails: it returns the names of the active restrictions for the parent to show. Linux: resource
-limits (setrlimit(2)), Landlock (landlock(7)) for files, programs and TCP, and an own network namespace if an
-unprivileged process may create one. macOS: resource limits. Windows: none of these.
+After its imports a worker calls `isolate` once, which drops rights that grading does not need, as far as the platform
+supports this. `isolate` never fails: it returns the names of the active restrictions for the parent to show. Linux:
+resource limits (setrlimit(2)), Landlock (landlock(7)) for files, programs and TCP, and a separate network namespace if
+an unprivileged process may create one. macOS: resource limits. Windows: none of these.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ from posttrain.base.memory import peak_of_process
 from posttrain.base.system import IS_LINUX, leave_signals_to_parent, resource
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, FORK, NUMBER, BadGold, Rule
 
-MEMORY_BYTES = 1_000_000_000  # of address space, which bounds memory too
-ROOM_BYTES = 500_000_000  # of address space for answers, where a rule's packages leave less of it
+MEMORY_BYTES = 1_000_000_000  # limit on address space, which also limits memory
+ROOM_BYTES = 500_000_000  # minimum address space for answers, if a rule's packages leave less of the limit
 # Landlock's system call numbers are the same on every architecture.
 CREATE_RULESET, RESTRICT_SELF = 444, 446
 NO_NEW_PRIVS, PARENT_DEATH_SIGNAL = 38, 1
@@ -51,7 +52,7 @@ NEW_USER, NEW_NET = 0x10000000, 0x40000000
 
 
 def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
-    """Drop rights that grading does not need; returns the names of the active restrictions."""
+    """Drop rights that grading does not need. Returns the names of the active restrictions."""
     in_force = []
     if IS_LINUX:
         if _no_network_namespace():
@@ -75,9 +76,9 @@ def allow_cpu_seconds(seconds: float) -> None:
 
 
 def die_with_parent() -> None:
-    """Get killed when the thread that forked this process ends: an endless computation cannot check that itself.
+    """On Linux, have this process killed when the thread that forked it ends: an endless computation cannot check that.
 
-    Linux. After `isolate`, whose new user namespace would undo it."""
+    Call it after `isolate`, whose new user namespace would undo it."""
     if IS_LINUX:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -89,13 +90,13 @@ def limits(memory_bytes: int, files_open: bool) -> list[str]:
         return []
     in_force = []
     memory_bytes = max(memory_bytes, _address_space() + ROOM_BYTES)
-    # macOS accepts the limit and does not enforce it
+    # macOS accepts the limit but does not enforce it
     kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if IS_LINUX else ""
     wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
     wanted += [(resource.RLIMIT_CORE, 0, "")]
     wanted += [(resource.RLIMIT_FSIZE, 0, "no growing files")] if files_open else []
     for limit, value, name in wanted:
-        # macOS refuses some of them
+        # macOS refuses some of these limits
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
             in_force += [name] if name else []
@@ -103,7 +104,7 @@ def limits(memory_bytes: int, files_open: bool) -> list[str]:
 
 
 def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not say. Large libraries reserve more than they use."""
+    """Bytes of address space in use; 0 if the system does not report it. Large libraries reserve more than they use."""
     try:
         with open("/proc/self/statm", encoding="ascii") as stream:
             return int(stream.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,7 +121,7 @@ def _no_network_namespace() -> bool:
 
 
 def _landlock() -> tuple[bool, bool]:
-    """Deny changes to files, running programs, and TCP. Returns which are in force: (files and programs, TCP)."""
+    """Forbid changing files, running programs, and TCP. Returns which bans are in force: (files and programs, TCP)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def _load(modules: list[str]) -> str | None:
-    """Import modules and warm them up; returns the error, if any."""
+    """Import modules and warm them up. Returns the error, if any."""
     try:
         for module in modules:
             warm_up = getattr(importlib.import_module(module.partition(":")[0]), "warm_up", None)
@@ -177,7 +178,7 @@ def _body(modules: list[str]) -> Callable[..., None]:
 
 
 def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
-    """Grade jobs until stdin ends. `template`: the process that a forked worker was forked from."""
+    """Grade jobs until stdin ends. `template`: the id of the process that this worker was forked from."""
     in_force = isolate()
     if not end_with(template):
         return
@@ -208,7 +209,7 @@ def end_with(template: int | None) -> bool:
 def _be_a_template(modules: list[str]) -> None:
     """Import everything, then fork a worker for each request and kill those whose socket is closed.
 
-    It ends, with its workers, when its parent does. Single-threaded from the first fork on."""
+    The template and its workers end when its parent does. It is single-threaded from the first fork on."""
     parent, loaded = os.getppid(), threading.Event()
     watch = threading.Thread(target=_leave_with, args=(parent, loaded), daemon=True)
     watch.start()
@@ -231,7 +232,7 @@ def _be_a_template(modules: list[str]) -> None:
         if ended in ready:
             _collect(ended, links, watched)
         for link in set(ready) & links.keys():
-            os.kill(links[link], signal.SIGKILL)  # our child, not waited for yet: its process id is not reused
+            os.kill(links[link], signal.SIGKILL)  # not yet waited for, so its process id is not reused
             watched.discard(link)
         if control in ready:
             request, descriptors, *_ = socket.recv_fds(control, 1, 3)
@@ -256,7 +257,7 @@ def _be_a_template(modules: list[str]) -> None:
 
 
 def _fork(body: Callable[..., None], jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
-    """A worker's process id, in the template; in the worker it does not return."""
+    """In the template, return the process id of a new worker; in the worker, never return."""
     template = os.getpid()
     pid = os.fork()
     if pid:
@@ -291,7 +292,7 @@ def _tell(link: socket.socket, number: int) -> None:
 
 
 def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
-    """The reply to one job. An exception in a rule is a crash; the rule itself judges an unreadable answer wrong."""
+    """The reply to one job. An exception in a rule is a crash; rules themselves judge an unreadable answer as wrong."""
     try:
         rule = _rule(job["rule"])
         try:
@@ -339,7 +340,7 @@ def say(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 def _leave_with(parent: int, done: threading.Event | None = None) -> None:
-    """Exit with the parent, even if a fork of it still has the other end of our pipe open; or return once `done`."""
+    """Exit when the parent ends, even if a fork of it holds the other end of our pipe open. Return if `done` is set."""
     done = done or threading.Event()
     with contextlib.suppress(Exception):
         while os.getppid() == parent:

@@ -1,1 +1,1 @@
-"""Inspection of a model or a run: sample, generate, score, and the receipt of a step."""
+"""Inspection of models, data and runs: sample, generate, score, regrade, data checks, and the loss lab."""

@@ -1,5 +1,5 @@
-"""What the loss lab computes: a step's weights, its batch of stored completions or rows of the data, and the losses
-that fit it: the run's own first, then each with the run's settings, or with those of `--set`."""
+"""Inputs of the loss lab: a step's weights, its batch (stored completions or data rows), and the losses that fit the
+batch. The run's own loss comes first; each other loss has the run's settings, or those of `--set`."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from posttrain.training.job import Job, data_of
 from posttrain.training.loop import batch_of, epoch_order
 from posttrain.training.state import Saved, State, problems_of
 
-# The lab computes one update over the complete batch, with a reference that scores it then.
+# The lab computes one update over the complete batch, which the reference scores in the lab.
 ONE_UPDATE = {
     "num_iterations": 1,
     "num_minibatches": 1,
@@ -42,24 +42,24 @@ ONE_UPDATE = {
     "resampling_rounds": 0,
     "precompute_ref_log_probs": False,
 }
-# Settings that the lab cannot change: they choose the loss, or other models, or act before or after the step.
+# Settings that the lab cannot change: they choose the loss or other models, or act before or after the step.
 FIXED = {
     *ONE_UPDATE,
     *("type", "loss_type", "loss_weights", "divergence"),
     *("ref_model", "teacher", "teacher_system_prompt", "on_policy_fraction"),
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
-EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # rows of one loss that are not computed with `--set`
+EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # settings that add rows, unless `--set` is given
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that gradients are computed with. `checkpoint` None is the model before training."""
+    """The weights with which gradients are computed. `checkpoint` None: the model before training."""
 
-    step: int  # the step that the lab is about
+    step: int  # the step that the lab examines
     checkpoint: Path | None
-    state: State  # of the loop, with these weights
-    skipped: tuple[str, ...] = ()  # damaged checkpoints that are nearer
+    state: State  # of the training loop at these weights
+    skipped: tuple[str, ...] = ()  # damaged checkpoints nearer to the step
 
     @property
     def exact(self) -> bool:
@@ -76,13 +76,13 @@ class Weights:
         return f"{self.name}: nearest before step {self.step}, as there is no checkpoint-{self.step - 1}"
 
     def restore_generators(self, device: torch.device) -> None:
-        """Set the random generators, which dropout reads, to the checkpoint's; without one they are as at the start."""
+        """Restore the random generators, which dropout uses, from the checkpoint; without one, leave them unchanged."""
         if self.checkpoint is not None:
             restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng, device)
 
 
 def weights_for(folder: Path, step: int) -> Weights:
-    """The weights that a step began with, or else the nearest earlier ones. Damaged checkpoints are skipped."""
+    """The weights that a step began with, or the nearest earlier weights. Damaged checkpoints are skipped."""
     skipped = []
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) >= step:
@@ -97,15 +97,15 @@ def weights_for(folder: Path, step: int) -> Weights:
 def settings_of(folder: Path) -> RunConfig:
     """The settings of a run that is not active, with the current paths of its models.
 
-    Raises RunError for a folder without a run, an active run, or models that have changed since."""
+    Raises RunError for a folder without a run, an active run, or models that have changed since training."""
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
     if nested and not (folder / "run.json").is_file():
         raise RunError(f"{folder} has several runs: name one of them ({', '.join(str(folder / n) for n in nested)})")
     check_run_folder(folder)
     if is_locked(folder):
         raise RunError(
-            f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait for its "
-            "end, or stop it (Ctrl-C) and resume it later"
+            f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait until it "
+            "ends, or stop it (Ctrl-C) and resume it later"
         )
     config = run_settings(folder)
     before, now = recorded(folder), models_of(config)
@@ -113,13 +113,13 @@ def settings_of(folder: Path) -> RunConfig:
         if setting in before and setting in now and before[setting]["content"] != (content := content_of(now[setting])):
             raise RunError(
                 f"{now[setting].path} ({setting}) is not the model that {folder} was trained with: it was "
-                f"{before[setting]['content']}, and now it is {content}. Restore the former model"
+                f"{before[setting]['content']} and is now {content}. Restore the original model"
             )
     return config
 
 
 def finished_steps(folder: Path) -> int:
-    """The number of steps that the run has made, by its metrics and its checkpoints."""
+    """The number of steps that the run has finished, according to its metrics and checkpoints."""
     lines = [line["step"] for line in read_metrics(folder) if "loss" in line]
     return max([0, *lines, *map(step_of, list_checkpoints(folder))])
 
@@ -129,7 +129,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def logged(folder: Path, step: int) -> dict[str, Any] | None:
-    """The step's own line of metrics; None if it is a mean over several steps."""
+    """The metrics line of this step; None if the step was logged only in a mean over several steps."""
     lines = [line for line in read_metrics(folder) if "loss" in line]
     before = max((line["step"] for line in lines if line["step"] < step), default=0)
     return next((line for line in lines if line["step"] == step and before == step - 1), None)
@@ -139,7 +139,7 @@ def logged(folder: Path, step: int) -> dict[str, Any] | None:
 class StoredStep:
     """A stored step: its rollout, and log-probabilities of its tokens (R) before the step and at its last update.
 
-    Both are the engine's outside of the run's loss."""
+    Outside the run's loss, both are the engine's log-probabilities."""
 
     rollout: Rollout
     old_R: Tensor
@@ -151,7 +151,7 @@ class StoredStep:
 
 
 def stored_step(folder: Path, step: int) -> StoredStep:
-    """Read a step from `rollouts.sqlite`. Raises RunError if it is not there, or damaged."""
+    """Read a step from `rollouts.sqlite`. Raises RunError if the step is missing or damaged."""
     with StoredRun(folder) as stored:
         stored.require(step)
         prompts, rows = stored.prompts(step), stored.rollouts(step)
@@ -174,7 +174,7 @@ def stored_step(folder: Path, step: int) -> StoredStep:
 
 
 def _check(folder: Path, step: int, prompts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RunError unless every completion has a prompt, tokens, and a number of each kind per token."""
+    """Raise RunError unless every completion has a prompt, tokens, and one log-probability of each kind per token."""
     for row in rows:
         size = None if row["tokens"] is None else len(row["tokens"])
         arrays = [row[name] for name in ("sampler_logprobs", "old_logprobs", "new_logprobs")]
@@ -204,16 +204,16 @@ class Rows:
 
 
 def rows_of(job: Job, folder: Path, step: int) -> Rows:
-    """The rows of a step: their order is a function of seed and epoch. Raises RunError if the data has changed."""
+    """The rows of a step, found by seed and epoch. Raises RunError if the run has no such step or the data changed."""
     done = finished_steps(folder)
     if step > done:
-        raise RunError(f"{folder} has made {counted(done, 'step')}: there is no step {step}")
+        raise RunError(f"{folder} has finished {counted(done, 'step')}: there is no step {step}")
     data = data_of(job.config, job.model, job.tokenizer)
     before = read_facts(folder)["provenance"].get("dataset_fingerprint")
     if before is not None and data.fingerprint != before:
         raise RunError(
             f"the training data differs from the data that {folder} was trained on (another file, split, template or "
-            f"tokenizer: restore it), so the rows of step {step} are not known"
+            f"tokenizer: restore it), so the rows of step {step} are unknown"
         )
     epoch, positions = batch_of(job.config, len(data.train), step)
     order = epoch_order(job.config, len(data.train), epoch)
@@ -225,7 +225,7 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A loss with its settings: a row of the lab. `label` is `name` and the settings that were chosen for it."""
+    """A loss with its settings: a row of the lab. `label`: the name, and the settings chosen for this loss."""
 
     name: str
     label: str
@@ -235,10 +235,10 @@ class Variant:
 def variants(
     own: AnyMethod, losses: Sequence[str], settings: Mapping[str, Sequence[Any]]
 ) -> tuple[list[Variant], dict[str, str]]:
-    """The rows of the lab for a run of `own`, its own loss first; and the losses that do not fit, with the reason.
+    """The rows of the lab for a run of method `own`, its own loss first; and the losses that do not fit, with reasons.
 
-    `losses` are names, empty for all. Every combination of `settings` makes a row of each loss that reads them. Raises
-    ConfigError for an unknown loss or setting, or a value that is out of range.
+    `losses`: names; empty: all. Every combination of `settings` makes a row for each loss that reads them. Raises
+    ConfigError for an unknown loss or setting, or a value out of range.
     """
     entries = [(name, changes) for name, changes in catalogue(own) if not settings or not (changes.keys() & EXTRAS)]
     names = list(dict.fromkeys(name for name, _ in entries))
@@ -272,7 +272,7 @@ def variants(
 
 
 def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of `--set name=value,value`, repeated. Raises ConfigError for text of another form."""
+    """Parse repeated options `--set name=value,value`. Raises ConfigError for any other form."""
     settings: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -284,7 +284,7 @@ def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def catalogue(own: AnyMethod) -> list[tuple[str, dict[str, Any]]]:
-    """The losses for the data of a run of `own`, by name, with the settings that they change."""
+    """The names of the losses that fit the data of a run with the method `own`, with the settings that each changes."""
     losses = [
         (name, {"type": method.name(), **chosen})
         for method in sorted(METHODS.values(), key=lambda method: method.trains_values)
@@ -300,10 +300,10 @@ def catalogue(own: AnyMethod) -> list[tuple[str, dict[str, Any]]]:
 def _adapted(
     own: AnyMethod, changes: Mapping[str, Any], chosen: Mapping[str, Any]
 ) -> tuple[AnyMethod, dict[str, Any]] | str:
-    """The settings of another loss, and those of `chosen` that it reads; or the reason why there are none.
+    """Return the settings of another loss, and those of `chosen` that it reads; or the reason why it does not fit.
 
-    They are the run's. A setting that the run leaves at its method's default, or that the other loss does not read, has
-    the other method's default.
+    The settings are the run's. A setting that the run leaves at its method's default, or that the other loss does not
+    read, is set to the other method's default.
     """
     group = METHODS[changes["type"]]
     values = _carried(own, group) | dict(changes)
@@ -329,7 +329,7 @@ def _adapted(
 
 
 def _carried(own: AnyMethod, group: type[AnyMethod]) -> dict[str, Any]:
-    """The run's settings that the other method has too."""
+    """The run's settings that the other method also has."""
     names = own.own_names if group is not type(own) else {}
     defaults = type(own).model_fields
     carried = {}
@@ -349,7 +349,7 @@ def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> N
     for name in settings:
         if name in FIXED:
             raise ConfigError(
-                f"--set {name}: it chooses the loss (--loss), another model, or acts outside of a step's first update"
+                f"--set {name}: it chooses the loss (use --loss) or another model, or acts after the first update"
             )
         if name not in known:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""A step's batch under every loss: value, gradient norm, share clipped, and the cosines between the gradients; as a
-table, a picture of the cosines, and a JSON file."""
+"""A step's batch under every loss: value, gradient norm, clipped share, and the cosines between the gradients; as a
+table, a plot of the cosines, and a JSON file."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,14 +49,14 @@ from posttrain.training.job import Job
 from posttrain.training.reference import is_reference_free, make_reference, no_reference
 
 GIB = 2**30
-CHUNK = 1 << 20  # parameters at a time, in double precision
-CELL = 5  # characters of a cosine in the terminal, with the gap
-SIDE = 44  # pixels of a cosine in the picture
+CHUNK = 1 << 20  # parameters multiplied at a time, in double precision
+CELL = 5  # width of a cosine in the terminal, in characters, with the gap
+SIDE = 44  # side of a cosine's cell in the plot, in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
-    """A loss of the batch. `norm` is that of the gradient before clipping; None for a number that is not finite."""
+    """One loss of the batch. `norm`: the gradient norm before clipping. Numbers that are not finite are None."""
 
     variant: Variant
     loss: float | None
@@ -67,7 +67,7 @@ class LossRow:
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The losses of one step, the run's own first, and the cosine between the gradients of each two of them.
+    """The losses of one step, the run's own first, and the cosine between the gradients of each pair.
 
     A cosine is None if one of the gradients is 0 or not finite."""
 
@@ -78,13 +78,13 @@ class Lab:
     rows: list[LossRow]
     cosines: list[list[float | None]]
     left_out: Mapping[str, str]  # losses that do not fit the batch, with the reason
-    updates: int  # of a step of the run
-    logged: float | None  # gradient norm of the run's own loss in metrics.jsonl, if that is of this step's only update
+    updates: int  # per step of the run
+    logged: float | None  # the step's own gradient norm in metrics.jsonl, if it was logged and the step has one update
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the batch; `step` has what its forward passes record, for methods that sample."""
+    """A loss of the batch. `step`: what its forward passes record, for methods that sample."""
 
     packs: Sequence[Any]
     objective: Objective
@@ -92,9 +92,9 @@ class Loss:
 
 
 class Bench:
-    """A model with a batch: makes the loss of any method that fits them. Every model is loaded once.
+    """Builds the loss of any method that fits a model and a batch. Every model is loaded once.
 
-    `data_rows` are the step's rows, for a run that also trains on the data's completions."""
+    `data_rows`: the step's rows, for a run that also trains on the data's completions."""
 
     def __init__(self, job: Job, weights: Weights, batch: Rows | StoredStep, data_rows: Rows | None = None):
         self.job, self.weights, self.batch, self.data_rows = job, weights, batch, data_rows
@@ -108,7 +108,7 @@ class Bench:
         self._references: dict[str | None, Any] = {}
 
     def loss(self, method: AnyMethod) -> Loss:
-        """The loss of the batch under these settings, for one update over all of it."""
+        """The loss of the batch under these settings, for one update over the whole batch."""
         made = self._of_rows(method, self.batch) if isinstance(self.batch, Rows) else self._of_step(method, self.batch)
         return replace(made, objective=balanced(made.objective, self.routers, len(made.packs)))
 
@@ -145,12 +145,12 @@ class Bench:
         path = method.reference_path
         if path not in self._references:
             reference = load()
-            self._references[path] = remembered(reference) if callable(reference) else reference  # or a teacher
+            self._references[path] = remembered(reference) if callable(reference) else reference  # otherwise a teacher
         return self._references[path]
 
 
 def remembered(score: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A reference that scores each pack once: all losses pack the batch alike."""
+    """Make a reference score each pack only once: all losses pack the batch in the same way."""
     known: dict[tuple[bytes, ...], Tensor] = {}
 
     def score_once(pack: Pack, *rest: Any) -> Tensor:
@@ -171,7 +171,7 @@ def clipped(method: AnyMethod, loss: Loss) -> float | None:
 
 
 def clipped_at_last_update(method: AnyMethod, loss: Loss, batch: StoredStep) -> float | None:
-    """The share of tokens that the loss would clip at the run's last update of the step, by its stored numbers."""
+    """The share of tokens that the loss would clip at the step's last update, given the stored log-probabilities."""
     if loss.step is None or not method.clips:
         return None
     inside_R, length_S = _inside(loss.step), batch.rollout.length_S[loss.step.in_loss_S]
@@ -195,10 +195,10 @@ def losses(
     settings: Mapping[str, Sequence[Any]] | None = None,
     devices: DevicesConfig | None = None,
 ) -> Lab:
-    """Compute the batch of `step` of a run under its own loss and the named ones (none: all that fit).
+    """Compute a run's batch of `step` under its own loss and the losses in `names` (empty: all that fit).
 
-    `settings` has values by setting: every combination makes a row of each loss that reads them. The run folder is
-    only read. Raises RunError if the batch is not there, ConfigError for an unknown loss or setting.
+    `settings`: values by setting; every combination makes a row for each loss that reads the settings. The run folder
+    is only read. Raises RunError if the batch is missing, ConfigError for an unknown loss or setting.
     """
     config = settings_of(folder)
     config = config if devices is None else config.model_copy(update={"devices": devices})
@@ -219,10 +219,10 @@ def losses(
 
 @contextmanager
 def _job(config: RunConfig, weights: Weights):
-    """The run's job with these weights. What it would write goes to a temporary folder."""
+    """A context with the run's job at these weights. The job writes to a temporary folder."""
     checkpointing = config.training.gradient_checkpointing
     recompute = checkpointing is True or (checkpointing == "auto" and take_device(config.devices).type == "cuda")
-    training = config.training.model_copy(update={"optimizer": "adamw"})  # offloading would keep the model from the GPU
+    training = config.training.model_copy(update={"optimizer": "adamw"})  # offloading would keep the model off the GPU
     config = config.model_copy(update={"training": training})
     with (
         TemporaryDirectory(prefix="posttrain-losses-") as temporary,
@@ -232,13 +232,13 @@ def _job(config: RunConfig, weights: Weights):
 
 
 def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[LossRow], Tensor]:
-    """A row for each loss, and the gradients (rows, parameters): float32, in main memory."""
+    """Return a row for each loss, and the gradients (rows, parameters): float32, in main memory."""
     masters = bench.optimizer.masters.values()
     gradients = torch.zeros(len(chosen), sum(master.numel() for master in masters))
     stored = batch if isinstance(batch, StoredStep) and bench.job.config.method.updates > 1 else None
     generators, rows = rng_state(bench.job.device), []
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
-        restore_rng(*generators, bench.job.device)  # the same dropout for all
+        restore_rng(*generators, bench.job.device)  # the same dropout for all losses
         loss = bench.loss(variant.method)
         metrics = backward(loss.packs, loss.objective)
         norm = _take(bench.optimizer, gradient)
@@ -249,7 +249,7 @@ def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) 
 
 
 def _take(optimizer: AdamW, gradient: Tensor) -> float:
-    """Move the optimizer's gradients to a flat vector; returns their norm, as the optimizer computes it."""
+    """Move the optimizer's gradients to the vector `gradient`. Return their norm, as the optimizer computes it."""
     masters = list(optimizer.masters.values())
     norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
     start = 0
@@ -262,7 +262,7 @@ def _take(optimizer: AdamW, gradient: Tensor) -> float:
 
 
 def cosines(gradients: Tensor) -> list[list[float | None]]:
-    """The cosine between each two rows; None where a row is 0 or not finite."""
+    """The cosine between each pair of rows; None where a row is 0 or not finite."""
     products = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
     for part in gradients.split(CHUNK, dim=1):
         products += part.double() @ part.double().T
@@ -280,8 +280,8 @@ def _refuse_too_large(optimizer: AdamW, count: int) -> None:
     free = available_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise RunError(
-            f"the gradients of {count} losses take {needed / GIB:.1f} GiB of main memory, and {free / GIB:.1f} GiB are "
-            "free: choose fewer with --loss"
+            f"the gradients of {count} losses take {needed / GIB:.1f} GiB of main memory, but {free / GIB:.1f} GiB are "
+            "free: choose fewer losses with --loss"
         )
 
 
@@ -293,7 +293,7 @@ def _finite(value: float) -> float | None:
 
 
 def show(lab: Lab, console: Console) -> None:
-    """Print the table of the losses, then that of the cosines if the console is wide enough."""
+    """Print the table of losses, then the table of cosines if the console is wide enough."""
     console.print(f"step {lab.step} of {lab.folder}: {lab.batch}", soft_wrap=True)
     console.print(f"weights: {lab.weights}", soft_wrap=True)
     for line in lab.weights.skipped:
@@ -301,7 +301,7 @@ def show(lab: Lab, console: Console) -> None:
     if lab.updates > 1:
         console.print(
             f"A step of this run has {lab.updates} updates. This is the first, over the whole batch; `at last` is the "
-            "share clipped at the last one, by the stored log-probabilities."
+            "share clipped at the last update, given the stored log-probabilities."
         )
     console.print("row 1: this run's own loss; cosine: with its gradient")
     console.print(_losses(lab))
@@ -313,13 +313,13 @@ def show(lab: Lab, console: Console) -> None:
         logged = f"logged: {lab.logged:.6g} (relative difference {difference:.0e})"
         console.print(f"grad norm of row 1: {own.norm:.6g}, {logged}")
     if any(row[0] is None for row in lab.cosines):
-        console.print("-: no cosine, the gradient is 0 or not finite")
+        console.print("-: no cosine, because a gradient is 0 or not finite")
     for reason, names in _by_reason(lab).items():
         console.print(f"not computed: {', '.join(names)}: {reason}", soft_wrap=True)
 
 
 def _by_reason(lab: Lab) -> dict[str, list[str]]:
-    """The names of the losses that do not fit, by the reason."""
+    """The names of the losses that do not fit, grouped by reason."""
     names: dict[str, list[str]] = {}
     for name, why in lab.left_out.items():
         reason = why.replace(f"loss_type: {name}", "the loss").replace(f" {name} ", " the loss ")
@@ -345,7 +345,7 @@ def _losses(lab: Lab) -> Table:
 
 def _print_cosines(lab: Lab, console: Console) -> None:
     if CELL * len(lab.rows) + 4 > console.width:
-        console.print("The cosines of all pairs are in the picture and the JSON file.")
+        console.print("The cosines of all pairs are in the plot and the JSON file.")
         return
     console.print("cosines between the gradients")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -357,7 +357,7 @@ def _print_cosines(lab: Lab, console: Console) -> None:
 
 
 def save(lab: Lab, folder: Path) -> list[Path]:
-    """Write `losses-step-N.json` and, for two losses or more, `losses-step-N.svg`; returns their paths."""
+    """Write `losses-step-N.json` and, for two or more losses, `losses-step-N.svg`. Return their paths."""
     paths = [folder / f"losses-step-{lab.step}.json"]
     save_json(paths[0], as_json(lab))
     if len(lab.rows) > 1:
@@ -393,7 +393,7 @@ def as_json(lab: Lab) -> dict[str, Any]:
 
 
 def cosines_drawing(lab: Lab) -> Drawing:
-    """A heat map of the cosines, with their values; grey where there is none."""
+    """A heat map of the cosines, with their values; grey where a cosine is undefined."""
     labels = [short(row.variant.label, 40) for row in lab.rows]
     left, count = 12 + 7 * max(map(len, labels)), len(labels)
     bottom, parts = SIDE * count, []

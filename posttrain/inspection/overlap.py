@@ -1,13 +1,13 @@
-"""Texts that appear twice: equal and nearly equal rows, and questions of evaluation suites in the training rows.
+"""Texts that appear twice: equal and nearly equal rows, and evaluation questions in the training rows.
 
-Nearly equal: the Jaccard index of their sets of word 5-grams is at least 0.8. Candidates come from MinHash (Broder
-1997) with locality-sensitive hashing: 64 minima in 16 bands of 4, so that a pair at 0.8 is a candidate with probability
-1 - (1 - 0.8^4)^16 = 0.9998. The index of candidates is then computed, so no pair is joined that is less alike.
+Two rows are nearly equal if the Jaccard index of their sets of word 5-grams is at least 0.8. Candidates come from
+MinHash (Broder 1997) with locality-sensitive hashing: 64 minima in 16 bands of 4, so that a pair at 0.8 is a candidate
+with probability 1 - (1 - 0.8^4)^16 = 0.9998. The index of each candidate is then computed: no pair below 0.8 is joined.
 
-A question's words are covered where one of its n-grams, 13 words as in GPT-3 (arXiv 2005.14165, appendix C), is in a
-training row. Reported are the questions with any such n-gram, and those with 80 % of their words covered, the share
-that Llama 2 calls contaminated (arXiv 2307.09288, appendix A.6): texts of one kind share phrases, copies share most
-words. A question of 8 to 12 words is one n-gram; a shorter one is not checked.
+A word of a question is covered if it is in an n-gram (13 words, as in GPT-3, arXiv 2005.14165, appendix C) that a
+training row also contains. The report counts the questions with any such n-gram, and those with 80 % or more of their
+words covered, which Llama 2 calls contaminated (arXiv 2307.09288, appendix A.6): texts of one kind share phrases, but
+copies share most words. A question of 8 to 12 words is one n-gram; shorter questions are not checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,18 +37,18 @@ from posttrain.inspection.texts import (
     words_of,
 )
 
-SHINGLE = 5  # words
+SHINGLE = 5  # words of an n-gram
 NEAR = 0.8
 BANDS, ROWS = 16, 4
 BLOCK = 4_000  # texts hashed at a time
-KEPT = 10_000  # sets of n-grams
-NEIGHBOURS = 4  # texts of a bucket, in order of length, that each is compared with
+KEPT = 10_000  # sets of n-grams cached
+NEIGHBOURS = 4  # texts of its bucket, sorted by length, that each text is compared with
 
 SUITE_FILES = (".yaml", ".yml")
-LEAST_WORDS = 8  # of a question that is checked
+LEAST_WORDS = 8  # minimum length of a question that is checked
 COVERED = 0.8
 NOT_OF_THE_QUESTION = ("shots", "about")
-BLOCK_WORDS = 1_000_000  # of training rows compared at a time
+BLOCK_WORDS = 1_000_000  # words of training rows compared at a time
 
 
 # --- duplicates -------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ BLOCK_WORDS = 1_000_000  # of training rows compared at a time
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """The rows that have one kind of duplicate, as (row, the earlier row), of `among` rows."""
+    """The rows with one kind of duplicate, as (row, earlier row). `among`: the number of rows compared."""
 
     what: str
     rows: tuple[tuple[str, str], ...]
@@ -64,8 +64,8 @@ class Duplicates:
 
 
 def duplicates(corpus: Corpus) -> list[Duplicates]:
-    """Training rows that repeat an earlier one, pairs with opposite labels, and validation rows in training."""
-    # In this order the first of a group is a training row, if it has one.
+    """Find training rows that repeat an earlier row, pairs with opposite labels, and validation rows in training."""
+    # In this order, the first row of a group is a training row if the group has one.
     whole_index = np.argsort(corpus.sets, kind="stable")
     prompt_index = whole_index[corpus.prompts.lengths[whole_index] > 0]
     kinds = (
@@ -89,14 +89,14 @@ def duplicates(corpus: Corpus) -> list[Duplicates]:
 
 
 def _both(texts: Texts, keys: Array, index: Array) -> tuple[Array, Array]:
-    """Groups of equal and of near texts among `index`; members are positions in it."""
+    """The groups of equal texts, and of nearly equal texts, among `index`; members are positions in `index`."""
     chosen = Texts(texts[int(one)] for one in index)
     exact = groups_of(keys[index])
     return exact, near_groups(chosen, exact)
 
 
 def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
-    """Pairs of which an earlier one has the same prompt and replies with the other label."""
+    """Pairs with the prompt and the replies of an earlier pair, but the opposite label."""
     first: dict[int, int] = {}
     rows = []
     for index in np.flatnonzero(corpus.sets == 0).tolist():
@@ -121,15 +121,15 @@ def _overlap(corpus: Corpus, index: Array, groups: Array, number: int, what: str
 
 
 def groups_of(values: Array) -> Array:
-    """For each value the index of the first equal one."""
+    """For each value, the index of the first equal value."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def near_groups(texts: Texts, same: Array) -> Array:
-    """For each text the index of the first of its group. `same` has the groups of equal texts, which stay together.
+    """For each text, the index of the first text of its group. `same`: groups of equal texts, which are kept together.
 
-    Groups are transitive. Texts without a word are alone in their groups."""
+    Groups are transitive. Texts without words are not compared."""
     parent = same.copy()
     alone = np.flatnonzero((same == np.arange(len(same))) & (texts.lengths > 0))
 
@@ -184,7 +184,7 @@ def _bands(texts: Texts, among: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The questions of a suite or a file, with their names; `unread` is the number of those that cannot be read."""
+    """The questions of a suite or a file, with their ids. `unread`: the number of questions that cannot be read."""
 
     name: str
     texts: tuple[str, ...]
@@ -194,25 +194,25 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """What a suite shares with the training rows. `hits` are (question, share of its words covered, training row)."""
+    """What a suite shares with the training rows. `hits`: (question, covered share of its words, training row)."""
 
     name: str
     checked: int
-    short: int  # of fewer than 8 words, not checked
+    short: int  # questions of fewer than 8 words, not checked
     unread: int
     hits: tuple[tuple[str, float, str], ...] = ()
 
     @property
     def copies(self) -> int:
-        """Questions whose words are covered to 80 % or more."""
+        """The number of questions with 80 % or more of their words covered."""
         return sum(share >= COVERED for _, share, _ in self.hits)
 
 
 def questions_of(against: Sequence[str]) -> tuple[list[Questions], dict[str, str]]:
-    """The questions of suites: `NAME`, `NAME=SOURCE` with other rows, or a file, whose strings are compared.
+    """Read the questions of suites (`NAME`, or `NAME=SOURCE` with other rows) or of files, whose strings are compared.
 
-    Without any, every built-in suite whose data is in the hub's local cache; nothing is downloaded. Returns also the
-    suites that are not checked, with the reason. Raises a PosttrainError for one that is named and cannot be read.
+    If `against` is empty, read every built-in suite whose data is in the local hub cache; nothing is downloaded. Also
+    returns the suites that are not checked, with reasons. Raises a PosttrainError if a named suite cannot be read.
     """
     if against:
         return [_named(text) for text in against], {}
@@ -220,7 +220,7 @@ def questions_of(against: Sequence[str]) -> tuple[list[Questions], dict[str, str
     with _cache_only():
         for name in suite_names():
             suite = find_suite(name)
-            if suite.kind == "preference" or name == "mmlu_logprob":  # pairs; the questions of mmlu again
+            if suite.kind == "preference" or name == "mmlu_logprob":  # pairs, or the same questions as mmlu
                 continue
             try:
                 found.append(_of_suite(suite))
@@ -231,7 +231,7 @@ def questions_of(against: Sequence[str]) -> tuple[list[Questions], dict[str, str
 
 @contextmanager
 def _cache_only() -> Iterator[None]:
-    """A context in which the hub's library uses its local cache alone."""
+    """A context in which huggingface_hub uses only its local cache."""
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield
@@ -253,12 +253,12 @@ def _named(text: str) -> Questions:
     if suite.kind == "preference":
         raise DataError(f"--against {text}: {suite.name} has pairs, not questions; give a file of its rows")
     if equals and path_of(source).is_file():
-        suite = with_settings(suite, {"split": "train"})  # a file has no other
+        suite = with_settings(suite, {"split": "train"})  # the only split of a file
     return _of_suite(suite)
 
 
 def _strings(value: object) -> Iterator[str]:
-    """The strings in a row, however deep."""
+    """The strings in a row, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -270,7 +270,7 @@ def _of_suite(suite: SuiteConfig) -> Questions:
     names = [name for name in FIELD.findall(str(suite.prompt)) if name not in NOT_OF_THE_QUESTION]
     every = load_items(suite).items
     items = [item for item in every if item.problem is None]
-    # Without the instructions around the questions, which many training rows have, too.
+    # Without the instructions around the questions, which many training rows contain, too.
     texts = tuple("\n".join(str(item.fields.get(name, "")) for name in names) for item in items)
     return Questions(suite.name, texts, tuple(item.id for item in items), len(every) - len(items))
 
@@ -296,7 +296,7 @@ def contamination(questions: Questions, corpus: Corpus, n: int) -> Contamination
 
 
 def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int, dict[int, int]]:
-    """For each size of n-grams, the first training row that has each n-gram of the questions of that size."""
+    """For each n-gram size: the n-grams of the questions, by hash, with the first training row that contains each."""
     found: dict[int, dict[int, int]] = {}
     train = np.flatnonzero(corpus.sets == 0)
     for size in sorted(set(sizes.values())):
@@ -314,7 +314,7 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
 
 
 def _blocks(rows: Array, lengths: Array) -> Iterator[Array]:
-    """Consecutive rows of about a million words."""
+    """Split the rows into consecutive blocks of about a million words."""
     if len(rows):
         cuts = np.cumsum(lengths[rows]) // BLOCK_WORDS
         yield from np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)

@@ -1,18 +1,18 @@
 """Preference pairs: whether length predicts which reply is preferred, and the share of wrong labels.
 
-That share is estimated from the margins of a reward model that has not seen the labels. Model: the label is the one a
-person who agrees with the reward model up to a temperature T would give, and a share ε of labels is flipped at random.
+The share is estimated from the margins of a reward model that has not seen the labels. Assumed: a person who agrees
+with the reward model up to a temperature T gives the labels, and a share ε of the labels is then flipped at random.
 With m = reward of chosen - reward of rejected,
 
     P(label | m) = (1 - ε) σ(m / T) + ε σ(-m / T).
 
-Where the model is sure, σ is 0 or 1 and the share of contradicted labels is ε: that is what identifies it. ε and T are
-the maximum of the likelihood; the interval is that of the profile likelihood (2 Δ log L ≤ 3.84), on ε in [0, 0.5].
+Where the model is certain, σ is 0 or 1 and the share of contradicted labels is ε; these pairs identify ε. ε and T
+maximise the likelihood; the interval is that of the profile likelihood (2 Δ log L ≤ 3.84), for ε in [0, 0.5].
 
-Assumptions: the model was not trained on these labels (it would have learned the wrong ones), flipped labels do not
-depend on the margin, and T > 0, that is, the model is better than chance. A model that is confidently wrong about a
-kind of reply adds to ε. Where it is nowhere sure, or sure of all pairs alike, errors of the model and of labels cannot
-be distinguished, and the interval is wide.
+Further assumptions: the model was not trained on these labels (it would have learned the wrong ones), flips do not
+depend on the margin, and T > 0: the model is better than chance. A model that is confidently wrong about a kind of
+reply adds to ε. If the model is certain of no pair, or equally certain of all pairs, its errors cannot be distinguished
+from wrong labels, and the interval is wide.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ from posttrain.models.load import check_embeddings, is_reward_model, load_model,
 Array = np.ndarray
 
 BINS = 500
-CONFIDENT = 0.9  # probability of the other label, by the calibrated margin
+CONFIDENT = 0.9  # probability of the other label, from the calibrated margin
 CHI_SQUARE = 3.841458820694124  # 95 % point with one degree of freedom
-SLOPES = np.geomspace(1e-3, 1e3, 121)  # of m / median |m|; the maximum is then refined
+SLOPES = np.geomspace(1e-3, 1e3, 121)  # factors of m / median |m|; the grid is then refined at the maximum
 STEP = SLOPES[1] / SLOPES[0]
 RATES = np.linspace(0.0, 0.5, 251)
 
@@ -49,7 +49,7 @@ class LengthBias:
     `auc`: the probability that a random chosen reply is longer than a random rejected one, ties counted half."""
 
     pairs: int
-    equal: int  # of the same length; not in `longer`
+    equal: int  # pairs of equal length, not counted in `longer`
     longer: Estimate | None
     auc: float
     chosen_mean: float
@@ -57,7 +57,7 @@ class LengthBias:
 
 
 def length_bias(chosen: Array, rejected: Array, prompts: Sequence[int] | Array) -> LengthBias:
-    """From the numbers of tokens of both replies of each pair, and a key of its prompt."""
+    """Compute the length bias from the token counts of each pair's replies, and a key of each pair's prompt."""
     by_prompt: dict[int, list[float]] = {}
     for one, other, prompt in zip(chosen.tolist(), rejected.tolist(), map(int, prompts), strict=True):
         if one != other:
@@ -76,16 +76,16 @@ def auc(positive: Array, negative: Array) -> float:
 
 @sharing_cores()
 def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
-    """The row numbers of the training pairs, without ties, and chosen's reward minus rejected's.
+    """Return the row numbers of the training pairs, without ties, and the reward of chosen minus that of rejected.
 
-    Rows held out for validation are scored, too; rows have the reward model's own tokens. Raises ConfigError if the
-    method trains on no pairs, or the model is no reward model.
+    Rows held out for validation are scored, too. The reward model's tokenizer is used. Raises ConfigError if the
+    method does not train on pairs, or the model is not a reward model.
     """
     if config.method.kind != "pair":
-        raise ConfigError(f"--reward-model judges preference pairs; method {config.method.type} has none")
+        raise ConfigError(f"--reward-model scores preference pairs, but method {config.method.type} has none")
     model = ModelConfig(path=path)
     if not is_reward_model(model):
-        raise ConfigError(f"--reward-model {path}: is not a reward model, which `posttrain train method=reward` trains")
+        raise ConfigError(f"--reward-model {path} is not a reward model; `posttrain train method=reward` trains one")
     tokenizer = load_tokenizer(model)
     data = config.data.model_copy(update={"validation": None, "excluded": ()})
     dataset = prepare(data, tokenizer, "pair", Options(seed=config.seed)).train
@@ -93,7 +93,7 @@ def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
     loaded = load_model(model, "reward", compute_dtype(model, device), device)
     check_longest(loaded.config, dataset.longest)
     check_embeddings(loaded, tokenizer, path)
-    _, once = np.unique(dataset.rows, return_index=True)  # a source with a weight has rows several times
+    _, once = np.unique(dataset.rows, return_index=True)  # a weighted source repeats rows
     once = once[~dataset.ties[once]]
     once = once[np.argsort(-dataset.lengths[once], kind="stable")]
     score, margins = own_margins(loaded, device), []
@@ -107,8 +107,8 @@ def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
 class LabelNoise:
     """The estimated share of wrong labels, `rate`, with its interval from `low` to `high`.
 
-    `contradicted`: pairs in which the model gives the other label 90 % or more; `disagree`: any negative margin.
-    `wrong_P`: for each pair the probability that its label was flipped.
+    `contradicted`: pairs whose other label has a probability of 90 % or more by the model. `disagree`: number of
+    negative margins. `wrong_P`: for each pair, the probability that its label was flipped.
     """
 
     pairs: int
@@ -117,11 +117,11 @@ class LabelNoise:
     high: float
     temperature: float
     disagree: int
-    contradicted: Array  # indices of pairs, the surest first
+    contradicted: Array  # indices of pairs, the most certain first
     wrong_P: Array
 
     def __str__(self) -> str:
-        wide = "; this model's margins do not tell more" if self.high - self.low > 0.2 else ""
+        wide = "; this model's margins determine it no better" if self.high - self.low > 0.2 else ""
         return (
             f"{self.rate:.1%} of {self.pairs:,} labels are estimated to be wrong "
             f"(95 % interval {self.low:.1%} to {self.high:.1%}){wide}"
@@ -129,7 +129,7 @@ class LabelNoise:
 
 
 def label_noise(margin_P: Array) -> LabelNoise:
-    """Estimate from the margins (P pairs), of which not all may be 0. Raises ValueError for fewer than 2 pairs."""
+    """Estimate from P margins. Raises ValueError for fewer than 2, if all are 0, or if one is not finite."""
     margin_P = np.asarray(margin_P, np.float64)
     scale = float(np.median(np.abs(margin_P[margin_P != 0]))) if (margin_P != 0).any() else 0.0
     if len(margin_P) < 2 or not scale or not np.isfinite(margin_P).all():
@@ -149,16 +149,16 @@ def label_noise(margin_P: Array) -> LabelNoise:
 
 
 def _profile(x_P: Array) -> tuple[Array, Array]:
-    """For each rate the largest log-likelihood over the slope, and that slope.
+    """For each rate, the largest log-likelihood over all slopes, and its slope.
 
-    Margins are binned by quantile, as the likelihood depends on them smoothly: at most BINS values."""
+    Margins are binned by quantile into at most BINS values, because the likelihood is smooth in them."""
     values, weights = _binned(x_P)
     _, slope_R = _largest(values, weights, SLOPES)
     return _largest(values, weights, np.geomspace(slope_R.min() / STEP, slope_R.max() * STEP, len(SLOPES)))
 
 
 def _largest(values: Array, weights: Array, slopes: Array) -> tuple[Array, Array]:
-    """For each rate the largest log-likelihood over some slopes, and its slope."""
+    """For each rate, the largest log-likelihood over `slopes`, and its slope."""
     p_SB = _sigmoid(np.outer(slopes, values))
     likelihood_RS = np.stack([np.log(rate + (1 - 2 * rate) * p_SB + 1e-300) @ weights for rate in RATES])
     return likelihood_RS.max(1), slopes[likelihood_RS.argmax(1)]

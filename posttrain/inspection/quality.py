@@ -28,9 +28,9 @@ from posttrain.inspection.overlap import (
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
 
-SHOWN = 3  # examples on a line
-LISTED = 10  # rows of a list
-WIDEST = 34  # `validation: prompt in train, exact`
+SHOWN = 3  # examples shown on a line
+LISTED = 10  # rows shown of a list
+WIDEST = 34  # width of `validation: prompt in train, exact`
 
 
 def check_quality(
@@ -42,12 +42,12 @@ def check_quality(
     n: int = 13,
     reward_model: str | None = None,
 ) -> "Quality":
-    """All findings about the rows that train or validate.
+    """Check the training and validation rows, and return all findings.
 
-    `against` names suites or files whose questions are searched for, by default the built-in suites in the local cache.
-    Raises a PosttrainError for one that cannot be read, and for a model that cannot score the pairs.
+    `against`: suites or files whose questions are searched for; empty: the built-in suites in the local cache. Raises a
+    PosttrainError if one of them cannot be read, or if the reward model cannot score the pairs.
     """
-    questions, missing = questions_of(against)  # an error here comes before long work
+    questions, missing = questions_of(against)  # first, so that an error comes before long work
     rows, margins, noise = (), (), None
     if reward_model is not None:
         rows, margins = (values.tolist() for values in margins_of(config, reward_model))
@@ -62,7 +62,7 @@ def check_quality(
 
 
 def bias_of(prepared: Prepared, corpus: Corpus) -> LengthBias | None:
-    """The length bias of the training pairs in tokens, without ties; None if there are none."""
+    """The length bias of the training pairs in tokens, without ties; None if there are no such pairs."""
     train = prepared.train
     if prepared.kind != "pair" or train.ties.all():
         return None
@@ -76,7 +76,7 @@ def bias_of(prepared: Prepared, corpus: Corpus) -> LengthBias | None:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """All findings. `missing` are suites that were not checked, with the reason."""
+    """All findings. `missing`: the suites that were not checked, with reasons."""
 
     corpus: Corpus
     duplicates: Sequence[Duplicates]
@@ -85,7 +85,7 @@ class Quality:
     n: int
     bias: LengthBias | None
     noise: LabelNoise | None
-    pairs: Sequence[int]  # row numbers of `noise`
+    pairs: Sequence[int]  # row numbers of the pairs in `noise`
     margins: Sequence[float]
 
     @property
@@ -94,7 +94,7 @@ class Quality:
         return {name: int((self.corpus.sets == i).sum()) for i, name in enumerate(self.corpus.names)}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with all rows."""
+        """All findings, with all rows."""
         return {
             "rows": self._rows,
             "words": len(self.corpus.rows.words),
@@ -149,16 +149,17 @@ class Quality:
             self._show_contradicted(self.noise, console)
 
     def notes(self) -> Iterator[str]:
-        """The findings that are sentences."""
+        """The findings that are printed as sentences."""
         if self.contamination:
-            yield f"shared: a {self.n}-gram of words with a training row; copies: {COVERED:.0%} of a question's words"
+            copied = f"{COVERED:.0%} of the question's words are"
+            yield f"shared: a {self.n}-gram of words is in a training row; copies: {copied}"
         if short := ", ".join(f"{suite.short:,} of {suite.name}" for suite in self.contamination if suite.short):
             yield f"questions of fewer than 8 words, not checked: {short}"
         for suite in self.contamination:
             if suite.unread:
-                yield f"{suite.name}: {counted(suite.unread, 'question')} cannot be read, not checked"
+                yield f"unreadable questions, not checked: {suite.unread:,} of {suite.name}"
         if self.missing:
-            yield f"suites not checked, since their data is not in the local cache: {', '.join(self.missing)}"
+            yield f"suites not checked, because their data is not in the local cache: {', '.join(self.missing)}"
         if self.bias is not None:
             yield _bias_line(self.bias)
         if self.noise is not None:
@@ -181,8 +182,8 @@ class Quality:
 def _bias_line(bias: LengthBias) -> str:
     longer = bias.longer
     if longer is None:
-        return f"length bias: none can be seen, all {bias.pairs:,} pairs have replies of equal length"
-    bounds, says = "", "which length alone does not predict"
+        return f"length bias: unknown, because all {bias.pairs:,} pairs have replies of equal length"
+    bounds, says = "", "so length alone does not predict the preference"
     if longer.low is not None and longer.high is not None:
         bounds = f" (95 % interval {longer.low:.1%} to {longer.high:.1%})"
         if not longer.low <= 0.5 <= longer.high:
@@ -207,7 +208,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _examples(rows: Iterable[tuple[str, str]]) -> str:
-    """The first rows, each with the row that it repeats; several that repeat one are joined."""
+    """The first duplicates, grouped by the row that they repeat."""
     groups: dict[str, list[str]] = defaultdict(list)
     for row, earlier in rows:
         groups[earlier].append(row)

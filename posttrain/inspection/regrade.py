@@ -1,4 +1,4 @@
-"""`posttrain regrade`: other rewards for the stored completions of a run, and the advantages that they change."""
+"""`posttrain regrade`: grade the stored completions of a run with other rewards, and compare the advantages."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0"
 
 @dataclass(frozen=True, slots=True)
 class ChangedAdvantage:
-    """A completion whose advantage changes its sign, becomes 0 or was 0 under other rewards."""
+    """A completion whose advantage changes sign, becomes 0, or is no longer 0 under other rewards."""
 
     step: int
     prompt: int
@@ -36,19 +36,19 @@ class ChangedAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """The advantages that other rewards change, and counts by kind of change."""
+    """The advantages that other rewards change, and the counts of each kind of change."""
 
     changed: list[ChangedAdvantage]
     counts: Counter[str]
     approximate: bool  # the run's own rewards were whitened, so new advantages are not exactly those of training
-    has_tokenizer: bool  # without it, rewards do not know which prompts open <think>
+    has_tokenizer: bool  # without a tokenizer, rewards do not know which prompts open <think>
 
 
 def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -> Regraded:
-    """Compute other rewards for the stored completions of a step, or of all.
+    """Compute other rewards for the stored completions of one step, or of all steps.
 
     The run's advantages are the stored ones; the new ones are computed as in training, over the completions that have
-    a reward in both. Raises RunError for a run that does not learn from rewards.
+    both rewards. Raises RunError for a run that does not learn from rewards.
     """
     config = run_settings(folder)
     method = config.method
@@ -89,7 +89,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                     where = number, row["prompt_index"], row["rollout_index"], change
                     both = (row["reward"], reward), (before, after)
                     changed.append(ChangedAdvantage(*where, *both, row["completion"]))
-    changed.sort(key=lambda advantage: advantage.change != SIGN)  # sign changes first, else in their order
+    changed.sort(key=lambda advantage: advantage.change != SIGN)  # sign changes first, otherwise in the stored order
     return Regraded(changed, counts, approximate, tokenizer is not None)
 
 
@@ -104,14 +104,14 @@ def _change(before: float, after: float) -> str:
 def _completion(
     prompt: Mapping[str, Any], row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> RewardInput:
-    """A stored completion as the input of rewards; without a tokenizer no prompt is known to open `<think>`."""
+    """A stored completion as a reward's input. Without a tokenizer, no prompt is assumed to open `<think>`."""
     sampled = engines.Completion(row["tokens"].tolist(), [], row["finish_reason"], row["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
     return to_reward(sampled, row["completion"], end, prompt["facts"])
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    """A run's tokenizer, by transformers; None if it is missing."""
+    """A run's tokenizer, loaded by transformers; None if it cannot be loaded."""
     model = run_settings(folder).models[0]
     for path in (str(folder / "final"), model.path):
         try:

@@ -1,4 +1,4 @@
-"""`posttrain generate` and `posttrain score`: the rows of a file, in its order and with all their fields, get
+"""`posttrain generate` and `posttrain score`: copy the rows of a file, in order and with all fields, and add
 completions of their prompts, or log-probabilities or rewards of their completions."""
 
 import logging
@@ -44,7 +44,7 @@ BATCH = 32  # rows scored per batch
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Counts of a generated file."""
+    """Statistics of a generated file."""
 
     prompts: int
     completions: int
@@ -69,9 +69,9 @@ def generate(
     """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
     A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
-    without a usable prompt keeps its position, with `error`. A row's completions depend only on the seed and its
-    number. Prompts are written by the rules of `behavior_version`. Input files are never overwritten, an existing
-    `output` only with `overwrite`.
+    without a usable prompt keeps its position and has an `error`. A row's completions depend only on the seed and the
+    row's number. Prompts are rendered by the rules of `behavior_version`. Input files are never overwritten; an
+    existing `output` is overwritten only with `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     device = take_device(devices)
@@ -109,13 +109,13 @@ def generate(
 
 def _warn(bad: int, rows: int, problem: str) -> None:
     if bad:
-        log.warning("%d of %d rows %s: see their field `error`", bad, rows, problem)
+        log.warning("%d of %d rows %s: see their `error` field", bad, rows, problem)
 
 
 def generate_all(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str
 ) -> dict[int, list[Completion]]:
-    """The completions of each prompt, by its row; random streams are by row, so batching does not change them."""
+    """The completions of each prompt, keyed by row. Each row has its own random stream, whatever the batching."""
     seeds = [seed_of(sampling.seed, prompt.row) for prompt in prompts]
     with counter(what, len(prompts)) as count:
         groups = engine.generate(
@@ -148,12 +148,12 @@ def score(
     tokens_per_pack: int,
     overwrite: bool = False,
 ) -> dict[str, float]:
-    """Score every row of `file` and write the rows with their scores to `output` as JSONL; returns means.
+    """Score every row of `file` and write the rows with their scores to `output` as JSONL. Returns the means.
 
-    A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (one per token), a reward model
-    `reward`; rows with chosen and rejected have each twice (`chosen_logprob`, `rejected_logprob` …). A row that cannot
-    be read keeps its position, with `error`. Input files are never overwritten, an existing `output` only with
-    `overwrite`.
+    A causal model adds `logprob` (nats, summed over the completion) and `logprobs` (one per token), a reward model
+    `reward`. Rows with chosen and rejected have each score twice (`chosen_logprob`, `rejected_logprob` …). A row that
+    cannot be read keeps its position and has an `error`. Input files are never overwritten; an existing `output` is
+    overwritten only with `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     reward = is_reward_model(model)
@@ -209,7 +209,7 @@ def _values(scorer: RewardScorer | Scorer, packed: Pack) -> Iterator[dict[str, A
 
 
 def _kind(records: Sequence[Record], data: DataConfig) -> KindName:
-    """Pairs if the rows have a chosen and a rejected completion by the settings' column names."""
+    """`pair` if the first readable row has the columns of chosen and rejected (`data.columns`), otherwise `sft`."""
     first = next((record.value for record in records if record.value is not None), None)
     if first is None:
         raise DataError(f"{records[0].file} has no readable row: {records[0].problem}")

@@ -33,8 +33,8 @@ from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rollout import sampling_of, to_reward
 
-SHOWN = 2_000  # characters of a completion; the middle of a longer one is omitted
-FEW = 0.5  # a share below this is reported
+SHOWN = 2_000  # maximum characters printed of a completion; the middle of a longer one is omitted
+FEW = 0.5  # threshold for reporting a share
 COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread")
 
 InFormat = Callable[[str], bool]
@@ -42,28 +42,28 @@ InFormat = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Model, prompts and sampling: the settings of training that affect completions."""
+    """The training settings that affect completions: model, prompts and sampling."""
 
     model: ModelConfig
     data: DataConfig
     rewards: tuple[Reward, ...]
     rollout: RolloutConfig
     devices: DevicesConfig
-    longest_prompt: int | None  # tokens; training drops longer ones
-    seed: int  # of the rows of a built-in task
-    behavior_version: int = 2  # of the run
+    longest_prompt: int | None  # tokens; training drops longer prompts
+    seed: int  # for the rows of a built-in task
+    behavior_version: int = 2  # that of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Statistics of the completions of one prompt. Shares are of the completions."""
+    """Statistics of the completions of one prompt. Shares are shares of these completions."""
 
     row: int
     lengths: tuple[int, ...]
-    truncated: float  # reached the length limit
+    truncated: float  # share that reached the length limit
     distinct: float
-    formatted: float | None  # follow the template's format; None if it has none
-    rewards: tuple[float, ...] | None = None  # of the completions that have one; None without rewards
+    formatted: float | None  # share that follows the template's format; None if the template has none
+    rewards: tuple[float, ...] | None = None  # rewards of the completions that have one; None without rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class SampledGroup:
     completions: Sequence[Completion]
     texts: Sequence[str]
     rewards: Sequence[float | None] | None
-    parts: Sequence[str]  # of each reward: its sum in words
+    parts: Sequence[str]  # for each reward, the weighted sum that makes it
 
     def measure(self, in_format: InFormat | None) -> Measured:
         n = len(self.completions)
@@ -98,13 +98,13 @@ def sample(
     seed: int,
     console: Console,
 ) -> dict[float, list[Measured]]:
-    """Sample and reward at each temperature; print `show` completions of every prompt, a table, and suggestions.
+    """Sample and reward completions at each temperature, and print `show` completions of every prompt.
 
-    The table has a line for each prompt, or with several temperatures for each of these. Tokenisation problems are
-    reported first.
+    Then print a table, tokenisation problems, and suggestions. The table has a line per prompt or, with several
+    temperatures, per temperature.
     """
     if is_reward_model(setup.model):
-        raise RunError(f"{setup.model.path} is a reward model, which does not generate: sample from a policy")
+        raise RunError(f"{setup.model.path} is a reward model, which cannot generate completions: sample from a policy")
     device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
     policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
     rollout = setup.rollout
@@ -144,9 +144,9 @@ def sample(
 def first_prompts(
     setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> tuple[list[Prompt], list[Malformed]]:
-    """The first usable prompts of the validation set, or else of the training set; and the unusable rows among them.
+    """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
 
-    Raises DataError if none of the first rows has one."""
+    Raises DataError if none of the first rows has a usable prompt."""
     data, held, skip = setup.data, setup.data.validation, 0
     if held is not None and held.source is not None:
         source, split = held.source, held.split
@@ -162,7 +162,7 @@ def first_prompts(
     for record, prompt in zip(records, prompts, strict=True):
         wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
         if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
-            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training allows {setup.longest_prompt:,}", 0)
+            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, but training allows {setup.longest_prompt:,}", 0)
         if wrong is not None:
             unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
         elif isinstance(prompt, Prompt):
@@ -175,7 +175,7 @@ def first_prompts(
 
 
 def rewards_of(setup: Setup) -> AbstractContextManager[compose.Rewards | None]:
-    """The rewards of training, or None."""
+    """A context manager with the rewards of training; None if there are none."""
     if not setup.rewards:
         return nullcontext()
     limit = setup.rollout.max_completion_length
@@ -188,7 +188,7 @@ def rewarded(
     texts: Mapping[int, Sequence[str]],
     rewards: compose.Rewards | None,
 ) -> list[SampledGroup]:
-    """Each prompt's completions with their rewards."""
+    """Group the completions by prompt, with their rewards."""
     if rewards is None:
         return [SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
     results = iter(
@@ -215,7 +215,7 @@ def rewarded(
 def token_faults(
     setup: Setup, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], sampled: Sequence[SampledGroup]
 ) -> list[str]:
-    """Problems of stop tokens and tags."""
+    """Problems with stop tokens and tags."""
     completions = [
         (group.prompt, tokens)
         for group in sampled
@@ -254,14 +254,14 @@ def _shortened(text: str) -> str:
 
 
 def tags_of(data: DataConfig) -> tuple[str, ...]:
-    """The tags that the template asks a completion to write."""
+    """The tags that the template asks for in a completion."""
     if data.template == "tags":
         return data.tags.reasoning_end, data.tags.solution_start, data.tags.solution_end
     return {"r1_zero": ("</think>", "<answer>", "</answer>"), "question_only": ("\\boxed{",)}.get(data.template, ())
 
 
 def format_of(data: DataConfig) -> InFormat | None:
-    """Whether a completion follows the template's format; None if it has none."""
+    """A function that checks whether a completion follows the template's format; None if the template has none."""
     if data.template == "tags":
         return lambda text: all(text.count(tag) == 1 for tag in tags_of(data))
     pattern = {"r1_zero": r"</think> <answer>.*</answer>", "question_only": r"\\boxed\{.*\}"}.get(data.template)
@@ -269,7 +269,7 @@ def format_of(data: DataConfig) -> InFormat | None:
 
 
 def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
-    """A table by prompt, or with several temperatures by temperature, with the mean of the prompts' spreads."""
+    """A table by prompt or, for several temperatures, by temperature, with the mean of the prompts' spreads."""
     sweep = len(measured) > 1
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
@@ -307,7 +307,7 @@ def shown_number(reward: float | None) -> str:
 
 
 def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: RolloutConfig) -> list[str]:
-    """The suggestions, each once with its temperatures."""
+    """The suggestions without repetitions, each with the temperatures at which it applies."""
     temperatures: dict[str, list[str]] = {}
     for temperature, prompts in measured.items():
         for line in suggestions(prompts, rollout.model_copy(update={"temperature": temperature})):
@@ -318,11 +318,11 @@ def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: Rol
 
 
 def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
-    """Suggestions before, or instead of, training on the completions."""
+    """What to change before training on such completions."""
     found = []
     if fmean(prompt.truncated for prompt in measured) > FEW:
         found.append(
-            f"Most completions are truncated at {rollout.max_completion_length} tokens, so a reward sees no ending: "
+            f"Most completions are truncated at {rollout.max_completion_length} tokens, so rewards see no ending: "
             "raise rollout.max_completion_length, or train with SFT first, which teaches the model to stop."
         )
     if fmean(prompt.distinct for prompt in measured) < FEW:
@@ -333,15 +333,15 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
     formats = [prompt.formatted for prompt in measured if prompt.formatted is not None]
     if formats and fmean(formats) < FEW:
         found.append(
-            f"Only {fmean(formats):.0%} follow the template's format: with a reward on the answer alone most would "
-            "count as wrong. Train with SFT first, or add a format reward."
+            f"Only {fmean(formats):.0%} of completions follow the template's format, so a reward that checks only the "
+            "answer would count most as wrong. Train with SFT first, or add a format reward."
         )
     rewards = [prompt.rewards for prompt in measured if prompt.rewards is not None]
     sampled, rewarded = sum(len(prompt.lengths) for prompt in measured), sum(map(len, rewards))
     if rewards and not rewarded:
         found.append(
-            f"None of the {sampled} completions has a reward: no verdict, or none that applies. Nothing can be trained "
-            "on: check whether the data has the answers, and the completions the format, that the rewards need."
+            f"None of the {sampled} completions has a reward (no verdict, or no reward applies), so nothing can be "
+            "trained on: check whether the data has the answers that the rewards need, and completions the format."
         )
     elif rewards and rewarded < sampled:
         found.append(
@@ -350,11 +350,11 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
     same = sum(len(set(some)) == 1 for some in rewards)
     if same:
         advice = (
-            ": choose easier prompts where it is low and harder ones where it is high, generate more completions (-n), "
-            "or add a reward for partial success."
+            ": choose easier prompts where the reward is low and harder ones where it is high, generate more "
+            "completions (-n), or add a reward for partial success."
         )
         found.append(
-            f"Of {counted(len(rewards), 'prompt')} {same} {'has' if same == 1 else 'have'} completions of one and the "
-            "same reward, which teach a group nothing" + (advice if same / len(rewards) > FEW else ".")
+            f"Of {counted(len(rewards), 'prompt')}, {same} {'has' if same == 1 else 'have'} completions with equal "
+            "rewards, from which nothing is learned" + (advice if same / len(rewards) > FEW else ".")
         )
     return found or ["No problems found."]

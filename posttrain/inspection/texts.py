@@ -1,6 +1,6 @@
 """The rows of a run as arrays of hashed words, and the hashes of their n-grams.
 
-A word is a run of letters and digits in lower case, without punctuation, as in GPT-3's appendix C (arXiv 2005.14165);
+A word is a string of letters and digits in lower case, without punctuation, as in GPT-3 (arXiv 2005.14165, appendix C);
 in Chinese, Japanese and Korean it is one character. Hashes are the same in every process.
 """
 
@@ -21,12 +21,12 @@ Array = np.ndarray
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
 PRIME = np.uint64(0x9E3779B97F4A7C15)
-KNOWN_WORDS = 1_000_000  # hashes kept at a time
-MOST_WORDS = 20_000_000  # of a source, 80 MB; further rows are not checked, and the report says so
+KNOWN_WORDS = 1_000_000  # hashes cached at a time
+MOST_WORDS = 20_000_000  # words read of each source (80 MB); further rows are not checked, as the report says
 
 
 class _Hashes(dict[str, int]):
-    """The hash of each word, computed once."""
+    """A cache of the hash of each word."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= KNOWN_WORDS:
@@ -44,7 +44,7 @@ def words_of(text: str) -> Array:
 
 
 class Texts:
-    """Many texts as one array of words. `starts` has one more entry than there are texts."""
+    """Many texts as one array of words. `starts`: the index of each text's first word, and the total at the end."""
 
     def __init__(self, texts: Iterable[Array]):
         parts = list(texts)
@@ -70,7 +70,7 @@ def mixed(value: Array) -> Array:
 
 
 def ngrams(words: Array, n: int) -> Array:
-    """The hash of the n words from each position on, uint64; none for a text of fewer than n words."""
+    """The hash, uint64, of the n words that start at each position; empty for a text of fewer than n words."""
     if len(words) < n:
         return np.zeros(0, np.uint64)
     total = np.zeros(len(words) - n + 1, np.uint64)
@@ -80,7 +80,7 @@ def ngrams(words: Array, n: int) -> Array:
 
 
 def ngrams_of_each(texts: Texts, among: Array, n: int) -> tuple[Array, Array]:
-    """The n-grams of several texts one after the other, and their number in each; none across two texts."""
+    """The n-grams of several texts, concatenated, and their number in each text. No n-gram spans two texts."""
     parts = [texts[int(index)] for index in among]
     every = ngrams(np.concatenate([np.zeros(0, np.uint32), *parts]), n)
     lengths = np.array([len(part) for part in parts], np.int64)
@@ -90,12 +90,12 @@ def ngrams_of_each(texts: Texts, among: Array, n: int) -> tuple[Array, Array]:
 
 
 def shingles(words: Array, n: int) -> Array:
-    """The n-grams of a text, sorted and each once; for a shorter text, one hash of the whole."""
+    """The distinct n-grams of a text, sorted; for a text of fewer than n words, one hash of all its words."""
     return np.unique(ngrams(words, min(n, len(words)))) if len(words) else np.zeros(0, np.uint64)
 
 
 def jaccard(first: Array, second: Array) -> float:
-    """Intersection over union of two sorted sets; 0 for two empty ones."""
+    """Intersection over union of two sorted sets; 0 for two empty sets."""
     both = len(np.intersect1d(first, second, assume_unique=True))
     union = len(first) + len(second) - both
     return both / union if union else 0.0
@@ -103,11 +103,12 @@ def jaccard(first: Array, second: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The rows of all sets, in order. `sets` has the number of each row's set in `names`, of which the first is
+    """The rows of all sets, in order. `sets` gives the index of each row's set in `names`, whose first entry is
     `train`.
 
-    `prompt_keys` and `row_keys` are hashes of the exact strings; 0 for a row without a prompt. `turned_keys` are those
-    of the pair with chosen and rejected exchanged. `cut` names the sources of which only the first rows were read.
+    `prompt_keys` and `row_keys` are hashes of the exact strings; a row without a prompt has the prompt key 0.
+    `turned_keys` hash pairs with chosen and rejected exchanged. `cut` names sources of which only the first rows were
+    read.
     """
 
     names: tuple[str, ...]
@@ -125,7 +126,7 @@ class Corpus:
         return len(self.numbers)
 
     def label(self, index: int) -> str:
-        """A row as the report names it: its number, with its set unless that is the training set."""
+        """The name of a row in the report: its number, preceded by its set unless that is the training set."""
         name = self.names[self.sets[index]]
         return f"{'' if name == 'train' else name + ' '}{self.numbers[index]}"
 
@@ -133,7 +134,7 @@ class Corpus:
 def read_corpus(
     sources: Iterable[tuple[str, Iterable[tuple[int, Row]]]], prepared: Prepared, most_words: int = MOST_WORDS
 ) -> Corpus:
-    """The rows that train or validate, by the split of `prepared`, without those that exceed a length limit."""
+    """Read the training and validation rows, split as in `prepared`, without rows that exceed a length limit."""
     names = ("train", *prepared.validation)
     split = "validation" in prepared.validation and "validation" not in prepared.reports  # from the training source
     held = set(prepared.validation["validation"].rows.tolist()) if split else set()
@@ -163,7 +164,7 @@ def read_corpus(
 
 
 def strings_of(row: Row) -> tuple[str, tuple[str, ...]]:
-    """The prompt of a row, "" if it has none, and its replies. System messages, which rows share, are dropped."""
+    """The prompt of a row ("" if none) and its replies. System messages are dropped: many rows share the same one."""
     prompt, chosen = row.prompt, row.chosen
     if prompt is None and not isinstance(chosen, str) and len(chosen) > 1 and chosen[-1]["role"] == "assistant":
         prompt, chosen = chosen[:-1], chosen[-1:]
@@ -178,7 +179,7 @@ def _string(value: str | Turns) -> str:
 
 
 def _key(*parts: str) -> int:
-    """64 bits of a hash of strings, with their borders; outer white space is ignored."""
+    """A 64-bit hash of several strings and the boundaries between them; outer white space is ignored."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = part.strip().encode(errors="surrogatepass")

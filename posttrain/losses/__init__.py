@@ -1,7 +1,7 @@
-"""Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py).
+"""Losses as pure, unreduced functions of tensors; _P means pairs, _N scored tokens (legend in posttrain/batch.py).
 
-This module has what they share: the likelihood of tokens, means over a step and their exact gradients, which do not
-depend on how the step is divided into packs, batches and ranks; checks of shapes.
+This module contains what all losses share: the likelihood of tokens; means over a step and their exact gradients, which
+do not depend on how the step is divided into packs, batches and ranks; and shape checks.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
 
 
 def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Tensor:
-    """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the complete step;
-    with `weight` (of the shape of `value`) its weighted sum, and `count` is the sum of weights of the complete step.
+    """This part's share of the step's mean: its sum divided by `count`, the step's number of tokens, pairs or
+    sequences. With `weight` (same shape as `value`), the weighted sum; `count` is then the step's sum of weights.
 
     The shares of a step add up to its mean, and their gradients to its gradient. `count` is known before the first
-    backward; ValueError unless it is above 0.
+    backward pass. Raises ValueError unless `count` is above 0.
     """
     if count <= 0:
         raise ValueError(f"a mean needs a count above 0, got {count}")
@@ -39,11 +39,11 @@ def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Te
 
 
 def loss_coefficients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The unreduced `loss(*inputs)` and, for each input, the gradient of its sum, of that input's shape; both detached.
+    """The unreduced `loss(*inputs)`, and the gradient of its sum for each input, in the input's shape; all detached.
 
     If the loss couples sequences that do not fit in memory together, score all of them without gradients, compute the
     coefficients d loss / d logprob here over the complete step, and call backward on Σ coefficient · logprob of each
-    pack: by the chain rule that is the step's exact gradient. An input that the loss does not read has coefficients 0.
+    pack: by the chain rule this is the step's exact gradient. An input that the loss does not read has coefficients 0.
     """
     leaves = [value.detach().requires_grad_() for value in inputs]
     with torch.enable_grad():
@@ -61,7 +61,7 @@ def check_vectors(named: dict[str, Tensor]) -> None:
 
 
 def check_shapes(**named: Tensor) -> None:
-    """Raise ValueError unless all have one shape: broadcasting would hide a mistake."""
+    """Raise ValueError unless all tensors have the same shape: broadcasting would hide a mistake."""
     if len({tensor.shape for tensor in named.values()}) > 1:
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
         raise ValueError(f"expected tensors of one shape, got {listed}")

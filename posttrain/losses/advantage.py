@@ -1,5 +1,5 @@
-"""Advantages: how much better a completion or token did than expected, and the values that PPO expects. All detached,
-but for the loss of the values.
+"""Advantages: how much better a completion or token did than expected, and the values that PPO predicts. All results
+are detached, except the value loss.
 
 A step samples S completions, G per prompt (its group), and gives each a reward r. Statistics are computed in double
 precision, so that the mean of equal rewards is exactly that reward, and a group without a learning signal has A = 0.
@@ -16,18 +16,18 @@ from posttrain.batch import sum_segments
 from posttrain.losses import check_shapes
 
 ScaleRewards = Literal["group", "batch", "none"]
-DECAY = 0.9  # factor of a step's weight in the running statistics of returns, per later step
+DECAY = 0.9  # in the running statistics of returns, each later step multiplies a step's weight by this
 
 
 def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleRewards, eps: float) -> Tensor:
-    """GRPO's advantage of each completion: how much better than its group's mean. [S], dtype of the rewards.
+    """GRPO's advantage: how much better each completion is than its group's mean. [S], dtype of the rewards.
 
         group:  A_i = (r_i − mean r) / (std r + ε)     arXiv 2402.03300, section 4.1.2
         batch:  the same, with the standard deviation of all rewards of the step     arXiv 2508.08221, section 4.2
-        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: std favours too easy or hard prompts
+        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: std favours easy and hard prompts
 
-    mean is over the group of i, std divides by n − 1. `group_S` identifies the group of each completion by any integer;
-    groups may differ in size. A completion alone in its group, or in a group of equal rewards, has A = 0.
+    mean is over the group of i, and std divides by n − 1. `group_S` identifies each completion's group by any integer;
+    groups may differ in size. The only completion of a group, and those of a group of equal rewards, have A = 0.
 
     Raises ValueError unless both are vectors of one length.
     """
@@ -45,8 +45,7 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
 def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
     """RLOO: A_i = r_i − the mean reward of the group's other completions. [S]. arXiv 2402.14740, eq. 7.
 
-    This baseline is independent of completion i, so the gradient stays unbiased. A completion alone in its group has
-    A = 0.
+    This baseline is independent of completion i, so the gradient is unbiased. The only completion of a group has A = 0.
     """
     reward, index_S, count_G = _groups(reward_S, group_S)
     others_S = (count_G - 1)[index_S]
@@ -55,13 +54,13 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def normalized(advantage: Tensor, *, eps: float) -> Tensor:
-    """(A − mean A) / (std A + ε) over all entries, std divides by n − 1: REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
+    """(A − mean A) / (std A + ε) over all entries; std divides by n − 1. REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
     wide = advantage.detach().double()
     return ((wide - wide.mean()) / _or_one(_std(wide) + eps)).to(advantage.dtype)
 
 
 def whitened(reward: Tensor) -> Tensor:
-    """(r − mean r) / √(var r + 1e-8) + mean r over all entries: std 1, the mean unchanged. TRL's `whiten_rewards`."""
+    """(r − mean r) / √(var r + 1e-8) + mean r over all entries: std 1, unchanged mean. TRL's `whiten_rewards`."""
     wide = reward.detach().double()
     scale = torch.rsqrt(_std(wide) ** 2 + 1e-8)
     return ((wide - wide.mean()) * scale + wide.mean()).to(reward.dtype)
@@ -70,18 +69,18 @@ def whitened(reward: Tensor) -> Tensor:
 def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -> Tensor:
     """The return of each token, Σ_{k ≥ t} γ^(k − t) r_k over the rest of its sequence. [N].
 
-    `sequence_N` is ascending; the tokens of a sequence are in order.
+    `sequence_N` is ascending, and the tokens of a sequence are in order.
     """
     zeros = torch.zeros_like(reward_N)
     return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
 
 
 def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over each sequence: advantages and returns, [N] both. arXiv 1506.02438, eq. 16.
+    """Generalised advantage estimation over each sequence: advantages and returns, both [N]. arXiv 1506.02438, eq. 16.
 
         δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        R_t = A_t + V_t
 
-    V after the last token is 0: a completion ends there. `value_N` is V before each token; `sequence_N` is ascending.
+    V after a completion's last token is 0. `value_N` is V before each token; `sequence_N` is ascending.
     Raises ValueError unless all three are vectors of one length.
     """
     if not reward_N.shape == value_N.shape == sequence_N.shape or reward_N.ndim != 1:
@@ -92,7 +91,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
     last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
     following_N = torch.cat([value[1:], value[-1:]]).masked_fill(last_N, 0.0)
     delta_N = reward + gamma * following_N - value
-    # A backward loop over floats is fast enough: a step of RL has some ten thousand tokens.
+    # A loop over floats, from the end, is fast enough: an RL step has about ten thousand tokens.
     advantages, after = [], 0.0
     for delta, last in zip(reversed(delta_N.tolist()), reversed(last_N.tolist()), strict=True):
         after = delta if last else delta + gamma * lam * after
@@ -110,7 +109,7 @@ def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(value_S: Tensor, index_S: Tensor, count_G: Tensor) -> Tensor:
-    """The sum of each group. [G]"""
+    """The sum over each group. [G]"""
     return sum_segments(value_S[index_S.argsort(stable=True)], count_G)
 
 
@@ -126,8 +125,8 @@ def _or_one(scale: Tensor) -> Tensor:
 class ReturnScale:
     """Running mean and standard deviation of the returns: V = mean + std · (output of the value head).
 
-    Keeps the value loss on one scale whatever the scale of the rewards (value normalisation as in MAPPO, arXiv
-    2103.01955, section 5.1). Recent steps have the most weight, so that the values follow a rising reward.
+    Keeps the value loss on the same scale whatever the scale of the rewards (value normalisation as in MAPPO, arXiv
+    2103.01955, section 5.1). Recent steps have the most weight, so that values follow a rising reward.
     """
 
     mean: float = 0.0
@@ -135,7 +134,7 @@ class ReturnScale:
     steps: int = 0
 
     def after(self, return_N: Tensor) -> "ReturnScale":
-        """The statistics including a step's returns. If the variance is 0, std is 1."""
+        """The statistics updated with a step's returns. If the variance is 0, std is 1."""
         returns, steps = return_N.detach().double(), self.steps + 1
         share = (1 - DECAY) / (1 - DECAY**steps)  # 1 at the first step: the initial values do not count
         distance = float(returns.mean()) - self.mean
@@ -144,18 +143,18 @@ class ReturnScale:
         return ReturnScale(self.mean + share * distance, math.sqrt(variance) if variance > 0 else 1.0, steps)
 
     def values(self, output: Tensor) -> Tensor:
-        """Outputs of the value head as returns."""
+        """Convert outputs of the value head to returns."""
         return self.mean + self.std * output
 
     def outputs(self, returns: Tensor) -> Tensor:
-        """Returns as outputs of the value head."""
+        """Convert returns to outputs of the value head."""
         return (returns - self.mean) / self.std
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, cliprange_value: float) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (V_clip − R)²), V_clip = V clipped to V_old ± `cliprange_value`; and where V_clip was worse.
+    """½ max((V − R)², (V_clip − R)²), V_clip = V clipped to V_old ± `cliprange_value`, and whether V_clip was worse.
 
-    PPO's value loss as in the code of arXiv 1707.06347 and TRL's PPO; elementwise, tensors of one shape.
+    PPO's value loss as in the code of arXiv 1707.06347 and in TRL's PPO. Elementwise; all tensors have the same shape.
     """
     check_shapes(value=value, old_value=old_value, returns=returns)
     held = torch.clamp(value, old_value - cliprange_value, old_value + cliprange_value)

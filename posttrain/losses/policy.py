@@ -1,9 +1,9 @@
 """Policy gradients: what a sampled token contributes to the loss, given its completion's advantage. Unreduced.
 
 A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy at the
-start of the step, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L)
+start of the step, and an advantage A. Losses are elementwise: all tensors have the same shape, [N] for a pack, (B, L)
 if padded. `POLICY_LOSSES` maps each name to its loss and to how the tokens of a step are averaged. The KL to
-a reference is a term of the loss, or of the reward.
+a reference is a term of the loss or of the reward.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from torch import Tensor
 from posttrain.batch import sum_segments
 from posttrain.losses import MAX_EXPONENT, check_shapes
 
-# The level of one ratio π / π_old: a token; a completion, as the geometric mean over its tokens (GSPO); or a
-# completion, as the product over its tokens (RLOO).
+# There is one ratio π / π_old per token, or per completion: the geometric mean over its tokens (sequence, GSPO), or the
+# product over its tokens (product, RLOO).
 Level = Literal["token", "sequence", "product"]
 # How tokens are averaged: within each completion, then over completions; over all tokens of the update, or of the
-# step's rollout; or each completion's sum divided by a constant length, then over completions.
+# step's rollout; or each completion's sum is divided by a constant length, then averaged over completions.
 Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
-    """REINFORCE: −A log π, whose gradient −A ∇ log π is the policy gradient's estimate (Williams 1992, section 5).
+    """REINFORCE: −A log π, whose gradient −A ∇ log π estimates the policy gradient (Williams 1992, section 5).
 
     A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean.
     """
@@ -37,10 +37,10 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
 def grpo_clip(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float, epsilon_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and where the clipped term is the smaller one.
+    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and whether the clipped term is the smaller one.
 
-    PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantage (arXiv 2402.03300, eq. 3). A token that is
-    clipped (second result, bool) has no gradient: the policy has already moved ε in the direction of A.
+    PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantage (arXiv 2402.03300, eq. 3). A clipped token
+    (second result, bool) has no gradient, because the policy has already moved ε in the direction of A.
     ε_high above ε leaves unlikely tokens more room to grow (clip-higher, DAPO, arXiv 2503.14476, section 3.1).
     """
     check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
@@ -51,9 +51,9 @@ def grpo_clip(
 
 
 def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float) -> tuple[Tensor, Tensor]:
-    """−min(ρ, ε_high) A log π with the weight detached, and where it was capped. CISPO, arXiv 2506.13585, eq. 4 and 5.
+    """−min(ρ, ε_high) A log π, min(…) detached, and whether it was capped. CISPO, arXiv 2506.13585, eq. 4 and 5.
 
-    No token loses its gradient, unlike clipped ones in `grpo_clip`. ε_high bounds the ratio itself, as in TRL. Tokens
+    No token loses its gradient, unlike clipped tokens in `grpo_clip`. ε_high bounds the ratio itself, as in TRL. Tokens
     with A ≤ 0 do not count as capped.
     """
     check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
@@ -78,8 +78,8 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "gspo": PolicyLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
     "cispo": PolicyLoss("cispo", "rollout_tokens"),  # arXiv 2506.13585
     "no_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on the raw reward
-    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # the same on advantages
-    "grpo_clip": PolicyLoss("clipped", "sequences"),  # the course's name for grpo
+    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on advantages
+    "grpo_clip": PolicyLoss("clipped", "sequences"),  # CS336's name for grpo
     "rloo": PolicyLoss("clipped", "sequences", "product"),  # arXiv 2402.14740
     "reinforce_plus_plus": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2501.03262
 }
@@ -97,13 +97,13 @@ def policy_loss(
     epsilon: float,
     epsilon_high: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each scored token, and where it was clipped. [N] both.
+    """The loss of each scored token, and whether it was clipped; both [N].
 
-    `sequence_N` is the index of each token's completion, ascending; `length_S` counts the scored tokens of completions.
-    `level` is the loss's own by default. At a completion's level its tokens share one ratio and, with equal advantages,
-    one value.
+    `sequence_N` is the index of each token's completion, ascending; `length_S` counts each completion's scored tokens.
+    `level` defaults to the level of the loss. With one ratio per completion, the tokens of a completion share this
+    ratio and, if their advantages are equal, one value.
 
-    Raises ValueError for CISPO at a completion's level: it weights each token's own log-probability.
+    Raises ValueError for CISPO with one ratio per completion, because CISPO weights each token's log-probability.
     """
     if loss.surrogate == "plain":
         return policy_gradient(logprob_N, advantage_N), torch.zeros_like(sequence_N, dtype=torch.bool)
@@ -123,11 +123,11 @@ def policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of an update's averages; known before its first backward."""
+    """The denominators of an update's averages, which are known before its first backward pass."""
 
-    sequences: int  # completions of the update, including those without a scored token
-    tokens: int  # scored tokens of the update
-    rollout_tokens: float  # scored tokens of the step's rollout, divided by its updates
+    sequences: int  # number of completions of the update, including those without a scored token
+    tokens: int  # number of scored tokens of the update
+    rollout_tokens: float  # number of scored tokens of the step's rollout, divided by its number of updates
     max_length: int  # the maximum length of a completion, in tokens
 
 
@@ -163,7 +163,7 @@ def truncated_weights(logprob: Tensor, sampler_logprob: Tensor, *, cap: float) -
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tensor:
-    """An estimate of KL(π‖π_ref), the divergence of a policy from its reference, for each sampled token; nats.
+    """An estimate of KL(π‖π_ref), the divergence of a policy from its reference, for each sampled token, in nats.
 
     With ρ = log π_ref − log π of the token (J. Schulman, "Approximating KL divergence", 2020):
 
@@ -171,11 +171,11 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tenso
         k2   ρ² / 2             biased, low variance; its gradient is the unbiased gradient of the KL on policy
         k3   e^ρ − ρ − 1        unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4
 
-    As a term of the loss, on tokens sampled from π itself, the expected gradient is that of the token's KL(π‖π_ref) for
-    k2, that of KL(π_ref‖π) for k3, and 0 for k1, which has no effect there. As part of the reward, through which no
-    gradient flows, k1 gives the gradient of the full completion's KL(π‖π_ref) through the policy gradient.
+    As a term of the loss, on tokens sampled from π itself, the expected gradient is the gradient of the token's
+    KL(π‖π_ref) for k2, of KL(π_ref‖π) for k3, and 0 for k1, which has no effect there. As part of the reward, through
+    which no gradient flows, k1 gives the gradient of the full completion's KL(π‖π_ref) through the policy gradient.
 
-    Raises ValueError for other names or unequal shapes.
+    Raises ValueError for an unknown estimator or unequal shapes.
     """
     check_shapes(logprob=logprob, ref_logprob=ref_logprob)
     rho = ref_logprob - logprob
@@ -190,7 +190,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, *, estimator: str) -> Tenso
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
-    """The next coefficient of PPO's KL penalty: raised if the measured KL is above the target, lowered if below.
+    """The next coefficient of PPO's KL penalty: raised if the measured KL is above the target, lowered if it is below.
 
         e = clip(KL / target − 1, −0.2, 0.2)        β ← β (1 + e · completions / horizon)
 

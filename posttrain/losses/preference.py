@@ -1,10 +1,10 @@
 """Preference pairs, their metrics, and the DPO family: losses on pairs against a reference.
 
-One function per loss, from pairs to one value per pair, not reduced. A function's keyword-only parameters are the
-settings it reads, by their names in the configuration; `preference_loss` passes exactly these. To add a loss, write its
-function, and add it to LOSSES or, if a value depends on other pairs, to COUPLING: its name is that of the function.
+Each loss is a function from pairs to one unreduced value per pair, and is named after its function. The keyword-only
+parameters are the settings that the loss reads, named as in the configuration; `preference_loss` passes exactly these.
+To add a loss, write its function, and add it to LOSSES or, if a value depends on other pairs, to COUPLING.
 
-In its formulas c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
+In the formulas, c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
 f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise.
 """
 
@@ -28,7 +28,7 @@ class Pairs:
     """P pairs of a chosen and a rejected completion of the same prompt; every field is a [P] tensor.
 
     chosen_P, rejected_P            log π(y|x), summed over the completion's tokens (nats)
-    ref_chosen_P, ref_rejected_P    log π_ref(y|x), the same; zeros when the method has no reference
+    ref_chosen_P, ref_rejected_P    log π_ref(y|x), summed likewise; zeros if the method has no reference
     chosen_length_P, rejected_length_P    number of completion tokens summed over
 
     Raises ValueError unless all fields are vectors of one length.
@@ -58,7 +58,7 @@ class Pairs:
         return self.rejected_P - self.ref_rejected_P
 
     def with_policy(self, chosen_P: Tensor, rejected_P: Tensor) -> "Pairs":
-        """The same pairs under other policy log-probabilities."""
+        """The same pairs with different policy log-probabilities."""
         return replace(self, chosen_P=chosen_P, rejected_P=rejected_P)
 
     def per_token(self) -> "Pairs":
@@ -91,7 +91,7 @@ def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) 
     """DPO: −(1 − ε) log σ(x) − ε log σ(−x) with x = β (s(c) − s(r)). arXiv 2305.18290, eq. 7.
 
     ε = `label_smoothing` above 0 is conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"): the
-    expected loss if a label is wrong with probability ε. Earlier TRL had it, but 1.16 reads no label smoothing here.
+    expected loss if a label is wrong with probability ε. Earlier versions of TRL smoothed here too; 1.16 does not.
     """
     return smoothed(beta * _score_margin(pairs, score), label_smoothing)
 
@@ -109,7 +109,8 @@ def hinge(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
 def ipo(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
     """IPO: (s(c)/|chosen| − s(r)/|rejected| − 1/(2β))², with β the paper's τ. arXiv 2310.12036, eq. 17.
 
-    Per token, as in TRL: the paper does not say so, but its authors confirmed to TRL that its results used this form.
+    Log-ratios are per token, as in TRL. The paper does not say so, but its authors confirmed to TRL that the paper's
+    results used this form.
     """
     return (_mean_score_margin(pairs, score) - 1 / (2 * beta)) ** 2
 
@@ -155,8 +156,8 @@ def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
 def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """AOT, paired: the policy's sorted margins compared with the reference's sorted margins. arXiv 2406.05882.
 
-    δ_i = i-th smallest (log π(chosen) − log π(rejected)) − i-th smallest (the same of π_ref);
-    −(1 − ε) log σ(βδ) − ε log σ(−βδ), ε = `label_smoothing`. Sorted over the batch: value i is rank i's, not pair i's.
+    δ_i = i-th smallest (log π(chosen) − log π(rejected)) − i-th smallest (the same for π_ref);
+    −(1 − ε) log σ(βδ) − ε log σ(−βδ), ε = `label_smoothing`. Value i belongs to rank i in the batch, not to pair i.
     """
     margin_P, _ = torch.sort(pairs.chosen_P - pairs.rejected_P)
     ref_margin_P, _ = torch.sort(pairs.ref_chosen_P - pairs.ref_rejected_P)
@@ -164,19 +165,19 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """AOT, unpaired: as `aot` with δ_i = i-th smallest c − i-th smallest r. arXiv 2406.05882."""
+    """AOT, unpaired: like `aot`, with δ_i = i-th smallest c − i-th smallest r. arXiv 2406.05882."""
     chosen_P, _ = torch.sort(pairs.chosen_logratio_P)
     rejected_P, _ = torch.sort(pairs.rejected_logratio_P)
     return smoothed(beta * (chosen_P - rejected_P), label_smoothing)
 
 
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
-    """APO-zero: 1 − σ(βc) + σ(βr): chosen up, rejected down. arXiv 2408.06266, eq. 7."""
+    """APO-zero: 1 − σ(βc) + σ(βr), which raises chosen and lowers rejected. arXiv 2408.06266, eq. 7."""
     return torch.sigmoid(-beta * pairs.chosen_logratio_P) + torch.sigmoid(beta * pairs.rejected_logratio_P)
 
 
 def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
-    """APO-down: σ(βc) + 1 − σ(β (c − r)): both down, rejected further. arXiv 2408.06266, eq. 8."""
+    """APO-down: σ(βc) + 1 − σ(β (c − r)), which lowers both, rejected further. arXiv 2408.06266, eq. 8."""
     chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
     return torch.sigmoid(beta * chosen_P) + torch.sigmoid(-beta * (chosen_P - rejected_P))
 
@@ -184,7 +185,7 @@ def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
 def discopop(pairs: Pairs, *, beta: float, discopop_tau: float, score: Score) -> Tensor:
     """DiscoPOP: −(1 − m) log σ(x) + m e^(−x) with x = β (s(c) − s(r)), m = σ(x/τ). arXiv 2406.08414, eq. 5.
 
-    τ = `discopop_tau`. m e^(−x) is formed in the exponent: for τ < 1 it stays finite where e^(−x) overflows.
+    τ = `discopop_tau`. m e^(−x) is computed as one exponential, which for τ < 1 is finite where e^(−x) overflows.
     """
     logit_P = beta * _score_margin(pairs, score)
     logistic_P = -F.logsigmoid(logit_P) * torch.sigmoid(-logit_P / discopop_tau)
@@ -194,7 +195,7 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float, score: Score) ->
 def sft(pairs: Pairs, *, num_pairs: int, num_chosen_tokens: int) -> Tensor:
     """Negative log-likelihood of the chosen completions per token: −log π(chosen) · num_pairs / num_chosen_tokens.
 
-    Both counts are of the complete optimizer step, so that the sum over all its pairs divided by their number is the
+    Both counts are for the complete optimizer step, so the sum over all its pairs divided by the number of pairs is the
     mean over all chosen tokens, however the step is divided. A term of MPO, arXiv 2411.10442.
     """
     return -pairs.chosen_P * num_pairs / num_chosen_tokens
@@ -203,9 +204,9 @@ def sft(pairs: Pairs, *, num_pairs: int, num_chosen_tokens: int) -> Tensor:
 def kto_pair(pairs: Pairs, *, beta: float) -> Tensor:
     """KTO on pairs: ½ (1 − σ(β (c − KL_r))) + ½ (1 − σ(β (KL_c − r))). arXiv 2402.01306.
 
-    KL_c = max(0, mean c) and KL_r = max(0, mean r) over the batch are the KL baselines of the other half; no gradient
-    flows through them, as in the paper. Early TRL (0.7 to 0.9) had this loss with 2P values, one per completion, and
-    with a gradient through the KL; here a pair has the mean of its two values, so the batch means agree.
+    KL_c = max(0, mean c) and KL_r = max(0, mean r) over the batch are each the KL baseline of the other half; no
+    gradient flows through them, as in the paper. Early TRL (0.7 to 0.9) had this loss with 2P values, one per
+    completion, and with a gradient through the KL. Here a pair has the mean of its two values: batch means agree.
     """
     chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
     chosen_kl = chosen_P.detach().mean().clamp(min=0)
@@ -224,7 +225,7 @@ def _mean_score_margin(pairs: Pairs, score: Score) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """An entry of PREFERENCE_LOSSES. `couples_batch`: a value depends on other pairs, so it needs the full step."""
+    """An entry of PREFERENCE_LOSSES. `couples_batch`: values depend on other pairs, so the loss needs the full step."""
 
     function: Callable[..., Tensor]
     couples_batch: bool = False
@@ -261,11 +262,12 @@ def preference_loss(
     num_pairs: int | None = None,
     num_chosen_tokens: int | None = None,
 ) -> Tensor:
-    """The weighted sum of the named losses per pair [P]; sum it and divide by the pairs of the optimizer step.
+    """The weighted sum of the named losses, one value per pair [P]. For the loss of an optimizer step, sum the values
+    and divide by the step's number of pairs.
 
-    With `loss_weights` None every weight is 1. `num_pairs` and `num_chosen_tokens` count the complete optimizer step;
-    None means that `pairs` is the complete step. KeyError for a name that is not in PREFERENCE_LOSSES, ValueError for
-    weights that do not match the losses; the configuration checks which settings are valid together.
+    If `loss_weights` is None, every weight is 1. `num_pairs` and `num_chosen_tokens` count the complete optimizer step;
+    None means that `pairs` is the complete step. Raises KeyError for a name that is not in PREFERENCE_LOSSES, and
+    ValueError if weights do not match the losses. The configuration checks which settings are valid together.
     """
     settings = {
         "beta": beta,

@@ -1,9 +1,9 @@
 """Losses on pairs without a reference: Bradley-Terry for reward models, ORPO, CPO and SimPO.
 
-From pairs to one value per pair, not reduced. In ORPO, CPO and SimPO a likelihood term on the chosen completion, which
-the recipe adds, replaces the reference. There c and r are the levels of the chosen and the rejected completion:
-log π(y|x), or its mean per token where a docstring says so. Values and gradients are those of TRL 1.16's RewardTrainer
-and its experimental ORPO and CPO trainers.
+Each loss maps pairs to one unreduced value per pair. In ORPO, CPO and SimPO a likelihood term on the chosen completion,
+which the recipe adds, replaces the reference. In their formulas, c and r are the levels of the chosen and the rejected
+completion: log π(y|x), or its mean per token where a docstring says so. Values and gradients match TRL 1.16's
+RewardTrainer and its experimental ORPO and CPO trainers.
 """
 
 import torch
@@ -14,7 +14,7 @@ from posttrain.losses import MAX_EXPONENT, check_vectors, smoothed
 from posttrain.losses.preference import Pairs, preference_metrics
 
 CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
-# Of these, the ones that compare means per token; the others compare sums.
+# The losses that compare means per token; the other losses compare sums.
 PER_TOKEN = frozenset({"ipo", "simpo"})
 
 
@@ -27,12 +27,12 @@ def bradley_terry(
 ) -> Tensor:
     """−log σ(r_chosen − r_rejected − m) + κ (r_chosen + r_rejected)², one value per pair [P].
 
-    InstructGPT, arXiv 2203.02155, eq. 1. The margin m, by how much chosen is better, is from Llama 2 (arXiv 2307.09288,
+    InstructGPT, arXiv 2203.02155, eq. 1. The margin m says how much better chosen is (Llama 2, arXiv 2307.09288,
     eq. 2). The first term determines rewards only up to a constant per prompt; the second, κ =
-    `center_rewards_coefficient`, keeps them around 0 (arXiv 2312.09244, eq. 2, which suggests 0.01). Rewards and margin
-    are [P].
+    `center_rewards_coefficient`, keeps rewards around 0 (arXiv 2312.09244, eq. 2, which suggests 0.01). Rewards and
+    margin are [P].
 
-    Where `tie_P` [P], bool, is true, neither is better: the loss is the mean of both orders, −½ log σ(r_chosen −
+    Where `tie_P` (bool [P]) is true, neither is better: the loss is the mean over both orders, −½ log σ(r_chosen −
     r_rejected) − ½ log σ(r_rejected − r_chosen), as in WebGPT (arXiv 2112.09332, section 3.2).
     """
     tensors = {"chosen_P": chosen_P, "rejected_P": rejected_P, "margin_P": margin_P, "tie_P": tie_P}
@@ -51,7 +51,7 @@ def bradley_terry(
 def reward_metrics(chosen_P: Tensor, rejected_P: Tensor, tie_P: Tensor | None = None) -> dict[str, Tensor]:
     """TRL's means as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
 
-    `accuracy` and `margin` exclude ties: divide them by the number of the other pairs.
+    `accuracy` and `margin` exclude ties: divide them by the number of pairs that are not ties.
     """
     decided_P = torch.ones_like(chosen_P) if tie_P is None else (~tie_P).to(chosen_P.dtype)
     return {
@@ -89,15 +89,15 @@ def odds_ratio(pairs: Pairs, *, beta: float) -> Tensor:
 def contrastive(
     pairs: Pairs, *, loss_type: str, beta: float, label_smoothing: float, simpo_gamma: float, alpha: float
 ) -> Tensor:
-    """The comparison of CPO and SimPO, by `loss_type` (KeyError for another name):
+    """The comparison of CPO and SimPO, by `loss_type` (KeyError if unknown):
 
     sigmoid   −log σ(β (c − r))            CPO, arXiv 2401.08417, eq. 3: DPO with a uniform reference
     hinge     max(0, 1 − β (c − r))        SLiC-HF, arXiv 2305.10425
     ipo       (c − r − 1/(2β))²            on means per token; IPO, arXiv 2310.12036, without its reference
     simpo     −log σ(β (c − r) − γ)        on means per token; SimPO, arXiv 2405.14734, eq. 6, γ = `simpo_gamma`
 
-    `label_smoothing` ε mixes the value for the opposite label into sigmoid and simpo: (1 − ε) L(x) + ε L(−x). For
-    `alpha` see `shaped`.
+    `label_smoothing` ε mixes the value for the opposite label into sigmoid and simpo: (1 − ε) L(x) + ε L(−x). `alpha`
+    is explained in `shaped`.
     """
     chosen_P, rejected_P = levels(pairs, loss_type, alpha)
     difference_P = chosen_P - rejected_P
@@ -114,7 +114,7 @@ def contrastive(
 
 
 def levels(pairs: Pairs, loss_type: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """c and r of `contrastive` [P], whose difference it scores; times β they are the implicit rewards."""
+    """c and r [P], whose difference `contrastive` scores; multiplied by β, they are the implicit rewards."""
     used = pairs.per_token() if loss_type in PER_TOKEN else pairs
     return shaped(used.chosen_P, alpha), shaped(used.rejected_P, alpha)
 
@@ -128,7 +128,7 @@ def shaped(level_P: Tensor, alpha: float) -> Tensor:
 
 @torch.no_grad()
 def odds_ratio_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
-    """TRL's metrics of ORPO as sums over the pairs; log-probabilities are means per token, rewards β times them."""
+    """TRL's ORPO metrics as sums over the pairs; log-probabilities are means per token, rewards are β times those."""
     log_odds_P = log_odds_ratio(pairs)
     return preference_metrics(pairs.per_token(), beta) | {
         "log_odds_chosen": log_odds_P.sum(),
@@ -138,7 +138,7 @@ def odds_ratio_metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def contrastive_metrics(pairs: Pairs, *, loss_type: str, beta: float, alpha: float) -> dict[str, Tensor]:
-    """TRL's metrics of CPO as sums over the pairs; rewards are β times the levels that the loss compares."""
+    """TRL's CPO metrics as sums over the pairs; rewards are β times the levels that the loss compares."""
     used = pairs.per_token() if loss_type in PER_TOKEN else pairs
     rewards = preference_metrics(pairs.with_policy(*levels(pairs, loss_type, alpha)), beta)
     return rewards | {"logps/chosen": used.chosen_P.sum(), "logps/rejected": used.rejected_P.sum()}
@@ -148,7 +148,7 @@ def _log_odds(level_P: Tensor) -> Tensor:
     """log p − log(1 − p) with p = e^level, stable at both ends of p."""
     level_P = level_P.clamp(max=-torch.finfo(level_P.dtype).eps)
     small = level_P < -0.6931471805599453  # p < 1/2, where 1 − p loses no digits
-    # Each branch gets only arguments for which it is exact, so that backward passes no NaN through the unused branch.
+    # Each branch receives only arguments for which it is exact, so no NaN flows back through the unused branch.
     log_rest_P = torch.where(
         small,
         torch.log1p(-torch.exp(torch.where(small, level_P, -1.0))),

@@ -1,7 +1,7 @@
 """Losses on single completions, labelled desirable or undesirable: KTO, BCO and APO-zero. Unreduced.
 
-c is a sequence's log-ratio log π(y|x) − log π_ref(y|x); the sign s is +1 if it is desirable, else −1. Values and
-gradients are those of TRL 1.16's KTOTrainer, BCO's those of TRL 1.12's BCOTrainer.
+c is a sequence's log-ratio log π(y|x) − log π_ref(y|x); the sign s is +1 for a desirable sequence, otherwise −1. Values
+and gradients match TRL 1.16's KTOTrainer, and for BCO TRL 1.12's BCOTrainer.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ def unpaired_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """One value per sequence [S], by `loss_type` (KeyError for another name); desirable_S is bool, `shift` a number:
+    """One value per sequence [S], by `loss_type` (KeyError if unknown). desirable_S is bool, `shift` a number:
 
     kto                  1 − σ(s (βc − shift)), shift = β · KL(π ‖ π_ref), an estimate ≥ 0. KTO, arXiv 2402.01306, eq. 7
     bco                  −log σ(s (βc − shift)), shift = running mean of the rewards βc. BCO, arXiv 2404.04656
-    apo_zero_unpaired    1 − σ(s βc), `shift` is not read: APO-zero on single completions. arXiv 2408.06266, eq. 7
+    apo_zero_unpaired    1 − σ(s βc), `shift` is ignored: APO-zero on single completions. arXiv 2408.06266, eq. 7
 
-    The shift is the baseline that a completion's reward is compared with; no gradient flows through it. Values of
-    desirable completions are multiplied by `desirable_weight`, of undesirable ones by `undesirable_weight`, to balance
-    classes of unequal size.
+    The shift is the baseline that a completion's reward is compared with; no gradient flows through it. Values are
+    multiplied by `desirable_weight` for desirable completions and by `undesirable_weight` for undesirable ones, to
+    balance classes of unequal size.
     """
     check_vectors({"logratio_S": logratio_S, "desirable_S": desirable_S})
     sign_S = torch.where(desirable_S, 1.0, -1.0).to(logratio_S.dtype)
@@ -79,7 +79,7 @@ class RunningMean:
 def unpaired_metrics(
     logprob_S: Tensor, logratio_S: Tensor, desirable_S: Tensor, beta: float, num_desirable: int, num_undesirable: int
 ) -> dict[str, Tensor]:
-    """TRL's means of each class, as shares: add them up over the parts of a step.
+    """TRL's means of each class, as shares that add up over the parts of a step.
 
     `num_desirable` and `num_undesirable` count the complete step; a class without completions has no metrics, and the
     margin needs both classes.

@@ -1,1 +1,1 @@
-"""Loading models and tokenizers, adapters, families, attention over packs."""
+"""Models and tokenizers: loading, adapters, families, attention over packs."""

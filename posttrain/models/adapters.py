@@ -1,4 +1,4 @@
-"""Saved adapters: whether a folder has one, on which base, and the two together, apart or merged."""
+"""Saved adapters: detect an adapter, find its base model, and load it onto the base, unmerged or merged."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from posttrain.models.files import (
 if TYPE_CHECKING:  # importing it takes a second
     from peft import PeftModel
 
-BASE = "base"  # in a run folder, the base model of its adapters
-START = "start"  # the name of a frozen copy of an adapter as a run began
-BASE_WEIGHTS = "base_weights.json"  # beside an adapter: the hash of the weights that it was trained on
-SCORE = "base_model.model.score."  # a reward head in an adapter
+BASE = "base"  # the folder in a run folder with the base model of its adapters
+START = "start"  # the name of the frozen copy of an adapter as it was when the run began
+BASE_WEIGHTS = "base_weights.json"  # the file next to an adapter with the hash of the weights that it was trained on
+SCORE = "base_model.model.score."  # prefix of a reward head's keys in an adapter
 
 
 def is_adapter(model: ModelConfig) -> bool:
@@ -39,9 +39,10 @@ def is_adapter(model: ModelConfig) -> bool:
 
 
 def base_settings(model: ModelConfig) -> ModelConfig:
-    """The settings of an adapter's base model; of any other model, its own.
+    """Return the settings of an adapter's base model. The settings of any other model are returned unchanged.
 
-    A base called `base` is the folder next to the adapter, if it exists: a run folder may have been moved with both.
+    If the base is called `base` and the adapter has a folder of this name next to it, that folder is used: a run folder
+    may have been moved with both.
     """
     adapter = saved_config(model)
     if adapter is None:
@@ -53,7 +54,7 @@ def base_settings(model: ModelConfig) -> ModelConfig:
 
 
 def saved_config(model: ModelConfig) -> dict[str, Any] | None:
-    """The content of adapter_config.json, or None for a model that is no adapter."""
+    """Return the content of adapter_config.json, or None if the model is not an adapter."""
     with clear_errors(model, "adapter_config.json"):
         return adapter_config(model.path)
 
@@ -61,11 +62,11 @@ def saved_config(model: ModelConfig) -> dict[str, Any] | None:
 def with_adapter(
     base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default", trainable: bool = False
 ) -> PeftModel:
-    """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`.
+    """Load the adapter in the folder `model.path` onto `base`, unmerged: its layers are added to those of `base`.
 
-    A base that has adapters already gets one more, under its own `name`. The stop tokens in the generation_config.json
-    of the adapter's folder are added to those of the base. Raises WeightsError for an adapter whose tensors are not
-    those that its adapter_config.json describes for this base, or that was trained on other weights.
+    If `base` already has adapters, this one is added under `name`. The stop tokens in the generation_config.json of
+    the adapter's folder are added to those of the base. Raises WeightsError if the adapter's tensors differ from those
+    that its adapter_config.json describes for this base, or if it was trained on different weights.
     """
     check_adapter_weights(model.path, None, model.allow_pickle)
     _check_base(Path(model.path), str(base_of(base).name_or_path))
@@ -87,12 +88,12 @@ def add_stops(base: PreTrainedModel, adapter: ModelConfig) -> None:
 def attach(
     base: PreTrainedModel | PeftModel, folder: str, name: str = "default", trainable: bool = False
 ) -> tuple[PeftModel, str]:
-    """`base` with the adapter of a folder, and a description of how the saved tensors differ from those of
-    adapter_config.json, empty if they do not: PEFT leaves missing ones at their initial values and ignores others.
+    """Attach the adapter of a folder to `base`. Also return a description of how the saved tensors differ from those in
+    adapter_config.json, empty if they do not: PEFT leaves missing tensors at initial values and ignores unknown ones.
 
     Trainable adapters, and their frozen copy START, have the dtype of the base. The head of the other kind of model (a
-    reward head where a language model is loaded, or the reverse) is not read; a reward model that is trained from a
-    language model's adapter keeps its own.
+    reward head if a language model is loaded, or the reverse) is not read. A reward model that is trained from a
+    language model's adapter keeps its own head.
     """
     from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType, TaskType
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
@@ -122,7 +123,7 @@ def attach(
         adapted = kind(base, config, name, autocast_adapter_dtype=casts)
     try:
         loaded = set_peft_model_state_dict(adapted, tensors, name)
-    except KeyError as error:  # PEFT looks up modules that are saved whole
+    except KeyError as error:  # PEFT looks up the keys of modules that are saved whole
         return adapted, f"the adapter lacks {error.args[0]}"
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
     lacking = [key for key in loaded.missing_keys if prefix in key and f".{name}" in key]
@@ -133,13 +134,13 @@ def attach(
     unexpected -= {key for key in ended if _is_twice(key, tensors)}
     parts = [
         f"the adapter lacks {some(missing)}, which its adapter_config.json describes" if missing else "",
-        f"the adapter has {some(unexpected)}, which {type(whole).__name__} does not" if unexpected else "",
+        f"the adapter has {some(unexpected)}, which {type(whole).__name__} lacks" if unexpected else "",
     ]
     return adapted, " and ".join(part for part in parts if part)
 
 
 def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], embeddings: Any, trained: Any) -> int:
-    """A lower bound of the vocabulary size that an adapter was trained with; 0 if nothing in it depends on the size."""
+    """Return a lower bound of the vocabulary size that an adapter was trained with, or 0 if no tensor depends on it."""
     sizes = [0]
     for key, tensor in tensors.items():
         if key.startswith(ends) and key.endswith((".weight", "lora_embedding_A")) and "lora_A" not in key:
@@ -149,15 +150,15 @@ def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], e
 
 
 def _is_twice(key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether an adapter has a tensor under another name too, as PEFT saves those of a resized vocabulary."""
+    """Whether an adapter has the same tensor under a second name, as PEFT saves tensors of a resized vocabulary."""
     same = (other for name, other in tensors.items() if name != key and other.shape == tensors[key].shape)
     return any(torch.equal(other, tensors[key]) for other in same)
 
 
 def _check_base(adapter: Path, base: str) -> None:
-    """Raise WeightsError if an adapter that names the weights of its base is loaded on others.
+    """Raise WeightsError if an adapter with the hash of its base's weights is loaded on different weights.
 
-    Not checked on a base with another adapter merged, which is no file.
+    A base into which another adapter is merged is not checked, because its weights are not in files.
     """
     file, folder = adapter / BASE_WEIGHTS, Path(base)
     if not file.is_file() or (folder / "adapter_config.json").is_file():
@@ -171,13 +172,13 @@ def _check_base(adapter: Path, base: str) -> None:
             hashes[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
     if not isinstance(facts, dict) or facts.get("sha256") != _hash_of(hashes):
         raise WeightsError(
-            f"model {adapter}: was trained on other weights than those of {base} (SHA-256 in {BASE_WEIGHTS}): load it "
-            "on the base that it was trained on, which is `base` in its run's folder"
+            f"model {adapter}: was trained on weights that differ from those of {base} (SHA-256 in {BASE_WEIGHTS}): "
+            f"load it on the base model that it was trained on, in {BASE}/ of its run folder"
         )
 
 
 def name_base(adapter: Path, base: str) -> None:
-    """Write the hash of the base's weights beside an adapter, if posttrain wrote them: then a manifest has it."""
+    """Write the hash of the base's weights next to an adapter, if posttrain wrote the base and its manifest."""
     manifest = Path(base) / "manifest.json"
     if manifest.is_file():
         files = read_json(manifest, base)["files"]
@@ -186,15 +187,16 @@ def name_base(adapter: Path, base: str) -> None:
 
 
 def _hash_of(hashes: Mapping[str, str]) -> str:
-    """One hash of a model's weights from the SHA-256 of its files."""
+    """Return one hash of a model's weights, made from the SHA-256 of its files."""
     weights = sorted((name, value) for name, value in hashes.items() if name.endswith(".safetensors"))
     return hashlib.sha256(json.dumps(weights).encode()).hexdigest()
 
 
 def merged(adapted: PeftModel) -> PreTrainedModel:
-    """The base model with its adapter added to its weights.
+    """Merge the adapter into the weights of its base model, and return the base model.
 
-    Tied embeddings are untied if only one of them has the adapter, or each has its own: merging would change both.
+    Embeddings and a tied LM head are untied if only one of them has an adapter or each has its own, because merging
+    would change both.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

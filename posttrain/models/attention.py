@@ -1,12 +1,12 @@
 """Attention over a pack, registered with transformers under the name `packed`; no model file is patched.
 
 A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
-`position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
-forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. The
-argument has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
+`position_q - position_k < window`. The keyword argument `packed` is passed from the backbone's forward down to the
+attention function. For a pack it is a `PackedMask`, whose masks are built once and shared by all layers. The object
+implements `attend`, so engines can pass a cache instead (posttrain/engines/attention.py).
 
-On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the full
-pack with one BlockMask if it supports the case; otherwise it is also one call per node.
+On CPU and MPS, scaled_dot_product_attention is called once for every node of a tree. On CUDA, FlexAttention processes
+the full pack with one BlockMask if it supports the case; otherwise there is also one call per node.
 """
 
 import functools
@@ -32,16 +32,16 @@ log = logging.getLogger("posttrain")
 NAME = "packed"
 BLOCK = 128  # tokens of one block of FlexAttention's mask
 NARROWEST = 16  # smallest head size that FlexAttention supports
-OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: with this, PyTorch's default blocks fit heads of 64 and 128
+OWN_BLOCKS_BYTES = 160 << 10  # shared memory in which PyTorch's default blocks fit, for heads of up to 128
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The settings of a layer's attention, besides the projections."""
+    """The settings of a layer's attention, apart from the projections."""
 
     scaling: float  # factor of the products of queries and keys
     dropout: float
-    window: int | None  # a query sees keys nearer than this
+    window: int | None  # a query sees only keys less than this many positions before it
     softcap: float | None  # Gemma-2's capping of the logits, softcap · tanh(logits / softcap), which SDPA lacks
 
 
@@ -56,7 +56,7 @@ class Visible(Protocol):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
-        """query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, H, T, d)."""
+        """Return the output (1, H, T, d) of attention from query (1, H, T, d) to key and value (1, H_kv, T, d)."""
         ...
 
 
@@ -66,10 +66,10 @@ class Segment:
 
     start: int
     stop: int
-    before: tuple[slice, ...]  # the physical tokens of its ancestors, which all of its tokens see
+    before: tuple[slice, ...]  # the physical tokens of the segment's ancestors, which all of its tokens see
 
     def mask(self, position_T: torch.Tensor, window: int | None) -> torch.Tensor | None:
-        """Which keys (those before, then its own) each of its tokens sees; None for plain causality."""
+        """Return which keys (the ancestors', then its own) each token of the segment sees; None: a causal mask."""
         length = self.stop - self.start
         seen = sum(part.stop - part.start for part in self.before)
         if not seen and (window is None or length <= window):
@@ -83,10 +83,11 @@ class Segment:
 
 
 class PackedMask:
-    """The visible keys of each query of a pack, in the form of each kernel; built on demand, once per sliding window.
+    """The visible keys of each query of a pack, in the form that each kernel needs. Masks are built on demand, once per
+    sliding window.
 
-    `read` are the tokens, in order, whose last hidden states will be read; all by default. Those after the first
-    `num_read` are copies.
+    `read` are the tokens, in order, whose last hidden states will be read; all by default. Entries after the first
+    `num_read` are copies of the last one.
     """
 
     def __init__(self, pack: Pack, read: torch.Tensor | None = None, num_read: int | None = None):
@@ -102,12 +103,14 @@ class PackedMask:
         self._blocks: dict[int | None, object] = {}
 
     def sequences_T(self) -> torch.Tensor:
-        """The number of sequences that each token is part of, int64; 0 for padding."""
+        """Return the number of sequences that each token is part of, int64; 0 for padding."""
         last_S, index_T = self._last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
-        return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(last_S, index_T)  # whose last it sees
+        return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(
+            last_S, index_T
+        )  # sequences whose last token sees it
 
     def dense(self, window: int | None) -> torch.Tensor:
-        """Visibility of all tokens to one another, bool (queries, keys): the reference for tests."""
+        """Return the dense attention mask, bool (queries, keys). Reference for tests."""
         index_T = torch.arange(len(self.end_T), device=self.end_T.device)
         visible = (index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < self.end_T[None, :])
         if window is not None:
@@ -115,7 +118,7 @@ class PackedMask:
         return visible
 
     def nodes(self) -> list[Segment]:
-        """The pack split where visibility changes: at the start of every node of every tree. Padding is one node."""
+        """Split the pack where visibility changes: at the start of every node of every tree. Padding is one node."""
         if self._nodes is None:
             total, width = self.num_tokens, len(self.end_T)
             stops = [*(start for start, _ in self._cuts[1:]), total]
@@ -129,7 +132,7 @@ class PackedMask:
         return self._nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """A mask per node to add to the logits, in `dtype`, so that layers do not each convert a bool mask."""
+        """Return a mask per node to add to the logits, in `dtype`, so that no layer has to convert a bool mask."""
         if (window, dtype) not in self._masks:
             seen = [node.mask(self.position_T, window) for node in self.nodes()]
             self._masks[window, dtype] = [
@@ -139,7 +142,7 @@ class PackedMask:
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
-        """FlexAttention's BlockMask of the complete pack."""
+        """Return FlexAttention's BlockMask for the complete pack."""
         if window not in self._blocks:
             self._blocks[window] = flex_block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
@@ -147,12 +150,12 @@ class PackedMask:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
-        """Attention of the pack's tokens to one another."""
+        """Return the attention of the pack's tokens to one another."""
         if query.is_cuda and suits_flex(query, how.dropout):
             grouped = key.shape[1] != query.shape[1]
             return flex_attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
         if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-            # The backward of PyTorch's bfloat16 attention takes three to four times as long as that of float32.
+            # The backward pass of PyTorch's attention takes three to four times as long in bfloat16 as in float32.
             return _by_node(query.float(), key.float(), value.float(), self, how).to(query.dtype)
         return _by_node(query, key, value, self, how)
 
@@ -170,9 +173,9 @@ def packed_attention(
     packed: Visible | None = None,
     **_unused,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, T, H, d).
+    """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) -> output (1, T, H, d).
 
-    `_unused` takes arguments of other implementations (output_attentions, cache facts).
+    `_unused` accepts the arguments of other implementations (output_attentions, settings of a cache).
     """
     if packed is None:
         raise ModelError(
@@ -188,7 +191,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def _by_node(query, key, value, packed, how):
-    """Attention of each node's tokens to their ancestors and itself, without products that the mask would discard."""
+    """Attention of each node's tokens to the node and its ancestors, without products that a mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
     nodes = packed.nodes()
     sizes = [node.stop - node.start for node in nodes]
@@ -208,7 +211,8 @@ def _by_node(query, key, value, packed, how):
 def _sdpa(q, k, v, mask, how):
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # These need the memory-efficient kernel, which has no groups: torch would compute the full matrix of scores.
+        # These cases need the memory-efficient kernel, which lacks grouped heads: without copies of the heads, torch
+        # would compute the full matrix of scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -229,27 +233,28 @@ def _eager(q, k, v, mask, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """The multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on a CPU
-    with products that cache every shape (models/matmul.py) a 64th of the budget, rounded up to ROWS; elsewhere None."""
+    """Return the multiple to which packs are padded. On a GPU it is FlexAttention's block, so that layers need no
+    padding. On a CPU whose products cache every shape (models/matmul.py), it is a 64th of the budget, rounded up to a
+    multiple of ROWS. Otherwise None."""
     if device.type == "cuda":
         return BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
 
 
 # FlexAttention (arXiv 2412.05496). One compilation with dynamic shapes serves every width, with the kernels of a fixed
-# width, because tokens are padded to complete blocks here. Padding sees only itself and is cut off afterwards.
+# width, because tokens are padded to complete blocks here. Padding tokens see only themselves and are cut off later.
 
 
 def suits_flex(query: Tensor, dropout: float) -> bool:
-    """Whether FlexAttention is used: on CUDA, in 16 bits (in float32 `scaled_dot_product_attention` is exact
-    and its blocks fit), without attention dropout, and if kernels can be compiled."""
+    """Whether FlexAttention is used: on CUDA, in 16 bits, without attention dropout, with heads of at least NARROWEST,
+    and if kernels can be compiled. In float32, `scaled_dot_product_attention` is exact and its blocks fit."""
     on_gpu = query.is_cuda and query.dtype != torch.float32
     return on_gpu and not dropout and query.shape[-1] >= NARROWEST and lacking_for_triton() is None
 
 
 @functools.cache
 def lacking_for_triton() -> str | None:
-    """What is missing to compile kernels for a GPU, or None."""
+    """Return what is missing to compile kernels for a GPU, or None if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
@@ -266,18 +271,18 @@ def announce_without_flex() -> None:
 
 
 def flex_width(tokens: int) -> int:
-    """The padded number of tokens: complete blocks, at least two, since torch compiles a size of 1 separately."""
+    """Return the padded number of tokens: complete blocks, at least two, because torch compiles size 1 separately."""
     return max(2, -(-tokens // BLOCK)) * BLOCK
 
 
 def flex_block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
-    """Which keys each query sees, as a BlockMask `flex_width(T)` wide."""
+    """Return which keys each query sees, as a BlockMask of width `flex_width(T)`."""
     total = flex_width(len(end_T))
     index_T = torch.arange(total, dtype=torch.int32, device=end_T.device)
-    # Padding sees itself: the softmax of a row that sees nothing would be NaN.
+    # A padding token sees itself, because the softmax of a row that sees nothing would be NaN.
     end, position = index_T + 1, torch.zeros_like(index_T)
     end[: len(end_T)], position[: len(end_T)] = end_T, position_T
-    # Tensors only: a captured number would be recompiled for each window.
+    # `visible` refers only to tensors, because a captured number would cause a recompilation for each window.
     until = position + (total if window is None else window)
 
     def visible(b, h, q, k):
@@ -289,7 +294,7 @@ def flex_block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
 def flex_attend(
     query: Tensor, key: Tensor, value: Tensor, blocks, scaling: float, softcap: float | None, grouped: bool
 ) -> Tensor:
-    """query (1, H, T, d), key and value (1, H_kv, T, d) to (1, H, T, d); the BlockMask is `flex_width(T)` wide."""
+    """query (1, H, T, d), key and value (1, H_kv, T, d) -> (1, H, T, d). The BlockMask has width `flex_width(T)`."""
     tokens = query.shape[2]
     missing = flex_width(tokens) - tokens
     if missing:
@@ -322,18 +327,18 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _block_mask_maker(device_type: str) -> Callable[..., Any]:
-    """create_block_mask; compiled on a GPU, so that no (width, width) tensor exists in between."""
+    """Return create_block_mask, compiled on a GPU so that no (width, width) tensor is created in between."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return _with_dynamic_sizes(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for all sizes; scale and cap of a layer's logits are constants of its kernel."""
+    """Compile the function for all sizes. The scale and cap of a layer's logits are constants of its kernel."""
     from torch._dynamo import config
 
     config.specialize_float = True
-    # Beyond the limit of recompilations torch would silently compute the full matrix of scores.
+    # Beyond its limit of recompilations, torch would silently compute the full matrix of scores.
     config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=True)
 
@@ -348,16 +353,17 @@ def _options_on(device: torch.device, head: int) -> dict[str, Any]:
 
 
 def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
-    """Blocks of FlexAttention's 16-bit kernels that fit in this shared memory (bytes); empty if its defaults fit.
+    """Block sizes for FlexAttention's 16-bit kernels that fit in `shared` bytes of shared memory; empty if the defaults
+    fit.
 
-    Forward keeps M queries and streams N keys and values; backward keeps as many of each, with the operands of their
-    gradients, and streams the rest. Heads are padded to a power of two.
+    The forward kernel keeps M queries and streams N keys and values. The backward kernel keeps a block of keys and
+    values, or of queries and output gradients, and streams the others. Heads are padded to a power of two.
     """
     wide = 1 << (head - 1).bit_length()
     if shared >= OWN_BLOCKS_BYTES and head in (16, 32, 64, 128):
         return {}
     rows = [(128, 64, 2), (64, 64, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 16, 1)]
-    room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel's own
+    room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel itself
     m, n, stages = next((r for r in rows if r[0] + 2 * r[1] * r[2] <= room), rows[-1])
     kept, streamed, back_stages = next((r for r in rows if 2 * r[0] + 2 * r[1] * r[2] <= room), rows[-1])
     forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages, "fwd_num_warps": _warps(m)}
@@ -366,5 +372,5 @@ def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
 
 
 def _warps(rows: int) -> int:
-    """PyTorch's defaults for heads of 128: twice as many for blocks of 128 rows, whose sums fill the registers."""
+    """PyTorch's defaults for heads of 128: twice as many warps for blocks of 128 rows, as their sums fill registers."""
     return 8 if rows >= 128 else 4

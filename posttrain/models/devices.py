@@ -12,7 +12,7 @@ from posttrain.config.schema.training import DevicesConfig
 
 
 def take_device(devices: DevicesConfig) -> torch.device:
-    """The device to compute on, set as the current one, which other packages' kernels use."""
+    """Return the device to compute on, and make it the current one, which kernels of other packages use."""
     device = device_of(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -20,28 +20,28 @@ def take_device(devices: DevicesConfig) -> torch.device:
 
 
 def own_device(devices: DevicesConfig, rank: int, ranks: int) -> DevicesConfig:
-    """The settings of one of the ranks on a machine, whose GPU has its number among the named or visible ones.
+    """Return the settings for one rank of a machine: rank i uses the i-th of the named or visible GPUs.
 
-    Raises ModelError if there is none, or if several are named for a single process.
+    Raises ModelError if there is no such GPU, or if several GPUs are named for a single process.
     """
     if device_type(devices) != "cuda":
         return devices
     if ranks == 1:
         if devices.ids and len(devices.ids) > 1:
             raise ModelError(
-                f"devices.ids names {len(devices.ids)} GPUs, and this process trains on one: start the run with "
+                f"devices.ids names {len(devices.ids)} GPUs, but this process trains on one: start the run with "
                 f"`posttrain train` or `posttrain launch --nproc {len(devices.ids)}`, or give a single id"
             )
         return devices
     ids = devices.ids or tuple(range(torch.cuda.device_count()))
     if rank >= len(ids):
-        raise ModelError(f"process {rank} of this machine has no GPU, it has {len(ids)}: start at most that many")
+        raise ModelError(f"there is no GPU for process {rank} of this machine: start at most {len(ids)} (one per GPU)")
     return devices.model_copy(update={"ids": (ids[rank],)})
 
 
 @contextlib.contextmanager
 def determinism(devices: DevicesConfig) -> Iterator[None]:
-    """Context in which PyTorch uses only deterministic kernels, if set.
+    """Context in which PyTorch uses only deterministic kernels, if `full_determinism` is set.
 
     Enter it before anything has run on the GPU: cuBLAS reads its setting when it starts.
     """
@@ -58,14 +58,14 @@ def determinism(devices: DevicesConfig) -> Iterator[None]:
 
 
 def device_type(devices: DevicesConfig) -> str:
-    """The type of device: the named one, or the best available."""
+    """Return the type of device: the named one, or the best available."""
     if devices.type != "auto":
         return devices.type
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_of(devices: DevicesConfig) -> torch.device:
-    """The device to compute on: the first of those named, or the best available. A GPU has its index."""
+    """Return the device to compute on: the first one named, or the best available. A CUDA device has its index."""
     kind = device_type(devices)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError(
@@ -81,15 +81,15 @@ def device_of(devices: DevicesConfig) -> torch.device:
         chosen, there = (devices.ids or (0,))[0], torch.cuda.device_count()
         if chosen >= there:
             raise ModelError(
-                f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one, or check "
-                "CUDA_VISIBLE_DEVICES"
+                f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one of them, or "
+                "check CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", chosen)
     return torch.device(kind)
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere."""
+    """Return the dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere."""
     if model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]

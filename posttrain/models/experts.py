@@ -1,6 +1,6 @@
 """The routers of a mixture-of-experts model in training: their load-balancing loss, and their load as metrics.
 
-Experts have no capacity limit, so no token is ever dropped; the possible problem is that few experts get most tokens.
+Experts have no capacity limit, so no token is ever dropped. But a few experts may receive most of the tokens.
 """
 
 import inspect
@@ -25,17 +25,17 @@ log = logging.getLogger("posttrain")
 
 
 class RouterLoss:
-    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), by the family's own
-    function in transformers.
+    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), computed by the
+    family's function in transformers.
 
-    E experts; f_e is how often e is among a token's choices, P_e its mean probability, both means over layers and
-    tokens. A token counts once for each sequence that it is part of, as if each were computed alone; padding does not
-    count. A `coefficient` of 0 turns the loss off.
+    There are E experts. f_e is how often expert e is among a token's choices, and P_e is the mean probability of e;
+    both are means over layers and tokens. A token counts once for each sequence that it is part of, as if sequences
+    were computed one by one; padding does not count. A `coefficient` of 0 turns the loss off.
     """
 
     def __init__(self, model: nn.Module, coefficient: float, is_explicit: bool = True):
-        """Raises ModelError for a family without such a function if the user set the loss; else it is dropped with a
-        warning."""
+        """Raises ModelError for a family without such a function if the user set the loss (`is_explicit`). Otherwise
+        the loss is dropped with a warning."""
         self.coefficient = coefficient
         self._forward: _Forward | None = None
         if not coefficient:
@@ -46,7 +46,7 @@ class RouterLoss:
             lacking = f"transformers has no load-balancing loss for {architecture_of(base)} that can be used here"
             if is_explicit:
                 raise ModelError(f"{lacking}: set method.router_aux_loss_coef: 0, or leave it out")
-            log.warning("%s: its routers are trained without one", lacking)
+            log.warning("%s: its routers are trained without this loss", lacking)
             self.coefficient = 0.0
             return
         self._balance = balance
@@ -57,7 +57,8 @@ class RouterLoss:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which `loss` reads the policy's forward pass: the first one with gradients, if these are on."""
+        """Context in which `loss` reads the policy's forward pass: the first one with gradients if they are enabled on
+        entry, otherwise the first one without."""
         self._forward = _Forward(torch.is_grad_enabled())
         try:
             yield
@@ -65,7 +66,7 @@ class RouterLoss:
             self._forward = None
 
     def loss(self) -> Tensor:
-        """The loss of the forward pass that was read, without the coefficient."""
+        """Return the loss of the forward pass that was read, not multiplied by the coefficient."""
         assert self._forward is not None and self._forward.weight is not None, "no forward was read"
         logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._forward.logits)
         return self._balance(logits, logits[0].shape[-1], self._top_k, self._forward.weight)
@@ -74,7 +75,7 @@ class RouterLoss:
         forward, packed = self._forward, kwargs.get("packed")
         if forward is None or torch.is_grad_enabled() != forward.with_gradients:
             return
-        if forward.weight is not None:  # such as a reference's in an evaluation
+        if forward.weight is not None:  # a later pass, such as the reference's in an evaluation
             forward.is_over = True
             return
         if isinstance(packed, PackedMask):
@@ -83,7 +84,7 @@ class RouterLoss:
             forward.weight = kwargs["attention_mask"]
 
     def _keep(self, index: int, module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Keep a router's logits unchanged: operations here would be missing when the layer is recomputed."""
+        """Store a router's logits unchanged, because operations here would be missing when the layer is recomputed."""
         forward = self._forward
         if forward is None or forward.weight is None or forward.is_over:
             return
@@ -99,13 +100,13 @@ class _Forward:
     """A forward pass whose routers are read."""
 
     with_gradients: bool
-    weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not begun
-    logits: list[Tensor] = field(default_factory=list)  # of each router
+    weight: Tensor | None = None  # weight of each token, in the shape of the input; None: the pass has not begun
+    logits: list[Tensor] = field(default_factory=list)  # logits of each router
     is_over: bool = False
 
 
 def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
-    """The function in the module of the model's class, if it has the usual arguments."""
+    """Return the load-balancing function in the module of the model's class, if it has the usual arguments."""
     for kind in type(base).__mro__:
         function = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
         if function is not None:
@@ -114,7 +115,7 @@ def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
 
 
 def _routers(base: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The modules that give the router logits of transformers' outputs, and the index of these in what they return."""
+    """Return the modules that compute transformers' router logits, with the index of the logits in their outputs."""
     known = getattr(backbone_of(base), "_can_record_outputs", None) or getattr(base, "_can_record_outputs", None) or {}
     recorders = known.get("router_logits", [])
     return [
@@ -126,31 +127,31 @@ def _routers(base: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 def router_coefficient(config: PreTrainedConfig, setting: float | None) -> float:
-    """The weight of the routers' load-balancing loss: the setting, or by default the model's. Raises ConfigError for a
-    model without experts."""
+    """Return the weight of the routers' load-balancing loss: the setting, or by default the value in the model's
+    config. Raises ConfigError if it is set for a model without experts."""
     text = config.get_text_config()
     is_mixture = hasattr(text, "output_router_logits")
     if setting and not is_mixture:
         raise ConfigError(
-            f"method.router_aux_loss_coef is {setting}, but {config.model_type} is no mixture of experts whose routers "
-            "transformers reads: leave it out"
+            f"method.router_aux_loss_coef is {setting}, but {config.model_type} is not a mixture of experts whose "
+            "router logits transformers returns: leave it out"
         )
     default = getattr(text, "router_aux_loss_coef", None) if is_mixture else None
     return (default or 0.0) if setting is None else setting
 
 
 class RouterLoad:
-    """Counts the choices of a model's routers in forward passes with gradients, not in those of engines and references.
+    """Counts the choices of a model's routers in forward passes with gradients, so not of engines and references.
 
-    Each computed token counts once, padding does not. A layer that continues with the tokens that are read
-    (models/lean.py) counts only these.
+    Each computed token counts once; padding does not count. A last layer that is computed only for the tokens whose
+    states are read (models/lean.py) counts only these tokens.
     """
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
         self._counts: list[Tensor | None] = [None] * len(routers)  # per router, how often each expert was chosen
-        self._packed: PackedMask | None = None  # of the current forward; None for rows
-        self._mask: Tensor | None = None  # which tokens of the current rows are no padding
+        self._packed: PackedMask | None = None  # the mask of the current pack; None for padded rows
+        self._mask: Tensor | None = None  # which tokens of the current rows are not padding
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -171,16 +172,18 @@ class RouterLoad:
             self._counts[number] = made if before is None else before + made
 
     def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The choices of tokens, and how often each counts: padding, and copies of the last token that is read, do
-        not."""
+        """Return the choices of tokens, and how often each counts. Padding and copies of the last token that is read do
+        not count."""
         if (packed := self._packed) is not None:
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
         if packed is not None or self._mask is None:
             return chosen, torch.ones_like(chosen)
-        return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(chosen)  # a GPU waits for no mask
+        return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(
+            chosen
+        )  # a mask would wait for the GPU
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call, as means over the layers; empty without counts.
+        """Return the metrics since the last call, as means over the layers; empty if nothing was counted.
 
         router/load_max: the busiest expert's choices divided by the mean of all experts; 1 is balanced.
         router/idle_experts: the share of experts that no token chose.

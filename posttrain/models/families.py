@@ -1,8 +1,8 @@
 """The facts of each model family, one line each, verified by tests/test_equivalence.py.
 
-`packed`: its attention uses transformers' interface and depends only on positions, so that a pack gives the
-log-probabilities of one-by-one evaluation. Other families (ALiBi, own attention code), and those not listed here, take
-packs with one sequence per row.
+`packed`: the family's attention uses transformers' interface and depends only on positions, so that a pack gives the
+same log-probabilities as one-by-one evaluation. Other families (with ALiBi, or with their own attention code), and
+families not listed here, process packs with one sequence per row.
 """
 
 from __future__ import annotations
@@ -62,40 +62,40 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt_neo": Family(False, ("q_proj", "v_proj")),
     "gptj": Family(False, ("q_proj", "v_proj")),
 }
-LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # a table of positions; other families compute any number
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # these have a table of positions; other families compute any position
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether it is a PEFT model; without importing PEFT, which takes a second and which most runs do not need."""
+    """Whether the model is a PEFT model, without importing PEFT: that takes a second, and most runs do not need it."""
     return hasattr(model, "get_base_model")
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper (whose layers are already in it), or the model itself."""
+    """Return the transformers model inside a PEFT wrapper (with PEFT's layers in it), or the model itself."""
     base = model.get_base_model() if is_adapted(model) else model
     assert isinstance(base, PreTrainedModel)
     return base
 
 
 def backbone_of(base: PreTrainedModel) -> nn.Module:
-    """The model without its head."""
+    """Return the model without its head."""
     return getattr(base, base.base_model_prefix)
 
 
 def head_layer(model: nn.Module) -> nn.Linear:
-    """The layer whose `weight` and `bias` give the logits with active adapters: PEFT's copy if it is trained whole,
-    PEFT's wrapper if some of its rows are trained."""
+    """Return the layer whose `weight` and `bias` give the logits with active adapters: PEFT's copy if the head is
+    trained whole, PEFT's wrapper if some of its rows are trained."""
     head: Any = base_of(model).get_output_embeddings()
     if hasattr(head, "modules_to_save"):
         off = head.disable_adapters or not head.active_adapters
         return head.original_module if off else head.modules_to_save[head.active_adapters[0]]
     if trains_rows(head):
-        head.bias = None  # which PEFT's wrapper does not apply (models/lora.py refuses it)
+        head.bias = None  # PEFT's wrapper applies no bias (models/lora.py refuses heads that have one)
     return head
 
 
 def trains_rows(end: nn.Module | None) -> bool:
-    """Whether embeddings or an LM head are frozen except some rows, which PEFT inserts at each use."""
+    """Whether embeddings or an LM head are frozen except for some rows, which PEFT inserts at each use."""
     return hasattr(end, "token_adapter")
 
 
@@ -110,7 +110,7 @@ def is_recurrent(base: PreTrainedModel) -> bool:
 
 
 def eos_token_ids(model: PreTrainedModel) -> list[int]:
-    """The stop tokens of the model's generation_config.json."""
+    """Return the stop tokens in the model's generation_config.json."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config
     return [int(id) for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
 
@@ -121,7 +121,7 @@ def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
     if generation is None or ids == eos_token_ids(model):
         return
     generation.eos_token_id = ids
-    generation._from_model_config = False  # else `generate` would derive it from config.json again
+    generation._from_model_config = False  # otherwise `generate` would derive it from config.json again
     try:
         generation.validate(strict=True)
     except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
@@ -129,17 +129,17 @@ def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
 
 
 def vocabulary_of(base: PreTrainedModel) -> int:
-    """The number of token ids that have an embedding."""
+    """Return the number of token ids that have an embedding."""
     return base.get_input_embeddings().weight.shape[0]  # pyright: ignore
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """The number of positions that the model has, or was trained on; None without a limit."""
+    """Return the number of positions that the model has, or was trained on; None without a limit."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def check_longest(config: PreTrainedConfig, longest: int) -> None:
-    """Refuse a sequence of `longest` tokens if the table of positions is shorter."""
+    """Raise ModelError for a sequence of `longest` tokens if the model's table of positions is shorter."""
     limit = positions_of(config)
     if config.model_type in LEARNED_POSITIONS and limit is not None and longest > limit:
         raise ModelError(
@@ -149,11 +149,11 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
 
 
 def check_positions(config: PreTrainedConfig, max_length: int) -> None:
-    """Refuse lengths at which the rotary embedding depends on the longest sequence of the batch (`dynamic`,
-    `longrope`).
+    """Raise ModelError for lengths at which the rotary embedding (`dynamic`, `longrope`) depends on the longest
+    sequence of the batch.
 
-    transformers then rotates all positions of a batch differently, so that log-probabilities differ from one-by-one
-    evaluation. Up to the length of the model's original training, both are plain rotary embeddings.
+    At these lengths transformers rotates all positions of a batch differently, so log-probabilities differ from
+    one-by-one evaluation. Up to the length of the model's original training, both are plain rotary embeddings.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -168,20 +168,20 @@ def check_positions(config: PreTrainedConfig, max_length: int) -> None:
 
 
 def use_triton(model: nn.Module) -> None:
-    """Use the kernels of models/kernels for the model's scores and generation."""
+    """Make the model use the kernels of models/kernels for scores and generation."""
     setattr(model, TRITON, True)
 
 
 def uses_triton(model: nn.Module, factor: Tensor) -> bool:
-    """Whether they are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
+    """Whether the kernels are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
     return getattr(model, TRITON, False) and not (factor.is_cuda and factor.dtype == torch.float32)
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """A family's factor of the logits: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
+    """Return the factor of the logits: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """Gemma's tanh capping of the final logits."""
+    """Return the cap of Gemma's tanh capping of the final logits, or None."""
     return getattr(config, "final_logit_softcapping", None)

@@ -1,7 +1,7 @@
-"""The files of a model's folder or hub id: where they are, checks before they are used, errors with the remedy.
+"""The files of a model folder or hub id: where they are, checks before they are used, errors that name the remedy.
 
-Transformers and PEFT trust them: a config of ten million layers costs hours and all memory before any weight is read,
-and an index can name files elsewhere.
+Transformers and PEFT trust these files: a config with ten million layers costs hours and all memory before any weight
+is read, and an index can name files outside the folder.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
-from re import _parser  # type: ignore[attr-defined]  # of regular expressions, which has no public name
+from re import _parser  # type: ignore[attr-defined]  # the parser of regular expressions has no public name
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -25,16 +25,16 @@ from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.words import first_line
 from posttrain.config.schema.model import ModelConfig
 
-# What transformers, tokenizers and PEFT raise for invalid files; running out of memory is not among them.
+# The errors that transformers, tokenizers and PEFT raise for invalid files. Running out of memory is not one of them.
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
 # Every folder with a tokenizer has one of these files.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
-MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
+MOST_BYTES = 100_000_000  # maximum size of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
 NEEDS_PICKLE = "has no safetensors weights; pickled ones can run code: if you trust them, set model.allow_pickle: true"
 
-VOCABULARY, RANK = 2**24, 2**14  # accepted maxima of a model and of an adapter
-# Adapters that PEFT merges into the weights as it does LoRA; others add tokens to the prompt, layers, or routers.
+VOCABULARY, RANK = 2**24, 2**14  # maximum vocabulary of a model, maximum rank of an adapter
+# Types of adapters that PEFT merges into the weights, like LoRA. Other types add prompt tokens, layers, or routers.
 ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_TOKENS")
 # Limits of regular expressions (a search for `.*a.*b.*c.*d` has 20 bits), and of a tokenizer's replacements.
 MOST_BITS, MOST_PATTERN, SHORT_REPEAT, MOST_GROWTH = 26, 20_000, 3, 64
@@ -76,7 +76,7 @@ _FLAG: Rule = (lambda value: type(value) is bool, "true or false")
 _NUMBER: Rule = (_is_number, "a number")
 _SHARE: Rule = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _RANK: Rule = (_is_rank, f"a whole number up to {RANK:,}")
-# Sizes in config.json of all families; no model comes near the accepted maxima.
+# Sizes in config.json, for all families. No model comes near the accepted maxima.
 SIZES: dict[str, Rule] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _size(2_000)),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _size(4_096)),
@@ -86,7 +86,7 @@ SIZES: dict[str, Rule] = {
     "vocab_size": _size(VOCABULARY),
 }
 _TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": (_is_id, "a token id")}
-# File -> field -> its rule. Libraries do not check these, and fail far from the cause or compute nonsense.
+# The rules, by file and field. Libraries do not check these fields, and fail far from the cause or compute nonsense.
 FIELDS: dict[str, dict[str, Rule]] = {
     "config.json": {
         **_TOKENS,
@@ -110,7 +110,7 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
         "revision": (_is_text, "a branch, tag or commit"),
         "layers_to_transform": (_each(lambda value: type(value) is int), "a layer or a list of them"),
-        "rank_pattern": (  # AdaLoRA's has a list for each module: which ranks are kept
+        "rank_pattern": (  # AdaLoRA's rank_pattern has a list for each module: which ranks are kept
             _mapping(lambda rank: isinstance(rank, list) or _is_rank(rank)),
             f"a mapping of modules to whole numbers up to {RANK:,}",
         ),
@@ -124,14 +124,14 @@ FIELDS: dict[str, dict[str, Rule]] = {
 
 
 def found_file(path: str, name: str, revision: str | None) -> Path | None:
-    """A file of a folder or of the hub; None if it is missing or cannot be fetched."""
+    """Return the path of a file in a folder or on the hub, or None if it is missing or cannot be fetched."""
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     file = cached_file(path, name, revision=revision or "main", **quiet)
     return None if file is None else Path(file)
 
 
 def read_json(file: Path, path: str) -> Any:
-    """A file that describes the model `path`. Raises ModelError if it is too large, too deeply nested, or not JSON."""
+    """Read a JSON file of the model `path`. Raises ModelError if it is too large, too deeply nested, or not JSON."""
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ModelError(f"model {path}: {file.name} has more than {MOST_BYTES:,} bytes")
@@ -143,14 +143,14 @@ def read_json(file: Path, path: str) -> Any:
 
 
 def some(names: set[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first three names, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 @contextmanager
 def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
-    """Turn errors of transformers and the hub into one sentence with the remedy."""
+    """Turn errors of transformers and the hub into one sentence that names the remedy."""
     path = model.path
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -173,11 +173,11 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
             what = "weights and config.json have different shapes (see the report above)"
         elif part == "adapter" and "size mismatch" in text:
             what = f"the adapter's tensors have other shapes than its base model: {text.splitlines()[1].strip()}"
-        else:  # other errors, such as memory, are not the model's fault
+        else:  # other errors, such as a lack of memory, are not the model's fault
             raise
         raise WeightsError(f"model {path}: {what}") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of libraries in Rust; it is not an Exception
+        if type(error).__name__ != "PanicException":  # raised by libraries in Rust; it is not an Exception
             raise
         raise ModelError(f"model {path}: the {part} cannot be read: {str(error).splitlines()[0]:.200}") from error
 
@@ -199,8 +199,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
         return (
-            "is not a folder and is not in the local cache of the hub, and the hub cannot be reached: give a folder, "
-            "or connect once"
+            "is neither a folder nor in the local hub cache, and the hub cannot be reached: give a folder, or connect "
+            "once"
         )
     if "backend tokenizer" in text:
         return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"
@@ -216,11 +216,11 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
 
 
 def check_file(path: str, revision: str | None, name: str) -> None:
-    """Raise ModelError for a file of a model, in a folder or on the hub, with a field of the wrong kind; for a
-    config.json with sizes that no model has; for a tokenizer.json whose regular expressions or replacements may take
-    forever.
+    """Check a file of a model, in a folder or on the hub. Raises ModelError for a field of the wrong type, for a
+    config.json with sizes that no model has, and for a tokenizer.json whose regular expressions or replacements may
+    take forever.
 
-    The loader reports a file that is missing or cannot be fetched.
+    A file that is missing or cannot be fetched is reported by the loader.
     """
     file = found_file(path, name, revision)
     if file is None:
@@ -231,7 +231,7 @@ def check_file(path: str, revision: str | None, name: str) -> None:
     values = read_json(file, path)
     if name == "config.json":
         if not isinstance(values, dict):
-            raise ModelError(f"model {path}: config.json is not a model's settings, but a {type(values).__name__}")
+            raise ModelError(f"model {path}: config.json contains a {type(values).__name__}, not a model's settings")
         _check_sizes(values, path)
     if isinstance(values, dict):
         _check_fields(values, path, name, FIELDS[name])
@@ -252,7 +252,7 @@ def _check_sizes(config: Mapping[str, Any], path: str) -> None:
 
 
 def check_indexes(path: str) -> None:
-    """Raise ModelError for an index of weights in the folder that names files outside it, or no files."""
+    """Raise ModelError if an index of weights in the folder names files outside the folder, or no files."""
     for file in sorted(Path(path).glob("*.index.json")):
         index = read_json(file, path)
         names = index.get("weight_map") if isinstance(index, dict) else None
@@ -264,7 +264,7 @@ def check_indexes(path: str) -> None:
 
 
 def adapter_config(path: str) -> dict[str, Any] | None:
-    """The adapter_config.json of a folder with a PEFT adapter, or None. Raises ModelError if it is invalid."""
+    """Return the adapter_config.json of a folder with a PEFT adapter, or None. Raises ModelError if it is invalid."""
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
@@ -274,10 +274,10 @@ def adapter_config(path: str) -> dict[str, Any] | None:
     _check_fields(config, path, file.name, FIELDS[file.name])
     if config.get("peft_type") not in ADAPTERS:
         raise ModelError(
-            f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
-            f"merged into their base are read: {', '.join(ADAPTERS)}"
+            f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; only adapters that can be "
+            f"merged into their base are supported: {', '.join(ADAPTERS)}"
         )
-    listed = ("layers_pattern", "rank_pattern", "alpha_pattern")  # in other fields, only a string is an expression
+    listed = ("layers_pattern", "rank_pattern", "alpha_pattern")  # in other fields, only a string is a pattern
     for field in ("target_modules", "exclude_modules", "target_parameters", *listed):
         value = config.get(field) or ()
         patterns = [value] if isinstance(value, str) else [*value] if field in listed else []
@@ -307,7 +307,7 @@ def _check_tokenizer(file: Path, changed: int, path: str) -> None:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a part of tokenizer.json."""
+    """Yield every object in a part of tokenizer.json."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _parts(item)
     if isinstance(value, dict):
@@ -315,7 +315,8 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_patterns(patterns: list[Any], field: str, path: str, file: str, searched: bool = False) -> None:
-    """`searched`: texts are searched for the patterns, so that the end of a pattern matches whatever follows."""
+    """Raise ModelError for a pattern that may take forever. `searched`: texts are searched for the patterns, so that a
+    match may end anywhere."""
     for pattern in patterns:
         if not isinstance(pattern, str) or _backtracking(pattern, searched) > MOST_BITS:
             raise ModelError(
@@ -325,23 +326,23 @@ def _check_patterns(patterns: list[Any], field: str, path: str, file: str, searc
 
 
 def _backtracking(pattern: str, searched: bool = False) -> float:
-    """Binary logarithm of the number of ways in which a regular expression may be tried on a name of 64 characters."""
+    """Return the binary logarithm of the number of ways to try a regular expression on a name of 64 characters."""
     if len(pattern) > MOST_PATTERN:
         return math.inf
-    plain = re.sub(r"\\[pP](?:\{[^{}]*\}|\w)", r"\\w", pattern)  # classes of Unicode, which Python lacks
+    plain = re.sub(r"\\[pP](?:\{[^{}]*\}|\w)", r"\\w", pattern)  # Unicode classes, which Python lacks
     try:
         with warnings.catch_warnings(action="ignore"):
             return _bits(_parser.parse(plain), last=searched)
     except (re.error, OverflowError, RecursionError):
-        # Another dialect than Python's: only what shows without parsing it.
+        # A dialect different from Python's: check only what is visible without parsing.
         counts = [int(count) for count in re.findall(r"(\d{1,9})\}", pattern)]
         nested = re.search(r"[+*}]\)+[+*{]", pattern)
         return math.inf if nested or math.prod(counts) > MOST_PATTERN else 0.0
 
 
 def _bits(items: Any, times: int = 1, last: bool = False) -> float:
-    """`times`: how often the expression around the items is repeated, at least. `last`: nothing follows that may not
-    match, so that a repetition at its end is never tried again: if one round fails, the earlier ones are the match."""
+    """`times`: the minimum number of repetitions of the enclosing expression. `last`: nothing follows that could fail
+    to match, so a repetition at the end is never retried: if one round fails, the earlier rounds are the match."""
     total = 0.0
     for number, (kind, value) in enumerate(items, 1):
         name, ends = str(kind), last and number == len(items)
@@ -366,13 +367,13 @@ def _bits(items: Any, times: int = 1, last: bool = False) -> float:
 
 
 def _literal(items: Any) -> str:
-    """The characters with which an alternative begins."""
+    """Return the literal characters with which an alternative begins."""
     return "".join(chr(value) for _, value in takewhile(lambda item: str(item[0]) == "LITERAL", items))
 
 
 def adapter_stops(path: str) -> list[int]:
-    """The stop tokens in the generation_config.json of an adapter's folder, which may lack it. Raises ModelError if it
-    is invalid."""
+    """Return the stop tokens in the generation_config.json of an adapter's folder; none if the file is missing. Raises
+    ModelError if the file is invalid."""
     file = Path(path) / "generation_config.json"
     config = read_json(file, path) if file.is_file() else {}
     value = config.get("eos_token_id") if isinstance(config, dict) else [config]

@@ -1,19 +1,19 @@
 """Leaner forwards with the same values: linear layers, and attention, norms, MLPs and last layer of LLaMA variants.
 
-After the last layer's attention only the tokens whose hidden states are read continue: the other tokens have provided
-their keys and values and are no longer needed. Linear layers of every family use models/matmul.py. `lean` sets these
-forwards on a model's modules: weights, names and files stay those of transformers.
+After the last layer's attention, only tokens whose hidden states are read are processed further: the other tokens have
+provided their keys and values and are no longer needed. Linear layers of every family use models/matmul.py. `lean` sets
+these forwards on a model's modules; weights, names and files are unchanged.
 
 Norms, rotations and gated MLPs are element-wise chains with gradients. Plain autograd saves every intermediate of
 `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the norm saves its input and one number per row,
-the MLP its gate and up projections; the rest is recomputed, which is faster than writing it to memory and reading it
-back. Queries and keys are rotated without copying their halves. The operations without gradients are below in PyTorch,
-and in kernels/layers.py in Triton, under the same names.
+and the MLP saves its gate and up projections. Everything else is recomputed, which is faster than writing it to memory
+and reading it back. Queries and keys are rotated without copying their halves. The operations themselves, without
+autograd, are implemented below in PyTorch, and under the same names in Triton in kernels/layers.py.
 
-The layers of hybrid models (gated delta rule, arXiv 2412.06464, after a short convolution) have a recurrent state
-instead of keys and values, which is forked where a tree branches. Every node of a tree is one call of transformers' own
-forward, which starts with its parent's final states; gradients flow back through them. Siblings start with the same
-states and never see each other.
+Some layers of hybrid models (gated delta rule, arXiv 2412.06464, after a short convolution) have a recurrent state
+instead of keys and values. The state is forked where a tree branches: transformers' own forward is called for every
+node of a tree, and starts with the final states of the node's parent. Gradients flow back through these states.
+Siblings start with the same states and never see each other.
 
 Gradient checkpointing: a layer saves only its input, and is recomputed in backward.
 """
@@ -40,15 +40,15 @@ from posttrain.models.attention import PackedMask, Visible, packed_attention
 from posttrain.models.families import base_of
 from posttrain.models.matmul import linear, product
 
-BLOCK_ELEMENTS = 1 << 19  # of a block: 2 MB in float32, which stay in the cache for the next operation
+BLOCK_ELEMENTS = 1 << 19  # elements of a block: 2 MB in float32, still in the cache for the next operation
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The chains with gradients, as a model's modules call them.
+    """The element-wise chains with gradients, as a model's modules call them.
 
-    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which
-    computes (silu(gate) * up) W^T + b and saves less than swiglu and a linear layer; None if missing.
+    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias). The last one
+    computes (silu(gate) * up) W^T + b and saves less than swiglu and a linear layer; None if it is not available.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -58,7 +58,7 @@ class Kernels:
 
     @classmethod
     def of(cls, operations: Any) -> Kernels:
-        """The chains of a module with `rms_norm`, `swiglu`, `rotate` and their gradients."""
+        """Return the chains made of a module's `rms_norm`, `swiglu`, `rotate` and their gradients."""
         return cls(
             partial(_norm, operations),
             partial(_swiglu, operations),
@@ -80,7 +80,7 @@ def _swiglu(operations: Any, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rotated(operations: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x rotated by its positions' angles: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
+    """Rotate x by the angles of its positions: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
 
     x (..., T, H, d), cos and sin (..., T, 1, d), whose second halves repeat the first.
     """
@@ -128,7 +128,7 @@ class Rotated(torch.autograd.Function):
 
 
 class GatedLinear(torch.autograd.Function):
-    """(silu(gate) * up) W^T + b, saving gate and up: the input of W is recomputed for its gradient."""
+    """(silu(gate) * up) W^T + b. It saves gate and up; the input of W is recomputed for the gradient of W."""
 
     @staticmethod
     def forward(ctx, operations: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,7 +151,7 @@ class GatedLinear(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / sqrt(mean(x^2) + eps), float32."""
+    """Return the norm, and 1 / sqrt(mean(x^2) + eps) in float32."""
     wide = x.float()
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     unit = (wide * rstd).to(x.dtype)
@@ -172,7 +172,7 @@ def rms_norm_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x rotated by the angles, or back with sign -1, which is the gradient. Rounded as in transformers, to the bit."""
+    """Rotate x by the angles, or back if `sign` is -1 (the gradient). Equals transformers bit for bit."""
     (first, second), (sin, _) = x.chunk(2, -1), sin.chunk(2, -1)
     y = x * cos
     y_first, y_second = y.chunk(2, -1)
@@ -197,7 +197,8 @@ def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, 
 
 
 def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by gate and up, the latter written over `grad_y`, and y recomputed, in one pass."""
+    """Return the gradients with respect to gate and up, and the recomputed y, in one pass. The gradient with respect to
+    up overwrites `grad_y`."""
     grad_gate, y = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, y):
         _grad_gate(gate_rows, up_rows, grad, out_gate)
@@ -212,9 +213,9 @@ def _grad_gate(gate: Tensor, up: Tensor, grad_y: Tensor, out: Tensor) -> None:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' rows, on a CPU a block at a time, so that the next operation finds them in the cache."""
+    """Yield the tensors' rows: on a CPU one block at a time, so that the next operation finds them in the cache."""
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    has_cache = rows[0].device.type == "cpu" and not isinstance(rows[0], FakeTensor)  # of a plan, without numbers
+    has_cache = rows[0].device.type == "cpu" and not isinstance(rows[0], FakeTensor)  # plans use tensors without data
     size = BLOCK_ELEMENTS // rows[0].shape[1] if has_cache else len(rows[0])
     return zip(*(tensor.split(max(1, size)) for tensor in rows), strict=True)
 
@@ -229,7 +230,7 @@ RECURRENT = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_
 SILU = type(ACT2FN["silu"])
 MLPS = frozenset(f"{name}MLP" for name in (*PLAIN, "Cohere", "Cohere2", "Granite", "Olmo2", "Olmo3", "Olmoe"))
 LAYERS = frozenset(f"{name}DecoderLayer" for name in (*PLAIN, "Glm", "Olmoe"))
-# The attribute with the sliding window of each attention class.
+# For each attention class, a function that returns its sliding window.
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
     **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda m: None),
     **dict.fromkeys(("Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"), lambda m: m.sliding_window),
@@ -292,7 +293,7 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
 
 
 def _is_trained(layer: nn.Module) -> bool:
-    """Whether it is a linear layer, without an adapter, whose weight gets a gradient."""
+    """Whether the layer is a linear layer without an adapter whose weight receives a gradient."""
     return type(layer) is nn.Linear and layer.weight.requires_grad and torch.is_grad_enabled()
 
 
@@ -305,7 +306,7 @@ def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **se
 
 
 def fork_states(module: nn.Module) -> bool:
-    """Set a forward that takes packs on a linear-attention layer, in place; False for any other module."""
+    """If the module is a linear-attention layer, set a forward that takes packs, in place. Return whether it is one."""
     if type(module).__name__ not in RECURRENT:
         return False
     module.forward = MethodType(_forward, module)
@@ -326,9 +327,9 @@ def _forward(self, hidden_states: Tensor, *args, packed: Visible | None = None, 
 
 
 class _States:
-    """The cache interface of a transformers layer: provides the initial states of a node, and receives its final ones.
+    """The cache interface of a transformers layer. It provides a node's initial states and receives its final states.
 
-    `conv` are the last inputs of the convolution (1, channels, width - 1), `recurrent` the state of the delta rule.
+    `conv`: the last inputs of the convolution (1, channels, width - 1). `recurrent`: the state of the delta rule.
     """
 
     def __init__(self, parent: _States | None):
@@ -344,7 +345,7 @@ class _States:
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # states are never changed in place: siblings start with them too
 
-    # transformers 5.17 reads them from cache.layers[layer_idx] instead.
+    # transformers 5.17 reads the states from cache.layers[layer_idx] instead.
 
     record_past = True
 
@@ -364,7 +365,7 @@ class _States:
         return [self.recurrent]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
-        """The inputs (1, channels, T) after the preceding ones, which the convolution sees too."""
+        """Return the inputs (1, channels, T), preceded by the earlier inputs that the convolution also sees."""
         if self.conv is None:  # the convolution pads with zeros itself
             seen = inputs
             whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0))
@@ -381,8 +382,8 @@ class _States:
 def enable_gradient_checkpointing(policy: nn.Module) -> None:
     """Recompute each layer's activations in backward, in training and evaluation mode.
 
-    transformers' own switch needs training mode, which would also turn on the dropout that some layers apply themselves
-    (OPT, Falcon); the recipe decides on dropout.
+    transformers' own switch needs training mode. That would also turn on the dropout that some layers apply themselves
+    (OPT, Falcon), but the recipe decides about dropout.
     """
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -390,8 +391,8 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """The layer's forward, recomputed in backward. Without gradients, `checkpoint` would still save the state of random
-    generators at every call, of which engines make thousands."""
+    """Call the layer's forward, to be recomputed in backward. Without gradients it is called directly, because
+    `checkpoint` would save the state of random generators at every call, and engines make thousands of calls."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **settings)
     return checkpoint(forward, *inputs, use_reentrant=False, **settings)

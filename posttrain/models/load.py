@@ -32,15 +32,15 @@ from posttrain.models.quantised import check_int8, method_of, nf4
 
 # transformers' progress bars appear on every load and save; ours cover long waits.
 hf_logging.disable_progress_bar()
-# PEFT uses a transformers name that will change, which users cannot influence.
+# PEFT uses a deprecated name of transformers. Users cannot change that.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 Head = Literal["lm", "reward"]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with its `new_tokens`; for an adapter without one, its base's with the adapter's chat
-    template."""
+    """Load the model's tokenizer and add its `new_tokens`. For an adapter without a tokenizer, load the tokenizer of
+    its base with the adapter's chat template."""
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if is_adapter(model) and not any(any(Path(model.path).glob(kind)) for kind in kinds):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
@@ -56,15 +56,15 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def new_token_ids(model: ModelConfig) -> list[int]:
-    """The ids of the model's `new_tokens`, ascending."""
+    """Return the ids of the model's `new_tokens`, ascending."""
     ids = cast(list[int], load_tokenizer(model).convert_tokens_to_ids([*model.new_tokens])) if model.new_tokens else []
     return sorted(ids)
 
 
 def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
-    """Set the embeddings, and rows of the LM head, of `new_tokens` that the tokenizer lacked to the mean of all others.
+    """Initialise embeddings and LM head rows of `new_tokens` that the tokenizer lacked, to the mean of all others.
 
-    Embeddings are added if there are fewer than ids. A model that was saved with its tokens stays unchanged.
+    Embeddings are added if there are fewer than token ids. A model that was saved with its new tokens is not changed.
     """
     if not model.new_tokens:
         return
@@ -73,7 +73,7 @@ def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
     needed = max(words.values()) + 1
     new = {id for token, id in words.items() if token not in known or id >= size}
     if needed > size:
-        with torch.random.fork_rng(devices=[]):  # else the random numbers of a resumed run would differ
+        with torch.random.fork_rng(devices=[]):  # otherwise a resumed run would have different random numbers
             loaded.resize_token_embeddings(needed, mean_resizing=False)
     ends = [end for end in (loaded.get_input_embeddings(), loaded.get_output_embeddings()) if end is not None]
     old = sorted({id for id in known.values() if id < size} - new)
@@ -91,13 +91,14 @@ def load_model(
     stay: bool = False,
     dequantised: bool = False,
 ) -> PreTrainedModel:
-    """The model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
+    """Load the model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
 
     With `stay` it is left in CPU memory, ready to be moved to `device`. Its `new_tokens` are added.
 
-    A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
-    a normal distribution with standard deviation 0.02. `load_in_4bit` quantises linear layers to 4 bits (NF4 with
-    double quantisation). Quantised weights are loaded unchanged, or `dequantised`; no adapter is merged into them.
+    From a folder with a LoRA adapter, the base model is loaded and the adapter merged. A missing reward head is
+    initialised from a normal distribution with standard deviation 0.02. `load_in_4bit` quantises linear layers to 4
+    bits (NF4 with double quantisation). Quantised weights are loaded unchanged, or `dequantised`; an adapter is added
+    to quantised weights but not merged.
     """
     check_attention(model, device)
     chains, settings = chains_for(model, device), None
@@ -108,7 +109,7 @@ def load_model(
     loaded, method = _as_published(model, base, head, dtype, device, settings)
     if method is not None and dequantised:
         loaded, method = loaded.dequantize(dtype), None
-        loaded._weight_conversions = None  # else it would be saved as 4-bit tensors
+        loaded._weight_conversions = None  # otherwise it would be saved as 4-bit tensors
     quantised = settings is not None or method is not None
     if base is not model and not quantised:
         loaded = merged(with_adapter(loaded, model))
@@ -138,15 +139,17 @@ def _as_published(
     device: torch.device,
     quantisation: BitsAndBytesConfig | None,
 ) -> tuple[Any, str | None]:
-    """The `base` of a model as its folder has it, and the method by which its weights are quantised there.
+    """Load the `base` of a model as published. Also return the quantisation method of the published weights, or None.
 
-    `quantisation` has the settings for quantising it while loading.
+    `quantisation`: settings for quantising the weights while loading.
     """
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
-        raise ModelError(f"model {model.path}: is a reward model, which scores completions and does not generate")
+        raise ModelError(f"model {model.path}: is a reward model, which scores completions and cannot generate them")
     if head == "lm" and any(name.endswith("ForMaskedLM") for name in config.architectures or []):
-        raise ModelError(f"model {model.path}: is a masked language model, which fills gaps and does not generate")
+        raise ModelError(
+            f"model {model.path}: is a masked language model, which predicts masked tokens and cannot generate"
+        )
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
@@ -176,7 +179,7 @@ def _as_published(
 
 
 def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> int:
-    """The number of the model's embeddings. Raises ModelError if its tokenizer's own vocabulary is larger.
+    """Return the number of the model's embeddings. Raises ModelError if its tokenizer's own vocabulary is larger.
 
     Added tokens (a pad token, one for images) may lack an embedding as long as they do not occur.
     """
@@ -192,7 +195,8 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
-    """Whether the model takes packs directly: its family is proven, and no other attention is set."""
+    """Whether the model takes packs directly: its family is proven, and no other attention is set. Raises ModelError if
+    `packed` is set for a family that is not proven."""
     family = FAMILIES.get(loaded.config.model_type)
     proven = family is not None and family.packed
     if model.attention == "packed" and not proven:
@@ -217,7 +221,7 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config.json, for an adapter its base model's. Raises ModelError for models that are not text-only."""
+    """Load the config.json of a model, or of an adapter's base. Raises ModelError for models that are not text-only."""
     model = base_settings(model)
     with clear_errors(model, "config.json"):
         check_file(model.path, model.revision, "config.json")
@@ -244,7 +248,7 @@ def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _no_report() -> Iterator[None]:
-    """Context without transformers' table of missing and unexpected weights, which we check ourselves."""
+    """Context in which transformers prints no table of missing and unexpected weights; they are checked here."""
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:
@@ -264,9 +268,9 @@ def keep_storage(loaded: PreTrainedModel) -> None:
 
 
 def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
-    """The element-wise chains: Liger's if set, else on a GPU our own in Triton, else PyTorch's.
+    """Return the element-wise chains: Liger's if set, otherwise ours in Triton on a GPU, otherwise PyTorch's.
 
-    From Liger (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy is not used:
+    Norms and gated MLPs come from Liger (arXiv 2410.10989). Its fused cross-entropy is not needed, because
     posttrain.scoring never computes full logits.
     """
     own = TORCH
@@ -278,7 +282,7 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
         return own
     if device.type != "cuda":
         raise ModelError(
-            f"model.use_liger_kernel: its kernels are for GPUs, and this run computes on {device.type}: set it to false"
+            f"model.use_liger_kernel: its kernels are for GPUs, but this run computes on {device.type}: set it to false"
         )
     norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
     swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
@@ -296,7 +300,7 @@ def takes_triton(model: ModelConfig, device: torch.device) -> bool:
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:
-    """Check that flash_attention_2 has its package and a GPU, with a clearer message than transformers'; warn if
+    """Check that flash_attention_2 has its package and a GPU, with a clearer message than transformers gives. Warn if
     attention over packs on a GPU runs without FlexAttention."""
     if device.type == "cuda" and model.attention != "flash_attention_2":
         attention.announce_without_flex()
@@ -304,5 +308,5 @@ def check_attention(model: ModelConfig, device: torch.device) -> None:
         need("flash_attn", "flash-attn", "model.attention: flash_attention_2")
         if device.type != "cuda":
             raise ModelError(
-                f"model.attention: flash_attention_2 is for GPUs, and this run computes on {device.type}: set auto"
+                f"model.attention: flash_attention_2 is for GPUs, but this run computes on {device.type}: set auto"
             )

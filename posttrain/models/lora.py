@@ -1,4 +1,4 @@
-"""Low-rank adapters by PEFT, with target modules chosen per family."""
+"""Low-rank adapters with PEFT, with target modules chosen per family."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from posttrain.models.load import Head, grow, load_config, new_token_ids
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Entries of adapter_config.json that say where an adapter comes from, and not how it computes.
+# Entries of adapter_config.json that describe where an adapter comes from, not what it computes.
 ABOUT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version")
 
 
 def add_lora(
     model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None, tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
+    """Add trainable adapters to `model` and freeze everything else. A reward model's head is trained and saved too.
 
     The rows of `tokens` in the embeddings and the LM head are trained; modules to save are trained whole. The adapters
-    name the model, at its `revision`, as their base. Raises ModelError if the target modules match nothing, or modules
+    name the model, at its `revision`, as their base. Raises ModelError if a target module matches no module, or one
     that cannot have adapters.
     """
     from peft import LoraConfig as PeftLoraConfig
@@ -68,14 +68,14 @@ def add_lora(
 
 
 def _ends(model: PreTrainedModel) -> set[str]:
-    """The last parts of the names of the embeddings and of the LM head, unless it is tied to them."""
+    """Return the last component of the names of the embeddings and, unless tied to them, of the LM head."""
     head = None if model.config.tie_word_embeddings else model.get_output_embeddings()
     ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
     return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _saved_whole(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """The modules to save for PEFT, which ties an LM head to the embeddings itself."""
+    """Return PEFT's modules to save. The embeddings replace a tied LM head, because PEFT ties the head to them."""
     _match("lora.modules_to_save", lora.modules_to_save, model)
     head = model.get_output_embeddings()
     if head is None or not model.config.tie_word_embeddings:
@@ -86,7 +86,7 @@ def _saved_whole(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def _trained_rows(model: PreTrainedModel, tokens: Sequence[int], saved: Sequence[str]) -> dict[str, list[int]] | None:
-    """The rows to train, as PEFT takes them, of the embeddings and the LM head that are not trained whole."""
+    """Return the rows to train, in PEFT's format, of embeddings and LM head, unless these are trained whole."""
     ends = sorted(_ends(model) - {*saved})
     if not tokens or not ends:
         return None
@@ -99,9 +99,9 @@ def _trained_rows(model: PreTrainedModel, tokens: Sequence[int], saved: Sequence
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """`model` with the adapters of a checkpoint, trainable; they name the model as their base.
+    """Load the adapters of a checkpoint onto `model`, trainable, and set the model's name as their base.
 
-    Raises DamagedError if they differ from their adapter_config.json.
+    Raises DamagedError if they are missing, damaged, or differ from their adapter_config.json.
     """
     file = folder / "adapter_model.safetensors"
     try:
@@ -121,9 +121,9 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def continues(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether a run continues to train the adapter that it starts from: its settings are those of `model.lora`.
+    """Whether a run continues to train the adapter that it starts from: the adapter's settings equal `model.lora`.
 
-    Otherwise, and in runs of behavior_version 1, it is merged into its base, and a new one is trained.
+    Otherwise, and in runs of behavior_version 1, the adapter is merged into its base, and a new one is trained.
     """
     saved = adapter_config(model.path)
     if saved is None or model.lora is None or config.behavior_version < 2:
@@ -137,7 +137,7 @@ def continues(config: RunConfig, model: ModelConfig) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value of adapter_config.json, with lists of names sorted and without a reward model's head."""
+    """Return a value of adapter_config.json, with lists of names sorted and without a reward model's head."""
     if isinstance(value, list | tuple | set):
         return sorted(str(item) for item in value if item not in ("score", "classifier")) or None
     return value
@@ -145,7 +145,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def as_begun(policy: PeftModel) -> Iterator[None]:
-    """Context with the policy as its run began: with the frozen copy of a continued adapter, else without any."""
+    """Context with the policy as it was when its run began: with the frozen copy of a continued adapter, otherwise
+    without adapters."""
     if START not in policy.peft_config:
         with policy.disable_adapter():
             yield
@@ -158,20 +159,22 @@ def as_begun(policy: PeftModel) -> Iterator[None]:
 
 
 def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a model as transformers or PEFT load it. An adapter is written alone, with the hash of its base's weights
-    if posttrain wrote them. `state_dict`: the weights, if they are not in the model itself (models/sharding.py).
+    """Write a model in the format of transformers or PEFT. For a PEFT model, only the adapter is written, with the hash
+    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded
+    (models/sharding.py).
     """
     only: dict[str, Any] = {}
     if is_adapted(model):
         only["selected_adapters"] = ["default"]
         if getattr(model.peft_config["default"], "trainable_token_indices", None):
-            only["save_embedding_layers"] = False  # the other rows are the base's
+            only["save_embedding_layers"] = False  # the other rows are those of the base
         name_base(folder, str(base_of(model).name_or_path))
     model.save_pretrained(str(folder), state_dict=state_dict, **only)  # pyright: ignore[reportCallIssue]
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
-    """Target modules for PEFT: the family's for `auto`, every linear layer but the head for `all-linear`, or a list."""
+    """Return PEFT's target modules: the family's for `auto`, all linear layers but the head for `all-linear`, or a
+    list."""
     if lora.target_modules == "all-linear":
         return "all-linear"
     candidates = linear_layers(model)
@@ -195,11 +198,11 @@ def _match(setting: str, targets: Sequence[str], model: PreTrainedModel) -> None
 
 
 def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Refuse adapters on the LM head, which is applied in chunks without them, and on embeddings tied to it."""
+    """Raise ModelError for adapters on the LM head, which is applied in chunks without them, or on tied embeddings."""
     head = model.get_output_embeddings()
     ends = {"the LM head": head}
     if head is not None and model.config.tie_word_embeddings:
-        ends["embeddings that are the LM head's weights too"] = model.get_input_embeddings()
+        ends["the embedding layer, which shares its weights with the LM head"] = model.get_input_embeddings()
     for name, module in model.named_modules():
         what = next((what for what, end in ends.items() if end is module), None)
         if what and any(name == target or name.endswith(f".{target}") for target in targets):
@@ -207,6 +210,6 @@ def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of the backbone's linear layers."""
+    """Return the last component of the names of the backbone's linear layers."""
     modules = backbone_of(model).named_modules()
     return sorted({name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)})

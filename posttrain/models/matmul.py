@@ -1,13 +1,13 @@
-"""x W^T on a CPU through oneDNN, which PyTorch has besides MKL and uses itself for dtypes other than float32.
+"""x W^T on a CPU through oneDNN, which PyTorch includes in addition to MKL and uses for all dtypes except float32.
 
-On an AMD EPYC the models' shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is as
-fast through MKL and stays there). On Intel's processors MKL is as fast or faster (a training step by 4 %), except with
-few rows and weights packed beforehand, as in generation: `packed_weights` is for every x86 processor. Elsewhere, and
-if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
+On an AMD EPYC, products of the models' shapes are 10 to 25 % faster this way: x W^T and its gradient with respect to x.
+The gradient with respect to W is as fast through MKL, so MKL computes it. On Intel processors MKL is at least as fast
+(a training step takes 4 % less time), except with few rows and prepacked weights, as in generation. So `packed_weights`
+is used on every x86 processor. On other processors, and without oneDNN, this is `torch.nn.functional.linear`.
 
-oneDNN caches 0.3 MB of machine code for every shape until the process ends: with ever new sizes of packs, the process
-would grow without limit. So it only gets recurring numbers of rows, multiples of ROWS, to which packs are padded
-(`width_step` in models/attention.py); MKL multiplies all others.
+oneDNN caches 0.3 MB of machine code for every shape until the process ends. If packs always had new sizes, the process
+would grow without limit. So oneDNN multiplies only recurring numbers of rows: multiples of ROWS, to which packs are
+padded (`width_step` in models/attention.py). MKL multiplies all other numbers of rows.
 """
 
 import os
@@ -18,34 +18,36 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# These are private to torch.compile's compiler, so their existence is checked.
+# These operations are private to torch.compile's compiler, so their existence is checked.
 PACKS = (
     torch.backends.mkldnn.is_available()
     and platform.machine() in ("x86_64", "AMD64")
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 )
-# By the processor's name, not by measurement: two runs on one machine must use the same kernels.
+# Chosen by the processor's name, not by measurement: two runs on one machine must use the same kernels.
 CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)()
 ONEDNN = PACKS and "Intel" not in CAPABILITIES.get("cpu_name", "")
 
-# oneDNN would cache the code of 1,024 shapes. It takes a millisecond to generate, and a pack has about 16 shapes.
+# By default oneDNN caches the code of 1,024 shapes. A shape's code is generated in a millisecond, and a pack has about
+# 16 shapes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
-ROWS = 16
-SAMPLED_ROWS = 4  # the same with packed weights, since sampled rows finish one by one
-SMALL = 1 << 16  # size of a weight below which oneDNN's overhead exceeds its gain
-PACKED_BYTES = 1 << 30  # of weights that may be in memory twice
+ROWS = 16  # oneDNN is used for multiples of this number of rows
+SAMPLED_ROWS = 4  # the same with packed weights, because sampled rows finish one by one
+SMALL = 1 << 16  # elements of a weight below which oneDNN's overhead exceeds its gain
+PACKED_BYTES = 1 << 30  # maximum size of weights that may be in memory twice
 
 
 def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
-    """Whether the processor has instructions for it (AVX512-BF16, AMX): products then take a half to a fifth of
-    float32's time, otherwise up to four times as long. None if PyTorch does not report it."""
+    """Whether the processor has bfloat16 instructions (AVX512-BF16, AMX). With them, products take a half to a fifth of
+    the time in float32; without them, up to four times as long. None if PyTorch does not report it."""
     names = ("avx512_bf16", "amx_bf16")
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
-# Other dtypes gain nothing. oneDNN may use less than the processor has (ONEDNN_MAX_CPU_ISA), so that is checked too.
+# Packing gains nothing with other dtypes. oneDNN may be limited to fewer instructions than the processor has
+# (ONEDNN_MAX_CPU_ISA), so that is checked too.
 _BFLOAT16 = PACKS and multiplies_bfloat16() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if _BFLOAT16 else [])}
 
@@ -63,7 +65,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b with sums and results in float32, whatever the dtype of x and W: (N, K), (M, K), (M) -> (N, M).
 
-    A logit of 20 in bfloat16 is off by up to 0.06, and differently in other batches.
+    In bfloat16, a logit of 20 would be off by up to 0.06, and by a different amount in each batch.
     """
     if weight.is_cuda and weight.dtype != torch.float32:
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -72,12 +74,12 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def float32_weight(weight: Tensor) -> Tensor:
-    """The weight for `float32_product`, converted once for several products. Only CUDA's product takes two dtypes."""
+    """Return the weight for `float32_product`, converted once for several products. CUDA needs no conversion."""
     return weight if weight.is_cuda or weight.is_mkldnn else weight.float()
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's forward, through `product` if that differs."""
+    """The layer's forward, through `product` if that differs from PyTorch's linear."""
     if torch.is_autocast_enabled("cpu"):
         return nn.functional.linear(x, layer.weight, layer.bias)
     if not torch.is_grad_enabled():
@@ -111,12 +113,12 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
     """Context in which products without gradients use large weights packed in oneDNN's layout.
 
-    Otherwise oneDNN packs them for every product: 40 % of the time with 16 rows, 15 % with 60. The cost is a second
-    copy, so a model of more than PACKED_BYTES is not packed.
+    Otherwise oneDNN packs them for every product, which takes 40 % of the time with 16 rows and 15 % with 60. Packing
+    needs a second copy, so a model of more than PACKED_BYTES is not packed.
 
-    Yields the number of which the number of rows should be a multiple: other rows are padded at every product.
+    Yields a step: the number of rows should be a multiple of it, because other numbers are padded at every product.
     """
-    heads = (head, getattr(head, "original_module", None))  # PEFT's wrapper has the published one in it
+    heads = (head, getattr(head, "original_module", None))  # PEFT's wrapper contains the published head
     weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m not in heads}
     weights[head] = float32_weight(head.weight.detach())
     large = {
@@ -136,7 +138,7 @@ def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """The weight for `product`: the layer's weight, or its packed copy."""
+    """Return the weight for `product`: the layer's weight, or its packed copy."""
     packed = layer.__dict__.get("packed")
     return layer.weight if packed is None else packed
 

@@ -3,7 +3,7 @@
     int8    LLM.int8(): one scale per row of a weight; inputs are quantised too, except for outliers (arXiv 2208.07339)
     int4    NF4 with double quantisation (QLoRA, arXiv 2305.14314)
 
-Heads (of tokens or rewards), embeddings and norms keep their own precision.
+LM heads, reward heads, embeddings and norms keep their own precision.
 """
 
 import copy
@@ -20,12 +20,13 @@ from posttrain.models.families import backbone_of
 
 NAMES: dict[Precision, str] = {"int8": "LLM.int8", "int4": "NF4 with double quantisation"}
 CLASSES = ("Linear8bitLt", "Linear4bit")
-# bitsandbytes' 4-bit kernels for CPUs with bfloat16 instructions refuse other shapes, in plain transformers too.
+# Outputs and inputs must be multiples of these: bitsandbytes' 4-bit kernels for CPUs with bfloat16 instructions refuse
+# other shapes, even in plain transformers.
 ROWS, COLUMNS = 32, 64
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """The quantisation method of a saved model, such as `bitsandbytes`; None if its weights are not quantised."""
+    """Return a saved model's quantisation method, such as `bitsandbytes`; None if its weights are not quantised."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -37,25 +38,25 @@ def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
     if method_of(config) is None or (lora and config.quantization_config.get("load_in_4bit")):
         return
     raise ModelError(
-        f"model {path}: its weights are quantised, and such weights cannot be trained: give the model that it was made "
-        "from. LoRA on 4 bits is possible (model.lora)"
+        f"model {path}: its weights are quantised, and quantised weights cannot be trained: give the original model. "
+        "LoRA on 4 bits is possible (model.lora)"
     )
 
 
 def check_int8(device: torch.device) -> None:
-    """Raise ModelError if PyTorch multiplies 8-bit integers wrongly on this machine, which nothing else would show."""
-    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # other code multiplies elsewhere
+    """Raise ModelError if PyTorch multiplies 8-bit integers wrongly on this machine; nothing else would show this."""
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":  # only its AVX512 code can be wrong
         return
     row = torch.full((1, COLUMNS), 127, dtype=torch.int8)
     if int(torch._int_mm(row, row.T)) != COLUMNS * 127**2:
         raise ModelError(
-            "PyTorch's 8-bit products are wrong where oneDNN may use less of the processor than PyTorch: unset "
-            "ONEDNN_MAX_CPU_ISA, or set ATEN_CPU_CAPABILITY=avx2 beside it"
+            "PyTorch computes wrong 8-bit matrix products when oneDNN is limited to fewer CPU instructions than "
+            "PyTorch uses: unset ONEDNN_MAX_CPU_ISA, or also set ATEN_CPU_CAPABILITY=avx2"
         )
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers of the backbone by their names in the model, in their order."""
+    """Return the linear layers of the backbone, by their names in the model, in order."""
     inside = set(backbone_of(model).modules())
     return {
         name: module
@@ -65,9 +66,9 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of the model with quantised linear layers, on its device; `dtype` is that of all other weights.
+    """Return a copy of the model with quantised linear layers, on the same device. `dtype`: dtype of all other weights.
 
-    Raises ModelError if it has no layer to quantise, or 8-bit products are wrong here.
+    Raises ModelError if the model has no layer to quantise, or if 8-bit products are wrong on this machine.
     """
     need("bitsandbytes", "quant", f"posttrain quantize --to {to}")
     if to == "int8":
@@ -94,7 +95,8 @@ def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> P
 
 
 def nf4(dtype: torch.dtype, kept: list[str] | None = None) -> BitsAndBytesConfig:
-    """NF4 with double quantisation, computed in `dtype`; None keeps what transformers does: the head.
+    """Return the settings of NF4 with double quantisation, with computation in `dtype`. `kept`: names of layers that
+    are not quantised; None: those that transformers excludes (the head).
 
     NF4 has a 4-bit code with a level for each equal share of a normal distribution, a scale for every 64 weights, and
     8-bit scales: 4.127 bits per weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
@@ -118,7 +120,7 @@ def _quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """A linear layer's weight (outputs, inputs), dequantised; GPT-2's layers have it transposed."""
+    """Return a linear layer's weight (outputs, inputs), dequantised; GPT-2's layers store it transposed."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     weight = layer.get_parameter("weight")
@@ -129,7 +131,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def weight_errors(original: PreTrainedModel, other: PreTrainedModel) -> dict[str, float]:
-    """For each quantised layer of `other`, |W' - W| / |W| in the Frobenius norm, W being that of the original."""
+    """Return |W' - W| / |W| in the Frobenius norm for each quantised layer of `other`; W is the original's weight."""
     wholes = linear_layers(original)
     errors: dict[str, float] = {}
     for name, layer in _quantised_layers(other).items():
@@ -139,7 +141,7 @@ def weight_errors(original: PreTrainedModel, other: PreTrainedModel) -> dict[str
 
 
 def stored_bytes(model: PreTrainedModel) -> dict[str, int]:
-    """The bytes of each quantised layer's weight as it is saved, with its scales; by layer."""
+    """Return the saved size in bytes of each quantised layer's weight, including its scales, by layer."""
     return {
         name: sum(tensor.nbytes for key, tensor in layer.state_dict().items() if key != "bias")
         for name, layer in _quantised_layers(model).items()

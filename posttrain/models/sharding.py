@@ -1,9 +1,9 @@
-"""Weights sharded over the ranks by torch's FSDP2: each rank has the rows of its part of every tensor.
+"""Weights sharded over the ranks with torch's FSDP2: each rank has a part of every tensor, some of its rows.
 
-The parts are float32 and the optimizer's masters. A layer is gathered for its forward and its backward pass, in the
-dtype of the computation; its gradients are summed over the ranks in float32, and each rank receives those of its part.
-So every pass over the model is a collective operation, which all ranks make equally often. `whole` gathers everything
-for a while, so that each rank can use the model alone, as an engine does.
+The parts are float32 and are the optimizer's masters. A layer is gathered for its forward and its backward pass, in the
+dtype of the computation. Its gradients are summed over the ranks in float32, and each rank receives the gradients of
+its part. So every pass over the model is a collective operation, and all ranks must make the same number of passes.
+`whole` gathers everything temporarily, so that each rank can use the model independently, as an engine does.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from posttrain.models.families import backbone_of, base_of
 
-PARTS = "sharded_parts"  # the attribute of a sharded model with the modules that are gathered at once, itself included
+PARTS = "sharded_parts"  # attribute of a sharded model: the modules that are gathered at once, including the model
 
 
 def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Shard a plain or PEFT model over the ranks; from CPU memory each layer goes to the device as it is sharded."""
+    """Shard a plain or PEFT model over the ranks. Layers in CPU memory are moved to the device as they are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -34,20 +34,20 @@ def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=part is not model)
         part.set_gradient_divide_factor(1.0)  # pyright: ignore[reportCallIssue]
         part.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
-        if hasattr(part, "set_reduce_scatter_unused_params"):  # an expert may have tokens on one rank alone
+        if hasattr(part, "set_reduce_scatter_unused_params"):  # an expert may have tokens on only one rank
             part.set_reduce_scatter_unused_params(True, recurse=False)  # pyright: ignore[reportCallIssue]
-    # Backward gathers ahead in this order. By default it repeats the order of forward passes since the last backward:
-    # engines make different numbers of them, so ranks would gather in different orders and wait for one another.
+    # Backward prefetches in this order. By default it repeats the order of forward passes since the last backward. But
+    # engines make different numbers of passes, so ranks would gather in different orders and wait for each other.
     for part, before in zip(parts, [model, *parts], strict=False):
         part.set_modules_to_backward_prefetch([before])  # pyright: ignore[reportCallIssue]
-    model.to(device)  # buffers; the weights are there
+    model.to(device)  # moves the buffers; the weights are already there
     object.__setattr__(model, PARTS, parts)
     object.__setattr__(model, "through_hooks", lambda of, **inputs: of(**inputs))
     register_fsdp_forward_method(model, "through_hooks")
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, in the same memory; another tensor itself."""
+    """Return this rank's rows of a sharded tensor, sharing its memory. Any other tensor is returned unchanged."""
     part = parameter.detach()
     return part.to_local() if is_sharded(part) else parameter  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -57,7 +57,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def architecture_of(model: nn.Module) -> str:
-    """The name of the model's class, which FSDP replaces by a subclass."""
+    """Return the name of the model's class, which FSDP replaces with a subclass."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
@@ -65,7 +65,7 @@ def architecture_of(model: nn.Module) -> str:
 
 @contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
-    """Context in which every rank has the whole model, in the dtype of the computation; all ranks enter it together.
+    """Context in which every rank has the whole model, in the dtype of the computation. All ranks must enter together.
 
     It does nothing for a model that is not sharded.
     """
@@ -76,7 +76,8 @@ def whole(model: nn.Module) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict of a sharded model inside `whole`, where its own has parts; None for another model."""
+    """Return a sharded model's whole state dict inside `whole`, where `state_dict()` has only parts; None if not
+    sharded."""
     sharded = next((module for module in model.modules() if PARTS in module.__dict__), None)
     if sharded is None:
         return None
@@ -89,7 +90,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def at_rest(model: nn.Module) -> None:
-    """Reduce a sharded model to its parts again, after a pass without a backward."""
+    """Reshard the layers of a sharded model after a pass without a backward."""
     for module in model.modules():
         for part in module.__dict__.get(PARTS, ()):
             part.reshard()
@@ -101,7 +102,7 @@ def _gathered(parts: list[Any]) -> Iterator[None]:
     if root.__dict__.get("gathered"):
         yield
         return
-    root.through_hooks(lambda: None)  # FSDP learns which module is the root from the first one that is called
+    root.through_hooks(lambda: None)  # for FSDP, the root is the first module that is called
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
@@ -116,6 +117,6 @@ def _gathered(parts: list[Any]) -> Iterator[None]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one after another: those of the backbone's longest list."""
+    """Return the modules that are gathered one after another: the backbone's longest module list, its layers."""
     lists = [module for module in backbone_of(base_of(model)).modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=()))

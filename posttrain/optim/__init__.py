@@ -1,1 +1,1 @@
-"""Optimizers on float32 masters, schedules, and the update over the packs of a batch."""
+"""Optimizers with float32 masters, and the update over the packs of a batch."""

@@ -42,16 +42,16 @@ class AdamW:
         self._adamw = self._torch_adamw(self.masters)
 
     def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
-        """torch's AdamW over these masters. The learning rate is given at each step."""
+        """Return torch's AdamW over these masters. The learning rate is set at each step."""
         matrices = [m for m in masters.values() if m.ndim >= 2]
         vectors = [m for m in masters.values() if m.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
-    # Overridden by the variants of this optimizer: where the masters are, and how gradients get there.
+    # The variants of this optimizer override these methods, which decide where masters are and how gradients get there.
 
     def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
-        """The parameter's master; the parameter itself becomes the master rounded to `compute_dtype`."""
+        """Return the parameter's master, and round the parameter itself to `compute_dtype`."""
         if compute_dtype == torch.float32:
             return parameter
         master = parameter.detach().float().clone()
@@ -60,18 +60,18 @@ class AdamW:
         return master
 
     def _collect(self) -> None:
-        """Before a step: make sure that every master has its gradient."""
+        """Make sure, before a step, that every master has its gradient."""
 
     def _sum(self, ranks: Ranks) -> None:
         """Sum the masters' gradients over the ranks."""
         ranks.sum_gradients(list(self.masters.values()))
 
     def _norm(self) -> Tensor:
-        """The norm of all gradients."""
+        """Return the norm of all gradients."""
         return torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
 
     def _update(self, learning_rate: float) -> None:
-        """Update the masters by their clipped gradients."""
+        """Update the masters with their clipped gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
@@ -82,12 +82,13 @@ class AdamW:
             self.parameters[name].copy_(self.masters[name])
 
     def _is_kept(self, name: str) -> bool:
-        """Whether the state has the master: the model's weight, being rounded, does not determine it."""
+        """Whether the state includes the master: only if the model's weight is rounded and does not determine it."""
         return self.masters[name] is not self.parameters[name]
 
     @torch.no_grad()
     def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
-        """Sum the gradients over the ranks, clip, update, and drop them. Returns the gradient norm before clipping.
+        """Sum the gradients over the ranks, clip them, update the weights, and drop the gradients. Return the gradient
+        norm before clipping.
 
         If the norm is not finite, weights and optimizer state do not change.
         """
@@ -115,7 +116,7 @@ class AdamW:
         return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
 
     def state(self) -> dict[str, Tensor]:
-        """The state for resuming, by parameter name: moments, step counts, and masters that differ from the weights."""
+        """Return the state for resuming, by parameter name: moments, step counts, masters that differ from weights."""
         tensors = {}
         for name, master in self.masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
@@ -125,20 +126,20 @@ class AdamW:
         return tensors
 
     def is_part(self, full: str) -> bool:
-        """Whether this rank has only some rows of a tensor of the state; otherwise every rank has the same."""
+        """Whether this rank has only some rows of a tensor of the state. If not, every rank has the whole tensor."""
         return False
 
     def rows_of(self, full: str, rows: int) -> slice:
-        """The rows that this rank has of a tensor of the state."""
+        """Return which rows of a tensor of the state this rank has."""
         return slice(0, rows)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a `state`. The model's weights follow the masters; a parameter without moments has not been updated
-        yet.
+        """Restore a `state`, and set the model's weights from the masters. A parameter without moments has not been
+        updated yet.
 
-        Raises DamagedError for a tensor of an unknown parameter or another shape, and for a parameter with missing
-        tensors; nothing is changed then.
+        Raises DamagedError, before anything is changed, for a tensor of an unknown parameter or with a wrong shape, and
+        for a parameter with missing tensors.
         """
         saved: dict[str, dict[str, torch.Size]] = {}
         for full, value in tensors.items():
@@ -164,7 +165,7 @@ class AdamW:
                 self._load(name, key, value)
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
-        """The tensors in `state` of an updated parameter, without its master."""
+        """Return the shapes of an updated parameter's tensors in `state`, without its master."""
         shape = self.masters[name].shape
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
@@ -173,14 +174,14 @@ class AdamW:
         self._adamw.state.pop(self.masters[name], None)
 
     def _load(self, name: str, key: str, value: Tensor) -> None:
-        """Restore one tensor of a parameter's moments or its step count."""
+        """Restore one of a parameter's moments, or its step count."""
         master = self.masters[name]
         device = "cpu" if key == "step" and not master.is_cuda else master.device
         self._adamw.state[master][key] = value.to(device, torch.float32)
 
 
 def _deliver_to(master: Tensor):
-    """Add a parameter's new gradient to its float32 master's as soon as backward has it."""
+    """Return a hook that adds a parameter's new gradient to its float32 master's gradient, during backward."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -197,7 +198,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class HasTokens(Protocol):
-    """A pack, or an object with one."""
+    """A pack, or an object that contains one."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -210,12 +211,12 @@ Batch = TypeVar("Batch", bound=HasTokens)
 class Objective(Generic[Batch]):
     """The loss of a batch. Every pack gives its share, and shares add up to the batch's loss and metrics.
 
-    `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is the denominator
-    of the batch's mean (tokens, pairs, a sum of weights), counted before the first backward, so that packing never
-    changes a gradient.
-    Metrics named `min_…` and `max_…` are extremes. `counts` has the denominators of other metrics, such as the
-    completions of one class; a batch may lack them. `check` is called with the gradients, before the update; its errors
-    leave the weights unchanged.
+    `of(pack)` returns the pack's share of the loss, with its graph, and its shares of the metrics. `count` is the
+    denominator of the batch's mean (tokens, pairs, a sum of weights), counted before the first backward, so that
+    packing never changes a gradient.
+    Metrics named `min_…` and `max_…` are extremes. `counts` has the denominators of metrics that do not use `count`,
+    such as the number of completions of one class; a batch may lack such metrics. `check` is called when the gradients
+    are complete, before the update; its errors leave the weights unchanged.
     """
 
     of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
@@ -245,8 +246,8 @@ def update(
 ) -> Updated:
     """Sum the packs' gradients and take one step. Each of several ranks passes its own packs.
 
-    `spare` are packs that add nothing, for a model that all ranks pass through together. A loss or a gradient that is
-    not finite leaves weights and optimizer state unchanged.
+    `spare` are packs that add nothing, so that all ranks make the same number of passes over a sharded model. A loss or
+    a gradient that is not finite leaves weights and optimizer state unchanged.
     """
     metrics = summed(ranks.passes(lambda: backward(packs, objective, spare)))
     if not math.isfinite(metrics["loss"]):
@@ -258,8 +259,8 @@ def update(
 
 
 def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Objective[Batch]:
-    """The objective of `packs` packs with the load-balancing loss of the policy's routers: its mean over the packs, as
-    TRL takes it over micro-batches."""
+    """Add the load-balancing loss of the policy's routers to the objective of a batch of `packs` packs: the mean over
+    the packs, as in TRL over micro-batches."""
     if not routers.coefficient:
         return objective
 
@@ -273,7 +274,7 @@ def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Ob
 
 
 def backward(packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch] = ()) -> dict[str, float]:
-    """Sum the packs' gradients. Returns the metrics of `packs`, with `loss`; those of `spare` count nothing."""
+    """Sum the packs' gradients. Return the metrics of `packs`, with `loss`; `spare` packs contribute nothing."""
     return _over_packs(packs, objective, spare, learn=True)
 
 
@@ -296,7 +297,7 @@ def _over_packs(
 
 
 def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A batch's metrics from the shares of the ranks; a rank without packs has none."""
+    """Return a batch's metrics, from the shares of the ranks. A rank without packs has no metrics."""
     total = dict(shares[0])
     for share in shares[1:]:
         for name, value in share.items():
@@ -306,7 +307,7 @@ def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @torch.no_grad()
 def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ranks: Ranks = ALONE) -> dict[str, float]:
-    """Loss and metrics over all batches, weighted by their denominators (tokens, pairs, a class)."""
+    """Return loss and metrics over all batches, weighted by their denominators (such as the number of tokens)."""
     total: dict[str, float] = {}
     count: dict[str, float] = {}
     for packs, objective in batches:
@@ -322,7 +323,7 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The step's metrics from those of its updates: means, or the minimum or maximum of `min_…` and `max_…`."""
+    """Return a step's metrics from those of its updates: means, or the minimum or maximum of `min_…` and `max_…`."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in made for name in metrics):
         values = [metrics[name] for metrics in made if name in metrics]
@@ -331,7 +332,7 @@ def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _combined(name: str, total: Any, value: Any) -> Any:
-    """The sum of two shares of a metric, or the extreme of two numbers or tensors; NaN in a tensor stays."""
+    """Return the sum of two shares of a metric, or the extreme of two numbers or tensors; NaN in a tensor is kept."""
     extreme = _extreme(name)
     if isinstance(total, Tensor) and extreme:
         extreme = torch.minimum if extreme is min else torch.maximum
@@ -339,5 +340,5 @@ def _combined(name: str, total: Any, value: Any) -> Any:
 
 
 def _extreme(name: str) -> Callable[..., Any] | None:
-    """The function that combines a metric named as an extreme; None for a mean."""
+    """Return the function that combines a metric named as an extreme; None for a mean."""
     return {"min": min, "max": max}.get(name.partition("_")[0])

@@ -1,15 +1,16 @@
-"""AdamW where memory is short: in parts over the ranks, in CPU memory, with moments of one byte.
+"""Variants of AdamW that need less memory: sharded over the ranks, in CPU memory, or with 8-bit moments.
 
-Over sharded weights (models/sharding.py), each rank updates its part of every tensor.
+With sharded weights (models/sharding.py), each rank updates its part of every tensor.
 
-In CPU memory, masters, moments and gradients are off the GPU, which keeps only the weights. In bfloat16 it then has 2
-bytes per trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4). Each pack's gradients are
-transferred during backward and summed on the CPU in float32; the step is torch's fused AdamW there; rounded weights are
-copied back. The idea is ZeRO-Offload's (arXiv 2101.06840).
+With masters, moments and gradients in CPU memory, the GPU keeps only the weights. In bfloat16 it then needs 2 bytes per
+trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4). Each pack's gradients are transferred
+during backward and summed on the CPU in float32. torch's fused AdamW makes the step on the CPU, and rounded weights are
+copied back. The idea comes from ZeRO-Offload (arXiv 2101.06840).
 
-In 8 bits (bitsandbytes' block-wise dynamic quantisation), every 256 values of a moment are stored as bytes with their
-own scale (Dettmers et al., arXiv 2110.02861). At each step a block is converted to float32, updated as in AdamW, and
-rounded again. As the paper advises, embeddings keep float32 moments, and so do small tensors, which would save nothing.
+With 8-bit moments (bitsandbytes' block-wise dynamic quantisation), every block of 256 values of a moment is stored as
+bytes with one scale (Dettmers et al., arXiv 2110.02861). At each step a block is converted to float32, updated as in
+AdamW, and rounded again. As the paper advises, embeddings keep float32 moments. Small tensors also keep them, because
+8 bits would save nothing.
 """
 
 from collections.abc import Mapping
@@ -30,8 +31,8 @@ SMALLEST = 4096  # elements of the smallest tensor with 8-bit moments, bitsandby
 class ShardedAdamW(AdamW):
     """AdamW whose masters and moments are this rank's parts.
 
-    Trained tensors outside the sharded model, such as a value head, are whole on every rank. Same updates as `AdamW`,
-    and the same state but for its rows.
+    Trained tensors outside the sharded model, such as a value head, are whole on every rank. The updates are those of
+    `AdamW`. The state is the same too, except that it has only this rank's rows.
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, ranks: Ranks, **settings):
@@ -79,18 +80,19 @@ class ShardedAdamW(AdamW):
     def rows_of(self, full: str, rows: int) -> slice:
         if not self.is_part(full):
             return slice(0, rows)
-        each = -(-rows // self._ranks.size)  # as torch.chunk
+        each = -(-rows // self._ranks.size)  # as torch.chunk divides them
         return slice(min(self._ranks.index * each, rows), min((self._ranks.index + 1) * each, rows))
 
 
 class AdamWCPUOffload(AdamW):
     """AdamW whose masters, moments and gradients are in CPU memory, wherever the model computes.
 
-    Same updates as `AdamW` and the same saved state, so that a run can be resumed with either.
+    Updates and saved state are the same as with `AdamW`, so a run can be resumed with either.
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, device: torch.device, **settings):
-        """`device` will compute; pass the model in CPU memory, so that its float32 weights never fill the device."""
+        """`device`: where the model computes. Pass the model in CPU memory, so that its float32 weights never fill the
+        device."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
@@ -105,7 +107,7 @@ class AdamWCPUOffload(AdamW):
         def in_cpu_memory(dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
             return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pin_memory, requires_grad=False)
 
-        # Transfers are in the model's dtype, which halves the traffic of bfloat16, and page-locked, so that the GPU
+        # Buffers have the model's dtype, which halves the traffic for bfloat16, and are page-locked, so that the GPU
         # does not wait. One buffer serves both directions: gradients arrive before a step, weights leave after it.
         self._buffers[name] = in_cpu_memory(compute_dtype, pin_memory=self._stream is not None)
         self._sums[name] = in_cpu_memory(torch.float32)
@@ -115,7 +117,7 @@ class AdamWCPUOffload(AdamW):
         return master
 
     def _fetch(self, name: str, parameter: Tensor) -> None:
-        """Start the transfer of a parameter's new gradient; waits for the previous pack's, which is usually done."""
+        """Wait until the last pack's gradient is added (usually it already is), then start to transfer the new one."""
         self._take(name)
         grad = parameter.grad
         assert grad is not None
@@ -126,7 +128,9 @@ class AdamWCPUOffload(AdamW):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._buffers[name].copy_(grad, non_blocking=True)
-                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # waiting for it uses no CPU
+                arrived = self._stream.record_event(
+                    torch.cuda.Event(blocking=True)
+                )  # waiting for this event uses no CPU
             grad.record_stream(self._stream)  # its memory is not reused before it has been read
         parameter.grad = None
         if self._adder is None:
@@ -136,7 +140,7 @@ class AdamWCPUOffload(AdamW):
 
     @torch.no_grad()
     def _add(self, name: str, arrived: torch.Event | None) -> None:
-        """Add the transferred gradient to its master's."""
+        """Add the transferred gradient to the gradient of its master."""
         if arrived is not None:
             arrived.synchronize()
         master = self.masters[name]
@@ -155,8 +159,8 @@ class AdamWCPUOffload(AdamW):
             self._take(name)
 
     def _publish(self, name: str) -> None:
-        # Rounded on the CPU. The buffer is next written by a gradient, in a stream that waits for this copy, or here
-        # after one has arrived.
+        # Weights are rounded on the CPU. The next write to the buffer is a gradient's, in a stream that waits for this
+        # copy, or this method's, after a gradient has arrived.
         self._buffers[name].copy_(self.masters[name])
         self.parameters[name].copy_(self._buffers[name], non_blocking=True)
 
@@ -166,7 +170,7 @@ class AdamWCPUOffload(AdamW):
 
 
 def eight_bit_names(model: nn.Module) -> set[str]:
-    """Trained parameters with 8-bit moments: large tensors except embeddings."""
+    """Return the names of trained parameters with 8-bit moments: large tensors except embeddings."""
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return {
         name
@@ -176,7 +180,7 @@ def eight_bit_names(model: nn.Module) -> set[str]:
 
 
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit moments. The masters, where the model computes in bfloat16, stay float32."""
+    """AdamW with 8-bit moments. If the model computes in bfloat16, the masters are still float32."""
 
     def __init__(self, model: nn.Module, *args, **settings):
         self._library = need("bitsandbytes.functional", "quant", "training.optimizer: adamw_8bit")
@@ -204,7 +208,7 @@ class AdamW8bit(AdamW):
                 moments["exp_avg"],
                 moments["exp_avg_sq"],
                 *self.betas,
-                0.0,  # beta3 and alpha are AdEMAMix's
+                0.0,  # beta3 and alpha, which only AdEMAMix uses
                 0.0,
                 self.eps,
                 int(moments["step"]),
@@ -228,7 +232,7 @@ class AdamW8bit(AdamW):
         return self._moments[name]
 
     def _codes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The value of each byte, between -1 and 1 for the first moment, between 0 and 1 for the second."""
+        """Return the value of each byte: between -1 and 1 for the first moment, between 0 and 1 for the second."""
         if device not in self._codes:
             signed, unsigned = (self._library.create_dynamic_map(signed=signed) for signed in (True, False))
             self._codes[device] = signed.to(device), unsigned.to(device)

@@ -1,6 +1,6 @@
-"""Before a run: its steps and examples, an estimate of its memory, the largest step, a probe."""
+"""Planning before a run: its examples and steps, a memory estimate, the largest step, and a probe."""
 
-# GPUs that a run can be planned for without having one, and the GiB that PyTorch sees of their memory.
+# GPUs that a run can be planned for without owning one, with the memory that PyTorch reports, in GiB.
 CARDS = {
     "rtx-3090": 23.6,
     "rtx-4090": 23.6,

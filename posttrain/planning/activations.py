@@ -1,8 +1,8 @@
-"""The memory of activations, by simulation: forward and backward of a few layers on fake tensors.
+"""Activation memory, simulated: forward and backward passes of a few layers on fake tensors.
 
-A model of a few layers runs in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and
-checkpointing: the first layer, one of every type, and the last, which may be computed for some rows only. The saved
-bytes are counted, and each further layer is assumed to save as much as the simulated layer of its type.
+The simulated model runs in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and checkpointing.
+It has the first layer, one layer of every type, and the last, which may be computed for some rows only. The saved bytes
+are counted, and each other layer is assumed to save as much as the simulated layer of its type.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
 ) -> PreTrainedModel | PeftModel:
-    """The model with its adapters on the meta device, which has shapes but no memory. `layers` limits its depth."""
+    """The model with its adapters on the meta device: shapes without memory. `layers`: number of layers; None: all."""
     reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     settings = load_config(model)
@@ -56,22 +56,22 @@ def empty_model(
 def activations(
     config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
 ) -> tuple[int, int]:
-    """Bytes that the backbone saves for backward of a pack, and the peak of its temporary memory beyond that."""
+    """Bytes that the backbone saves for a pack's backward pass, and the peak of its temporary memory beyond them."""
     settings = load_config(model)
     family = FAMILIES.get(settings.model_type)
     if family is None or not family.packed or model.attention not in ("auto", "packed"):
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth, masks = settings.num_hidden_layers, _OneKernel if on_gpu else PackedMask
     types = getattr(settings, "layer_types", None) or [""] * depth
-    inner = {kind: 1 + types[1:].index(kind) for kind in types[1 : depth - 1]}  # the first layer of a type, but layer 0
+    inner = {kind: 1 + types[1:].index(kind) for kind in types[1 : depth - 1]}  # the first of each type after layer 0
     layers = min(depth, 2 + max(inner.values(), default=1))
     kept, working, saved = _simulate(config, model, pack, dtype, checkpointing, layers, masks)
     return kept + sum(saved[inner[kind]] for kind in types[layers - 1 : depth - 1]), working
 
 
 class _OneKernel(PackedMask):
-    """Attention as on a GPU: one kernel takes the complete pack and saves no attention weights, so the mask does not
-    matter for memory."""
+    """Attention as on a GPU: one kernel processes the complete pack and saves no attention weights, so the mask does
+    not affect memory."""
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
         return []
@@ -91,8 +91,8 @@ def _simulate(
     layers: int,
     masks: type[PackedMask],
 ) -> tuple[int, int, list[int]]:
-    """The result of `activations` for a model of this number of layers, from a simulated forward and backward; and the
-    bytes that each layer but the last saves."""
+    """Simulate the forward and backward pass of a model with `layers` layers. Return both results of `activations`, and
+    the bytes that each layer except the last saves."""
     read = pack.last_S if config.method.head == "reward" else pack.read_U
     mask = masks(pack, read)
     mask.masks(None, dtype)
@@ -107,14 +107,14 @@ def _simulate(
             enable_gradient_checkpointing(policy)
         policy.train(config.method.dropout)
         for module in policy.modules():
-            if hasattr(module, "layerdrop"):  # OPT of older transformers samples a number for each layer, and reads it
+            if hasattr(module, "layerdrop"):  # older transformers' OPT samples a number per layer and reads it
                 module.training = False
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
         inputs: dict[str, Any] = {"input_ids": fake.from_tensor(pack.tokens_T)[None], "use_cache": False}
         inputs |= {"position_ids": fake.from_tensor(pack.position_T)[None], "packed": mask}
-        before: list[int] = []  # each layer, the bytes of live tensors
+        before: list[int] = []  # bytes of live tensors before each layer
         with _Live(policy) as live:
             for layer in base.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -126,9 +126,9 @@ def _simulate(
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the shape of torch's result; torch's own rule for simulated tensors takes bfloat16 only.
+    """An empty tensor with the shape of torch's result; torch's own rule for fake tensors supports only bfloat16.
 
-    a (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients.
+    a (T, K), b (E, K, N): the rows of each expert times its weight. a (K, T), b (T, N): gradients of experts' weights.
     """
     return a.new_empty((len(offsets), a.shape[0], b.shape[1]) if b.ndim == 2 else (a.shape[0], b.shape[2]))
 
@@ -157,7 +157,7 @@ def _forget(parameter: torch.Tensor) -> None:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of live tensors created in its context, now and at the peak, without views of weights."""
+    """Counts the bytes of live tensors created in its context, currently and at the peak, except views of weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class _Live(TorchDispatchMode):
 
 
 def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool) -> int:
-    """For families that run packs as padded rows: about 16 hidden vectors and 4 MLP vectors per token and layer."""
+    """Estimate for families that run packs as padded rows: about 16 hidden and 4 MLP vectors per token and layer."""
     hidden, depth = settings.hidden_size, settings.num_hidden_layers
     mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
     tokens = pack.num_sequences * pack.longest

@@ -1,7 +1,7 @@
-"""The memory of a training step, part by part, estimated before anything is loaded.
+"""An estimate of the memory of a training step, part by part, before anything is loaded.
 
-Weights, gradients, optimizer, reference and the engine's cache are counted from the model's shapes; activations are
-simulated (activations.py). A run on several processes, or on GPUs that are not here, has a `Target`.
+Weights, gradients, optimizer state, reference and the engine's cache are counted from the model's shapes; activations
+are simulated (activations.py). A `Target` describes a run on several processes, or on GPUs that this machine lacks.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 
 NF4_BYTES = (
     0.5 + 1 / 64 + 4 / (64 * 256)
-)  # per weight: a code, a byte of scale for 64 weights, a float32 for 256 scales
-SAMPLED_LOGITS = 4  # logits, exponentials, random words and a filter's sorted copy, each as large as the logits
-SAFE = 0.75  # share of a GPU's memory; the estimate is within a quarter of the peak
+)  # per weight: a 4-bit code, an 8-bit scale per 64 weights, a float32 per 256 scales
+SAMPLED_LOGITS = 4  # tensors as large as the logits: logits, exponentials, random words, a filter's sorted copy
+SAFE = 0.75  # share of a GPU's memory that an estimate may fill; estimates are within a quarter of the peak
 # Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees. Measured after twelve
-# steps with glibc 2.36, with oneDNN as the matmul library (its buffers are allocated and freed, too) and with MKL
-# (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.base.memory).
+# steps with glibc 2.36, with oneDNN as the matmul library (which also allocates and frees its buffers) and with MKL
+# (models/matmul.py). With gradient checkpointing, memory is returned to the system immediately (base/memory.py).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
-PROCESS = 50 << 20  # on a CPU: tokenizer, data, code and workspaces of kernels, log and curves
+PROCESS = 50 << 20  # bytes, on a CPU: tokenizer, data, code and workspaces of kernels, log and plots
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes by part and at the peak. `host` is CPU memory used with a GPU; `allocator` is fragmentation of the heap.
+    """Bytes by part, and at the peak. `host`: CPU memory of a run on a GPU; the part `allocator`: heap fragmentation.
 
-    `resting` is used all the time, `updating` only during an update. `updating` may be less than its parts: gradients
-    are allocated while activations are freed, so with one pack per step the two are never complete at the same time.
-    `engine` is the memory of generation besides the weights. With `keeps_engine` it is kept during updates; otherwise,
-    as on a CPU, it is released before them.
+    `resting` is in use all the time, `updating` only during an update. `updating` may be less than the sum of its
+    parts: gradients are allocated while activations are freed, so with one pack per step the two are never complete at
+    the same time. `engine` is the memory of generation without the weights. If `keeps_engine` is true, this memory is
+    kept during updates; otherwise (always on a CPU) it is released before them.
     """
 
     parts: dict[str, int]
@@ -73,13 +73,13 @@ class Estimate:
 
 
 def count(model: nn.Module) -> tuple[int, int]:
-    """The numbers of all and of trained parameters."""
+    """Return the number of parameters and the number of trained parameters."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether the reference is a second model in memory, and not the policy without its adapter or saved numbers."""
+    """Whether the reference is a second model in memory (not the policy without its adapter, nor stored scores)."""
     method = config.method
     return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
@@ -87,8 +87,8 @@ def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
 def checkpoints_gradients(
     config: RunConfig, model: ModelConfig, device: torch.device, ranks: int = 1, card: int | None = None
 ) -> bool:
-    """Whether layers are recomputed in backward: `auto` does so on a GPU if a full pack would not fit otherwise. A
-    function of settings, model and card, not of the data: a resumed run on the same card decides the same."""
+    """Whether layers are recomputed in the backward pass. `auto`: on a GPU, if a full pack would not fit otherwise. The
+    result depends on settings, model and card, not on the data: a run resumed on the same card decides the same."""
     wanted = config.training.gradient_checkpointing
     if wanted != "auto" or device.type != "cuda":
         return wanted is True
@@ -102,7 +102,7 @@ def checkpoints_gradients(
 def start_job(
     config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None, ranks: Ranks = ALONE
 ) -> Job:
-    """The job of a run, with gradient checkpointing by the settings or the estimate."""
+    """Start the job of a run. The settings or the estimate decide on gradient checkpointing."""
     recomputed = checkpoints_gradients(config, model, take_device(config.devices), ranks.size)
     return Job.start(config, model, run, checkpoint, recomputed, ranks)
 
@@ -118,11 +118,11 @@ def estimate(
     ranks: int = 1,
     continued: bool | None = None,
 ) -> Estimate:
-    """The memory of a step of these packs, the fullest first, on `device`; `empty` has the model's shapes.
+    """Estimate the memory of a step with these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
-    `checkpointing`: whether layers are recomputed; None: as the settings say. `card`: bytes of the GPU; None: of the
-    current one. Of several `ranks` it is the memory of each. `continued`: whether the run trains the adapter of an
-    earlier stage further; None: as the adapter in its model's folder says.
+    `checkpointing`: whether layers are recomputed; None: the settings decide. `card`: the GPU's memory in bytes; None:
+    that of the current GPU. With several `ranks`, the result is the memory of each. `continued`: whether the run
+    continues to train the adapter of an earlier stage; None: the adapter in the model's folder decides.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
@@ -134,14 +134,14 @@ def estimate(
         checkpointing = checkpoints_gradients(config, model, device, ranks, card)
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
     logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
-    # The head has freed its logits before the layers' backward starts.
+    # The head frees its logits before the backward pass of the layers starts.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
     if device.type == "cpu":
         parts["process"] = PROCESS
     if device.type == "cpu" and not checkpointing:
         parts["allocator"] = int(HOLES * passing)
-    # In the first pack, gradients are allocated as activations are freed; further packs add to them.
+    # In the first pack, gradients are allocated while activations are freed; later packs add to the gradients.
     largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
     beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
     updating = max(passing, parts["gradients"] + max(largest, beside))
@@ -164,7 +164,7 @@ def _between_steps(
     ranks: int,
     continued: bool | None,
 ) -> tuple[dict[str, int], int]:
-    """The bytes on the device that do not depend on packs, by part, and those in CPU memory beside a GPU."""
+    """Return the bytes on the device that do not depend on packs, by part, and, with a GPU, the bytes in CPU memory."""
     width = dtype.itemsize
     _, trained = count(empty)
     kind = config.training.optimizer
@@ -187,7 +187,7 @@ def _between_steps(
     elif config.method.refers_to_itself and (continues(config, model) if continued is None else continued):
         parts["reference"] = width * trained  # a frozen copy of the adapter
     if config.devices.strategy == "fsdp" and ranks > 1:
-        # The float32 parts are both weights and masters.
+        # The float32 shards are both the weights and the master weights.
         parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}
         parts = {name: size // ranks for name, size in parts.items()}
         parts["gathered weights"] = gathered(empty, width)
@@ -199,7 +199,7 @@ def _memory_of(gpu: torch.device) -> int:
 
 
 def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
-    """The memory of sampling a step's completions: keys and values, and the logits of one token of each completion."""
+    """Bytes for sampling a step's completions: keys and values, and the logits of one token per completion."""
     if not config.method.samples_completions:
         return 0
     rollout, settings = config.rollout, load_config(model)
@@ -230,7 +230,7 @@ def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | P
 
 
 def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:
-    """Bytes of the weights; with `in_4bit`, the linear layers that bitsandbytes converts have 4 bits per weight."""
+    """Bytes of the weights. With `in_4bit`, the linear layers that bitsandbytes converts take NF4_BYTES per weight."""
     converted: set[torch.Tensor] = set()
     if in_4bit:
         base = base_of(model)
@@ -240,7 +240,7 @@ def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> i
 
 
 def _moments(model: nn.Module, kind: str) -> int:
-    """Bytes of AdamW's two moments: 4 each per weight, or with `adamw_8bit` 1 each and a float32 scale per block."""
+    """Bytes of AdamW's two moments. Each takes 4 per weight; in 8 bits, 1 per weight and a float32 scale per block."""
     small = eight_bit_names(model) if kind == "adamw_8bit" else set()
     sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
     return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
@@ -249,7 +249,7 @@ def _moments(model: nn.Module, kind: str) -> int:
 def _logits(
     settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
 ) -> int:
-    """Bytes of the language-model head: a chunk's logits and copies, scored hidden states, its weight's gradient."""
+    """Bytes for the language-model head: a chunk's logits with copies, scored hidden states, the weight's gradient."""
     head = head_layer(model).weight
     scored, (vocabulary, hidden) = len(pack.target_N), head.shape
     if takes_triton(settings, device) and width < 4:
@@ -258,14 +258,14 @@ def _logits(
         chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
     wide = 4 * head.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight
     gradient = 4 * head.numel() if head.requires_grad else 0
-    if not head.is_leaf:  # PEFT puts trained rows into a copy of the head, whose gradient is a second one
+    if not head.is_leaf:  # PEFT copies the head to insert trained rows; the copy has a gradient, too
         gradient += 2 * width * head.numel()
     return chunk + wide + 2 * scored * hidden * width + gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run is planned for: this machine's device, or GPUs of a name; and the processes that share a step."""
+    """The hardware that a run is planned for: this machine's device or named GPUs, and the number of processes."""
 
     device: torch.device
     ranks: int = 1
@@ -273,7 +273,7 @@ class Target:
 
     @classmethod
     def of(cls, devices: DevicesConfig, card: str | None = None, ranks: int = 1) -> Target:
-        """For GPUs of a name in CARDS, or for this machine's device."""
+        """Return the target for GPUs named in CARDS; if `card` is None, for this machine's device."""
         return cls(device_of(devices) if card is None else torch.device("cuda", 0), ranks, card)
 
     @property
@@ -283,17 +283,17 @@ class Target:
 
 
 def gathered(model: PreTrainedModel | PeftModel, width: int) -> int:
-    """Bytes of the weights that a process of a sharded run holds at once: all but the layers, and two layers."""
+    """Bytes of gathered weights that a sharded process holds at once: all weights outside of layers, and two layers."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     rest = sum(p.numel() for p in model.parameters()) - sum(layers)
     return width * (rest + 2 * max(layers, default=0))
 
 
 def exchanged(total: int, trained: int, width: int, ranks: int, packs: float, sharded: bool) -> float:
-    """Bytes that a process sends, and receives as many, in a step: `packs` are its own; weights of `width` bytes.
+    """Bytes that a process sends in a step; it receives as many. `packs`: its number of packs; `width`: bytes a weight.
 
-    Replicas sum their float32 gradients once (reduce-scatter and all-gather of a ring). Sharded weights are gathered
-    for every forward and backward pass, and every pack's gradients are reduced, in float32.
+    Replicas sum their float32 gradients once (ring reduce-scatter and all-gather). Sharded weights are gathered for
+    every forward and every backward pass, and each pack's gradients are reduced in float32.
     """
     share = (ranks - 1) / ranks
     return packs * (2 * width * total + 4 * trained) * share if sharded else 2 * 4 * trained * share

@@ -1,9 +1,9 @@
 """The step of a run that needs the most memory, and the largest `tokens_per_pack` that fits.
 
-The step is found from the lengths of the examples. `probe` finds the size by real steps with the run's own model,
-optimizer and data. On a GPU, a size that is too large runs out of memory without harm. In CPU memory it would slow the
-entire machine or end the process. There, each size's peak is measured and compared with a limit, and a size whose
-estimate is above the limit is not tried.
+The step is found from the lengths of the examples. `probe` finds the size with real steps of the run's own model,
+optimizer and data. On a GPU, a size that is too large runs out of memory without harm. On a CPU, it would slow down
+the entire machine or kill the process. So on a CPU the peak of each size is measured and compared with a limit, and a
+size whose predicted peak is above the limit is not tried.
 """
 
 import logging
@@ -38,15 +38,15 @@ from posttrain.training.reference import frozen_model
 
 log = logging.getLogger("posttrain")
 
-CANDIDATES = 8  # the steps with most tokens are packed to find the fullest pack
-PRECISION = 16  # the result is accurate to a sixteenth
+CANDIDATES = 8  # number of steps, those with the most tokens, that are packed to find the fullest pack
+PRECISION = 16  # the result is accurate to a sixteenth of its size
 MULTIPLE = 64  # sizes tried by bisection are multiples of this
-MARGIN = 1.25  # the estimate is at most this many times the true peak
+MARGIN = 1.25  # an estimate is at most this many times the true peak
 GIB = 2**30
 
 
 def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
-    """The rows of each step of the first epoch, in the loop's order."""
+    """The rows of each step of the first epoch, in training order."""
     order = epoch_order(config, size, 0)
     batch = config.training.batch_size
     steps = math.ceil(size / batch)
@@ -63,7 +63,7 @@ def pack_rows(
     ranks: int = 1,
     feeds_last: bool = False,
 ) -> list[Pack]:
-    """The packs of a step, those of all ranks, as in the method's recipe. `feeds_last`: as `Job.feeds_last`."""
+    """Pack the rows of a step, for all ranks, as the method's recipe does. `feeds_last`: see `Job.feeds_last`."""
     examples = [data.train[int(row)] for row in rows]
     if config.method.samples_completions:
         length = config.rollout.max_completion_length
@@ -78,7 +78,7 @@ def pack_rows(
 def with_completions(
     prompt: Example, n: int, length: int, tokens_per_pack: int, feeds_last: bool = False
 ) -> list[Example]:
-    """A prompt with `n` completions of maximum length, divided into examples as in a rollout."""
+    """Give a prompt `n` completions of `length` tokens each, divided into examples as in a rollout."""
     tree = prompt.trees[0]
     leaf = Node(np.zeros(length, np.int64), trained=True)
     each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - int(not feeds_last), 1))
@@ -95,14 +95,14 @@ def largest_step(
     ranks: int = 1,
     feeds_last: bool = False,
 ) -> list[Pack]:
-    """The packs of that step of the first epoch which has the fullest pack; the fullest comes first."""
+    """Of the first epoch's steps, return the packs of the one with the fullest pack; this pack comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
     return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
 
 
 def keeps_engine(job: Job, data: Prepared) -> bool:
-    """Whether a GPU has room for the engine's memory during the largest update (planning/estimate.py)."""
+    """Whether the engine may keep its memory during updates: false if the GPU lacks the room in the largest one."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
         return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
@@ -111,8 +111,8 @@ def keeps_engine(job: Job, data: Prepared) -> bool:
     memory = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
     if not memory.keeps_engine:
         log.warning(
-            "the GPU has no room for completions' keys and values during an update: they are reallocated every step, "
-            "which takes time; a smaller training.tokens_per_pack leaves room"
+            "the GPU has no room for completions' keys and values during an update, so they are reallocated in every "
+            "step, which takes time; a smaller training.tokens_per_pack leaves room"
         )
     return memory.keeps_engine
 
@@ -139,13 +139,13 @@ class Probed:
 def probe(
     config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
 ) -> Probed:
-    """Try sizes between the smallest that the settings allow and the tokens of the largest step.
+    """Find the largest size that fits, from the smallest that the settings allow to the tokens of the largest step.
 
-    `limit` is the maximum memory of the process on the device, in bytes; None: all that is free. Raises ModelError if
+    `limit`: maximum memory of the process on the device, in bytes; None: all free memory. Raises ModelError if
     not even the smallest size fits.
     """
     device = take_device(config.devices)
-    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # on for the largest packs
         training = config.training.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"training": training})
     release_memory()
@@ -159,24 +159,24 @@ def probe(
             good, bad = largest_that_fits(trials.fits, low, high)
     if good is None:
         raise ModelError(
-            f"{model.path}: not even tokens_per_pack {low:,} fits in {trials.limit / GIB:.2f} GiB, and it is the "
-            f"smallest for data.max_length {config.data.max_length:,}: lower that, set "
-            "training.gradient_checkpointing=true or another training.optimizer, or train adapters only "
+            f"{model.path}: even tokens_per_pack {low:,}, the smallest for data.max_length "
+            f"{config.data.max_length:,}, does not fit in {trials.limit / GIB:.2f} GiB: lower data.max_length, set "
+            "training.gradient_checkpointing=true, choose another training.optimizer, or train only adapters "
             "with model.lora=true"
         )
     return Probed(good, trials.peaks[good], trials.limit, bad)
 
 
 def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
-    """The largest size from `low` to `high` that fits, and the smallest that did not fit; each None if there is none.
+    """Return the largest size from `low` to `high` that fits, and the smallest that did not; either may be None.
 
-    Doubles the size, then bisects until the gap is a sixteenth of the size."""
+    The size is doubled, then bisected until the gap is a sixteenth of the size."""
     if not fits(low):
         return None, low
     good, bad = low, None
     while good < high and (bad is None or bad - good > max(good // PRECISION, MULTIPLE)):
         size = min(2 * good, high) if bad is None else (good + bad) // 2 // MULTIPLE * MULTIPLE
-        if size <= good:  # between two multiples
+        if size <= good:  # no multiple lies between them
             break
         if fits(size):
             good = size
@@ -186,7 +186,7 @@ def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple
 
 
 class Trials:
-    """Trial steps with packs of several sizes. `peaks` has the peak in bytes of each size that fitted."""
+    """Trial steps with packs of several sizes. `peaks`: the peak, in bytes, of each size that fits."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Trials:
         return self.before + free
 
     def packs(self, size: int) -> list[Pack]:
-        """The two fullest packs of the largest step: the second is computed while the first one's gradients exist."""
+        """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
         pad_to = width_step(self.device, size)
         return largest_step(self.config, self.data, size, pad_to, feeds_last=self._feeds_last)[:2]
 
@@ -229,7 +229,7 @@ class Trials:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """A context with the model and the rest of a run in memory. On a GPU, limits torch's allocator."""
+        """A context in which the model and the rest of a run are in memory. On a GPU, torch's allocator is limited."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
@@ -250,7 +250,7 @@ class Trials:
         """Whether a step of packs of this size stays within the limit."""
         assert self._step is not None
         if self.device.type != "cuda" and self.peaks and self.predicted(size) > self.limit:
-            self.console.print(f"tokens_per_pack {size:,}: not tried, would take {self.predicted(size) / GIB:.2f} GiB")
+            self.console.print(f"tokens_per_pack {size:,}: not tried (predicted: {self.predicted(size) / GIB:.2f} GiB)")
             return False
         packs = self.packs(size)
         release_memory()
@@ -259,13 +259,13 @@ class Trials:
         try:
             for _ in range(1 if self.peaks else 2):  # the first step allocates the optimizer's moments
                 self._step.take(packs)
-            # on a GPU all memory that torch has reserved, which must fit too
+            # on a GPU, all memory that torch has reserved must fit, not only what it has allocated
             on_gpu = self.device.type == "cuda"
             peak = torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside the except block, since the error's frames and the tensors in them are released only now.
+        # Outside the except block: the error's frames, and the tensors in them, are released only now.
         self._step.forget()
         if peak is not None:
             peak = self._with_engine(peak, size)
@@ -285,13 +285,13 @@ class Trials:
         return max(peak, held + memory.engine)
 
     def predicted(self, size: int) -> int:
-        """The predicted peak: that of the largest size that fitted plus the difference of the estimates."""
+        """The predicted peak: the peak of the largest size that fits, plus the difference between the two estimates."""
         known = max(self.peaks)
         return self.peaks[known] + self.estimated(size).peak - self.estimated(known).peak
 
 
 class Step:
-    """A run in memory, and steps of it that change no weights: their learning rate is 0."""
+    """A run in memory. Its steps change no weights, because the learning rate is 0."""
 
     def __init__(self, job: Job):
         self.device, self.reward = job.device, job.config.method.head == "reward"
@@ -305,7 +305,7 @@ class Step:
             self.reference = Scorer(frozen_model(job, method.reference_path))
 
     def take(self, packs: list[Pack]) -> None:
-        """Forward and backward of each pack, then the optimizer's step, which allocates its moments."""
+        """Run forward and backward for each pack, then the optimizer's step, which allocates the moments."""
         for each in packs:
             moved = each.to(self.device)
             if self.reference is not None:

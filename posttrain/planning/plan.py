@@ -1,4 +1,4 @@
-"""The plan of a run: examples, tokens, packs, steps and memory. Loads tokenizer and data, but no weights."""
+"""The plan of a run: examples, tokens, packs, steps and memory. Loads the tokenizer and the data, but no weights."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -27,19 +27,19 @@ from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import total_steps, warmup_count
 
-SAMPLED_STEPS = 50  # of which the plan shows means
+SAMPLED_STEPS = 50  # number of steps that the plan averages over
 
 
 class StageTokenizers:
-    """The tokenizer of each stage of one model, with the template of the stage that it starts from. Before a run, there
-    is no `final/` to load it from."""
+    """The tokenizer of each stage of one model. A stage that starts from another inherits its tokenizer, with the
+    template; before a run there is no `final/` to load the tokenizer from."""
 
     def __init__(self, model: int):
         self._model = model
         self._of: dict[str, PreTrainedTokenizerBase] = {}
 
     def of(self, stage: Stage) -> PreTrainedTokenizerBase:
-        """The tokenizer to prepare the stage's data with; call this in the order of the stages."""
+        """Return the tokenizer for the stage's data. Call this in the order of the stages."""
         source = self._of.get(stage.init_from or "") if stage.init_from else None
         model = stage.config.models[self._model]
         tokenizer = deepcopy(source) if source else load_tokenizer(model)
@@ -48,7 +48,7 @@ class StageTokenizers:
         return tokenizer
 
     def skip(self, stage: Stage) -> None:
-        """For a finished stage, use the tokenizer that it saved, or the model's if it saved none."""
+        """Use the tokenizer that a finished stage saved, or the model's tokenizer if the stage saved none."""
         config, model = stage.config, stage.config.models[self._model]
         root = Path(config.output_dir).expanduser() / (config.name or "")
         final = run_folder(root, stage, self._model, several_stages=True) / "final"
@@ -69,9 +69,9 @@ def plan(
 ) -> None:
     """Print the steps, tokens and memory of every model at every stage.
 
-    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes (None: in the free memory).
-    `ranks` processes share each step (None: one for each of devices.ids), on GPUs of the name `card` (None: this
-    machine's device).
+    With `probed`, also print the largest tokens_per_pack that fits in `memory_limit` bytes (None: the free memory).
+    `ranks`: the number of processes that share each step (None: one per entry of devices.ids). `card`: the name of
+    their GPUs in CARDS (None: this machine's device).
     """
     console = console or PlainConsole()
     stages = held_out_together((Stage("", None, config),) if isinstance(config, RunConfig) else config)
@@ -170,7 +170,7 @@ def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
 
 
 def _sampled_steps(config: RunConfig, data: Prepared, ranks: int, feeds_last: bool) -> tuple[float, float, float]:
-    """Mean packs, tokens and scored tokens of a step, over some batches sampled as in training."""
+    """Mean numbers of packs, tokens and scored tokens per step, over the first SAMPLED_STEPS steps of training."""
     counts = []
     for rows in first_epoch(config, len(data.train))[:SAMPLED_STEPS]:
         packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks, feeds_last=feeds_last)

@@ -1,8 +1,8 @@
-"""The methods, one recipe each: a file that reads top to bottom and owns its training loop.
+"""The recipes of the methods. A recipe is a file that reads from top to bottom and owns its training loop.
 
-The other half of a method, its settings and facts, is in posttrain/config/schema/. Every recipe has `train`. One that
-learns from given completions has `objectives`; one that samples them `step_of`, `updates` and `reference_of`, and with
-rewards `surrogate`, the loss of each token, and `regraded`, the advantages of stored completions under other rewards.
+The other half of a method, its settings and properties, is in posttrain/config/schema/. Every recipe has `train`.
+Recipes that learn from given completions have `objectives`. Recipes that sample have `step_of`, `updates` and
+`reference_of`; with rewards, also `surrogate`, the loss of each token, and `regraded`, advantages under new rewards.
 """
 
 from types import ModuleType

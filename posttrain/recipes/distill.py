@@ -1,6 +1,6 @@
 """On-policy distillation: the student samples completions, and a teacher scores every token (GKD, arXiv 2306.13649).
 
-    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y the student's
+    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y from the student
 
 D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/distillation.py); N counts the
 tokens of the step. For a share of the prompts, y is the data's completion instead. No gradient flows through the
@@ -43,13 +43,13 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 class DistillStep(Step):
-    """A step with the data's completions of the prompts that the student does not complete."""
+    """A step that also has the data's completions of prompts that the student does not complete."""
 
     from_data: Step
 
 
 def step_of(models: Distillation, rollout: Rollout, others: Sequence[Example] = ()) -> DistillStep:
-    """The step of a rollout, and of `others`: prompts with the data's completions."""
+    """The step of a rollout and of `others`, which are prompts with the data's completions."""
     step = DistillStep(models.job, rollout, models.method.mask_truncated_completions)
     step.reference_R = torch.zeros_like(step.new_R)
     step.assign(step.parts)
@@ -58,7 +58,7 @@ def step_of(models: Distillation, rollout: Rollout, others: Sequence[Example] = 
 
 
 def updates(models: Distillation, number: int, step: DistillStep) -> Updates:
-    """The packs and the loss of the step's update; none if nothing is in the loss."""
+    """Yield the packs and the loss of the step's only update; nothing if no completion is in the loss."""
     job, method, teacher, policy = models.job, models.method, models.reference, models.scorer.model
     divergence = divergence_of(method.divergence, method.jsd_beta)
     sampled, tokens = max(step.num_tokens, 1), step.num_tokens + step.from_data.num_tokens

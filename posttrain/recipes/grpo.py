@@ -3,9 +3,9 @@
     A = (r - mean of the group) / std of the group              (GRPO, arXiv 2402.03300, section 4.1)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + beta KL(policy || reference)      ratio = pi / pi_old
 
-`loss_type` selects the loss per token (posttrain/losses/policy.py), `type` how rewards become advantages: `rloo` has a
-leave-one-out baseline, `reinforce_plus_plus` normalises every token's return over the step. A step is one rollout of
-batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
+`loss_type` selects the loss per token (posttrain/losses/policy.py), and `type` how rewards become advantages: `rloo`
+uses a leave-one-out baseline, `reinforce_plus_plus` normalises every token's return over the step. A step is one
+rollout of batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,13 +66,13 @@ def train(job: Job, data: Prepared) -> Loop:
 def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = None) -> Step:
     """The step of a rollout: its log-probabilities and advantages.
 
-    `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
+    `old_R`: the log-probabilities under the policy that sampled; None: the current policy sampled.
     """
     job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
     step = Step(job, rollout, method.mask_truncated_completions)
     parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
     if penalised and len(step.in_loss_S) < len(step.counted_S) and job.config.behavior_version >= 2:
-        step.penalised_S = step.counted_S  # truncated completions are only outside the loss
+        step.penalised_S = step.counted_S  # truncated completions are outside the loss, but penalised
         parts = in_packs(job, rollout, step.counted_S)
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
@@ -91,7 +91,7 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
 
 
 def updates(models: PolicyGradient, number: int, step: Step) -> Updates:
-    """The packs and the loss of each update of step `number`."""
+    """Yield the packs and the loss of each update of step `number`."""
     job, method = models.job, models.method
     for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
         loss = PolicyGradientLoss(job, method, models.scorer, step, minibatch)
@@ -159,7 +159,7 @@ def loss_of(method: AnyMethod) -> PolicyLoss:
 def surrogate(
     method: AnyMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, length_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token under these settings, and whether it is clipped (N both)."""
+    """The loss of each token under these settings, and whether the token is clipped (both N)."""
     return policy_loss(
         loss_of(method),
         logprob_N,
@@ -190,8 +190,8 @@ def of_tokens(
 ) -> Tensor:
     """The advantage of each token (N) of completions with these rewards.
 
-    A reward, minus the penalties of its tokens, is compared with its group's; in REINFORCE++ each token's return is
-    normalised over the step.
+    Each reward, minus the penalties of its completion's tokens, is compared with the rewards of its group. In
+    REINFORCE++, each token's return is normalised over the step.
     """
     if not len(reward_S):
         return penalty_N
@@ -203,7 +203,7 @@ def of_tokens(
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Each completion's advantage (S): its reward compared with those of its group."""
+    """Each completion's advantage (S): its reward compared with the rewards of its group."""
     if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
         return reward_S
     if isinstance(method, RLOOMethod):
@@ -215,7 +215,7 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
 def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
-    """The mean advantage of each stored completion of a step under these rewards, also outside the loss."""
+    """The mean advantage of each stored completion of a step under these rewards, including those outside the loss."""
     lengths = [len(row["tokens"]) for row in rollouts]
     penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, row) for row in rollouts)])
     group_S = torch.tensor([row["prompt_index"] for row in rollouts])
@@ -224,7 +224,7 @@ def regraded(
 
 
 def _stored_penalty(method: PolicyGradientMethod, row: Mapping[str, Any]) -> Tensor:
-    """The penalty of each token; earlier versions did not store it, and only completions in the loss had one."""
+    """The penalty of each token. Earlier versions did not store it, and penalised only completions in the loss."""
     if row.get("penalties") is not None:
         return torch.tensor(row["penalties"])
     if method.beta == 0 or method.kl_in == "loss" or row["advantages"] is None or row["ref_logprobs"] is None:

@@ -3,9 +3,9 @@
     KTO (arXiv 2402.01306, equation 7), c = log pi(y|x) - log pi_ref(y|x):
     loss = 1 - sigma( beta (c - KL))  desirable,    1 - sigma(-beta (c - KL))  undesirable
 
-KL estimates KL(pi || pi_ref) as the mean log-ratio of the completions before the batch's examples, after their prompts.
-It is a mean over the complete step, computed before the first backward, so that packing does not change the gradient.
-BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
+KL estimates KL(pi || pi_ref) as the mean log-ratio of mismatched pairs: each prompt with the previous completion. The
+mean is over the complete step, computed before the first backward pass, so packing does not change the gradient. BCO
+compares rewards with their running mean instead, and APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
 
 import itertools
@@ -39,10 +39,10 @@ class Levels:
     """The baseline of a batch's completions, without gradients."""
 
     reference_B: torch.Tensor  # log-probability of each completion under the reference
-    shift: torch.Tensor | float  # the baseline of rewards: beta KL, or their running mean
+    shift: torch.Tensor | float  # the baseline of the rewards: beta KL, or the running mean of the rewards
     metric: str | None = None  # the name of the logged metric
     value: torch.Tensor | float = 0.0  # its value
-    rewards: RunningMean | None = None  # for BCO, including this batch
+    rewards: RunningMean | None = None  # BCO's running mean, including this batch
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -66,7 +66,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
-    """The packs and the loss of a batch of completions, given the example before each, or their baseline."""
+    """A function from a batch of completions, with the previous examples or a baseline, to its packs and loss."""
     job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(
@@ -110,9 +110,10 @@ def objectives(models: KTO, training: bool = True) -> ObjectiveOf:
 
 
 def levels(models: KTO, examples: list[Example], previous: Sequence[Example] | None, training: bool) -> Levels:
-    """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which `training` updates.
+    """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which is updated if `training`.
 
-    `previous`: the example before each, whose completion the KL is estimated from; None: as in behaviour version 1.
+    `previous`: for each example, the one before it, whose completion is used to estimate the KL; None: as in behaviour
+    version 1.
     """
     job, method, scorer, memory = models.job, models.method, models.scorer, models.state.memory
 
@@ -146,11 +147,11 @@ def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, exa
 def with_other_completions(
     examples: Sequence[Example], max_length: int, previous: Sequence[Example] | None = None
 ) -> list[Example]:
-    """Each prompt with two completions: its own, and that of the `previous` example.
+    """Each prompt with two completions: its own, and the completion of the `previous` example.
 
-    None: the example before it in the list (for the first: the last), TRL 1.16's rotation within a batch, by which an
-    example alone has its own completion twice. The other completion is truncated if it exceeds `max_length` together
-    with the prompt, as in TRL 1.16.
+    If `previous` is None, the previous example is the one before it in the list (for the first, the last). This is TRL
+    1.16's rotation within a batch, in which a single example has its own completion twice. If prompt and other
+    completion together exceed `max_length`, the completion is truncated, as in TRL 1.16.
     """
     pairs = []
     for example, before in zip(examples, previous or [examples[-1], *examples[:-1]], strict=True):
@@ -167,7 +168,7 @@ def keep_other(pair: Example) -> Example:
 
 
 def in_training_order(job: Job, data: Prepared) -> list[Portion]:
-    """Every batch of the run and of its evaluations, whose order decides which completions follow which prompts."""
+    """Every batch of the run and of its evaluations, in an order that decides which completion follows which prompt."""
     config, rows, in_order = job.config, len(data.train), job.config.behavior_version >= 2
     size, total = config.training.batch_size, total_steps(config, rows)
 
@@ -193,13 +194,13 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
 
 
 def warn_of_single_examples(data: Prepared) -> None:
-    """Warn of a validation set of one example, which has no other completion. Training data has both labels."""
+    """Warn about validation sets with one example, which have no other completion. Training data has both labels."""
     for name in (name for name, dataset in data.validation.items() if len(dataset) == 1):
-        log.warning("%s has one example, so that its KL is estimated from its own completion: add rows", name)
+        log.warning("%s has only one example, so the KL is estimated from its own completion: add rows", name)
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
-    """Warn if the weights break the paper's rule: desirable examples weigh 1 to 1.33 times the undesirable ones.
+    """Warn if the weights break the paper's rule: desirable examples weigh 1 to 1.33 times as much as undesirable ones.
 
     n_D w_D / (n_U w_U) in [1, 4/3]: arXiv 2402.01306, equation 8.
     """
@@ -210,7 +211,7 @@ def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
         return
     low, high = (factor * undesirable * method.undesirable_weight / desirable for factor in (1, 4 / 3))
     log.warning(
-        "the classes have unequal sizes, which the weights do not balance: KTO's authors advise "
+        "the classes have unequal sizes, and the weights do not balance them: KTO's authors advise "
         "method.desirable_weight from %.2f to %.2f with method.undesirable_weight %g",
         low, high, method.undesirable_weight,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What recipes share: the models of their objectives, and the steps of those that learn from given completions.
+"""Code shared by recipes: the inputs of objectives, and the steps of recipes that learn from given completions.
 
 run = Offline(job, data, objectives)
 for examples in run.steps():
@@ -30,24 +30,24 @@ Reference = TypeVar("Reference")
 
 @dataclass(frozen=True, slots=True)
 class Models(Generic[Method, Scoring, Reference]):
-    """What the objectives of a method are computed with."""
+    """The inputs of a method's objectives: models, settings and state."""
 
     job: Job
     method: Method
-    scorer: Scoring  # of the policy: a Scorer, RewardScorer or ValueScorer
-    reference: Reference  # of training/reference.py, a function of tokens, or a Teacher
-    state: State  # of the loop
+    scorer: Scoring  # the policy's Scorer, RewardScorer or ValueScorer
+    reference: Reference  # a Reference of training/reference.py, a TokenReference, or a Teacher
+    state: State  # the state of the loop
 
 
 def scorer_of(job: Job, method: MethodSettings, policy: nn.Module) -> Any:
-    """The scorer of a policy; for a method that trains values, with a value head."""
+    """The scorer of a policy, with a value head if the method trains values."""
     if method.trains_values:
         return ValueScorer.of(policy, job.checkpoint)
     return RewardScorer(policy) if method.head == "reward" else Scorer(policy)
 
 
 class Offline:
-    """A run over given completions. `evaluation` makes the objective of validation sets, if they have another."""
+    """A run over given completions. `evaluation` makes the objective of validation sets; None: as in training."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Offline:
         self._evaluation_of = self.objective_of if evaluation is None else evaluation(self.models)
 
     def steps(self, with_previous: bool = False) -> Iterator[list[Example]]:
-        """Each step's examples, from `Loop.evaluated_steps`, after a check of the first step's packs."""
+        """Yield each step's examples from `Loop.evaluated_steps`; the packs of the first step are checked before."""
         job, scorer, scores_rewards = self.models.job, self.models.scorer, self.models.method.head == "reward"
         for step, examples in self.loop.evaluated_steps(self._evaluation_of, with_previous):
             if step == 1 and scores_rewards:

@@ -1,4 +1,4 @@
-"""The steps of recipes that sample: sample, score and update, then log, store and load the new weights.
+"""The steps of recipes that sample: sample, score and update, then log, store, and load new weights into the engine.
 
 with online(job, data, reference_of) as run:
     for number, prompts in run.steps():
@@ -35,7 +35,7 @@ from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
 
-# What is stored of a completion outside the loss whose reward has the penalty.
+# The columns stored for a completion that is outside the loss, but whose reward has the penalty.
 PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
 
 TokenReference = Callable[[Pack], Tensor] | None
@@ -43,45 +43,45 @@ Updates = Iterator[tuple[Sequence[Any], Objective[Any]]]  # the packs and the lo
 
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[RolloutPack]:
-    """The chosen completions of a rollout in packs of the settings' size."""
+    """The chosen completions of a rollout, in packs of training.tokens_per_pack."""
     return rollout.parts(chosen, job.pack, job.config.training.tokens_per_pack, job.feeds_last)
 
 
 class Step:
-    """A rollout with the numbers that its updates need: of its trained tokens, on the device (R)."""
+    """A rollout with the numbers that its updates need, one per trained token (R), on the device."""
 
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
         needs_rewards, has_reward_S = job.config.method.needs_rewards, rollout.has_reward_S
         counted = has_reward_S if needs_rewards else torch.ones_like(has_reward_S)
         in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
-        # Indices (int64) of the completions that count, and of those in the loss.
+        # Indices (int64) of the completions that count, and of the completions in the loss.
         self.counted_S, self.in_loss_S = counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
-        self.old_R: Tensor | None = None  # None: one update only, so the old policy is the sampling one
+        self.old_R: Tensor | None = None  # None: only one update, so the old policy is the sampling policy
         # Log-probabilities of the sampling policy, computed by the trainer.
         self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)
-        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # under the policy at the step's last update
+        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # log-probabilities at the last update
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # at the last update
-        self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
-        self.reference_R: Tensor | None = None  # under the reference or teacher, if any
+        self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # at the last update
+        self.reference_R: Tensor | None = None  # log-probabilities under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.penalty_R: Tensor | None = None  # the weighted KL to the reference that is subtracted from the reward
-        self.penalised_S = self.in_loss_S  # the completions that it is computed for
+        self.penalised_S = self.in_loss_S  # the completions that the penalty is computed for
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
         self._ranks = job.ranks
         self._mine_R, self._ours_R = torch.zeros_like(self.clipped_R), torch.zeros_like(self.clipped_R)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the loss."""
+        """The number of tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
 
     def record(
         self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
     ) -> None:
-        """Record these tokens' numbers in the step's only update, for the store."""
+        """Record these tokens' numbers, from the step's only update, for the rollout store."""
         if self.reference_R is None:
             self.reference_R = torch.zeros_like(self.new_R)
         self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
@@ -89,7 +89,7 @@ class Step:
         self.entropy_R[at_N] = entropy_N
 
     def assign(self, parts: Sequence[RolloutPack]) -> None:
-        """An update of these packs starts, after which each rank has the numbers of its own packs."""
+        """Start an update of these packs; afterwards each rank has the numbers of its own packs."""
         if self._ranks.size > 1:
             for part in parts:
                 self._mine_R[part.token_N], self._ours_R[part.token_N] = False, True
@@ -97,7 +97,7 @@ class Step:
                 self._mine_R[part.token_N] = True
 
     def exchange(self, *names: str) -> None:
-        """Complete these attributes (R) with the numbers that other ranks have from the last updates."""
+        """Complete these attributes (R) with the numbers that other ranks computed in the last updates."""
         if self._ranks.size == 1:
             return
         own = {name: value_R for name in names if (value_R := getattr(self, name)) is not None}
@@ -107,7 +107,7 @@ class Step:
             setattr(self, name, sum_R.to(value_R.dtype).where(self._ours_R, value_R))
 
     def sums(self, value_R: Tensor) -> Tensor:
-        """The sums over each completion of a value per token: (R) to (S)."""
+        """Sum a value per token over each completion: (R) to (S)."""
         return sum_segments(value_R, self.rollout.length_S.to(value_R.device))
 
     def per_token(self) -> dict[str, Tensor | None]:
@@ -174,7 +174,7 @@ def scored(
 ) -> Tensor:
     """The value of `of` for each scored token of the packs, in the rollout's order: (R, columns).
 
-    `of` returns (N) or (N, columns). Tokens in none of the packs have 0.
+    `of` returns (N) or (N, columns). The value of tokens in none of the packs is 0.
     """
     value_R = torch.zeros(rollout.num_tokens, columns, device=job.device)
     for part in job.ranks.mine(parts):
@@ -192,13 +192,13 @@ class Minibatch:
 
     parts: Sequence[RolloutPack]
     chosen: Tensor  # indices in the rollout
-    counted: int  # completions of its groups, including those outside the loss
-    number: int  # minibatches of the epoch
-    is_first: bool  # of the run
+    counted: int  # number of completions in its groups, including those outside the loss
+    number: int  # number of minibatches in the epoch
+    is_first: bool  # whether this is the run's first minibatch
 
 
 def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> Iterator[Minibatch]:
-    """The updates of step `number`: `count` minibatches in each epoch, packed only once if `count` is 1."""
+    """Yield the minibatches of step `number`: `count` in each epoch, packed only once if `count` is 1."""
     for epoch in range(epochs):
         divisions = divided(step, count, (job.config.seed, number, epoch))
         for index, (chosen, counted) in enumerate(divisions):
@@ -208,10 +208,10 @@ def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> I
 
 
 def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """The completions in the loss in `count` parts of complete groups, in a random order seeded by `key`.
+    """Divide the completions in the loss into `count` parts of complete groups, in a random order seeded by `key`.
 
-    Each part comes with the number of its groups' completions, including those outside the loss. A part with nothing in
-    the loss is dropped.
+    Each part comes with the number of its groups' completions, including those outside the loss. A part without
+    completions in the loss is dropped.
     """
     group_S, prompts = step.rollout.group_S, len(step.rollout.prompts)
     order = np.arange(prompts) if count == 1 else np.random.default_rng(list(key)).permutation(prompts)
@@ -228,7 +228,7 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
 def split_prompts(
     seed: int, step: int, prompts: Sequence[Example], fraction: float
 ) -> tuple[list[Example], list[Example]]:
-    """The prompts of a step that the policy completes, each chosen with probability `fraction`, and the others."""
+    """The prompts that the policy completes, each chosen with probability `fraction`, and the step's other prompts."""
     chosen = np.random.default_rng([seed, step, zlib.crc32(b"on-policy")]).random(len(prompts)) < fraction
     return list(compress(prompts, chosen)), list(compress(prompts, ~chosen))
 
@@ -261,8 +261,8 @@ def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
 def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
     """Record the mismatch between engine and trainer of a step whose tokens the trainer has scored.
 
-    Runs before the step's first update, so that nothing is learned from an engine with other weights. Raises
-    VitalSignError if the mismatch is more than rounding explains.
+    Runs before the step's first update, so that nothing is learned from an engine with wrong weights. Raises
+    VitalSignError if the mismatch exceeds rounding.
     """
     rollout = step.rollout
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
@@ -276,14 +276,14 @@ def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
 
 
 def reference_of(job: Job, method: RewardedMethod, policy: nn.Module) -> TokenReference:
-    """From a pack to the log-probability of each scored token (N) under the reference; None: there is none."""
+    """A function from a pack to the log-probability of each scored token (N) under the reference; None without one."""
     if not method.has_reference:
         return None
     return token_reference(job, method.ref_model, Scorer(policy), job.config.rollout.temperature)[1]
 
 
 class Online:
-    """A run that samples: its models, its engine and rewards, its stored rollouts, its alarms."""
+    """A run that samples: its models, engine, rewards, stored rollouts and alarms."""
 
     def __init__(self, loop: Loop, models: Models[Any, Any, Any], sample: Sampler, store: RolloutStore | None):
         self.loop, self.models, self.sample = loop, models, sample
@@ -291,7 +291,7 @@ class Online:
         self._alarms = Alarms(loop.state.memory, models.method)
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Each step's number and prompts. After the body of a step: load the new weights into the engine, evaluate."""
+        """Yield each step's number and prompts. After the loop body, load the new weights into the engine; evaluate."""
         self._load()
         for number, prompts in self.loop.steps():
             yield number, prompts
@@ -307,7 +307,7 @@ class Online:
         return self.loop.interruption.sampling()
 
     def check_packing(self, number: int, step: Step) -> None:
-        """Check packs of the run's first step."""
+        """Check the packs of the run's first step; do nothing in later steps."""
         if number == 1 and step.parts:
             job, first_two = self.loop.job, step.rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
             check_packing(Scorer(self._policy), first_two, job.pack_together, job.record)
@@ -319,7 +319,7 @@ class Online:
         updates: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         finish: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """The updates of a step; then its metrics, with those that `finish` returns, its alarms and its rollouts."""
+        """Make the updates of a step; then log its metrics and those of `finish`, check alarms, and store rollouts."""
         loop, store = self.loop, self._store
         check = partial(measure_mismatch, loop.job, self.sample, step)
 
@@ -337,7 +337,7 @@ class Online:
 
 @contextmanager
 def online(job: Job, data: Prepared, load_reference: Callable[[Job, Any, nn.Module], Any]) -> Iterator[Online]:
-    """The models, the loop, the engine, the rewards and the rollout store of the settings."""
+    """Create the models, loop, engine, rewards and rollout store for a job."""
     method = job.config.method
     policy = job.policy(method.head)
     scorer = scorer_of(job, method, policy)
@@ -360,4 +360,4 @@ def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
         return measure_completions(loop.job.config, sampler, store, name, dataset, loop.state.step, sampling)
 
     loop.evaluate_by(measure)
-    sample.engine.release()  # it may have taken more memory than for a step, which the estimate counts
+    sample.engine.release()  # evaluation may have used more memory than a step, for which the estimate is made

@@ -1,13 +1,13 @@
-"""PPO: completions of the policy are rewarded, and compared token by token with the value head's prediction.
+"""PPO: completions of the policy are rewarded, and returns are compared token by token with predicted values.
 
     r_t = -kl_coef KL_t, and the completion's reward at its last token        (arXiv 1909.08593, section 2)
     A_t = sum_k (gamma lam)^k delta_{t+k}     delta_t = r_t + gamma V_{t+1} - V_t      (GAE, arXiv 1506.02438, eq. 16)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef max((V - R)^2, (V_clip - R)^2) / 2
 
 (PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's last hidden states and starts at 0. It predicts
-returns normalised by their running mean and standard deviation, so that its loss has the scale of the advantages: value
-head and policy share the backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches
-updates; means are over tokens. Dropout is off.
+returns normalised by their running mean and standard deviation, so that its loss has the scale of the advantages, since
+value head and policy share the backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x
+num_minibatches updates; means are over tokens. Dropout is off.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def step_of(models: PPO, rollout: Rollout, old_R: Tensor | None = None) -> PPOStep:
-    """The step of a rollout: its log-probabilities, values and advantages, which read the memory of previous steps.
+    """The step of a rollout: its log-probabilities, values and advantages, which depend on state from previous steps.
 
-    `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
+    `old_R`: the log-probabilities under the policy that sampled; None: the current policy sampled.
     """
     job, method, memory = models.job, models.method, models.state.memory
 
@@ -78,7 +78,7 @@ def step_of(models: PPO, rollout: Rollout, old_R: Tensor | None = None) -> PPOSt
 
 
 def updates(models: PPO, number: int, step: PPOStep) -> Updates:
-    """The packs and the loss of each update of step `number`."""
+    """Yield the packs and the loss of each update of step `number`."""
     job, method = models.job, models.method
     for minibatch in minibatches(job, step, number, method.num_ppo_epochs, method.num_minibatches):
         loss = ActorCriticLoss(job, method, models.scorer, step, minibatch)
@@ -119,7 +119,7 @@ class ActorCriticLoss:
             "entropy": scores.entropy_N,
             "clip_ratio": clipped_N.float(),
             "value_clip_ratio": value_clipped_N.float(),
-            "approx_kl": 0.5 * change_N**2,  # from the old policy, as in TRL
+            "approx_kl": 0.5 * change_N**2,  # KL from the old policy, as in TRL
         }
         metrics = {name: value_N.detach().sum() / self.tokens for name, value_N in means.items()}
         return loss_N.sum() / self.tokens, metrics | {"max_ratio": change_N.amax().exp()}
@@ -128,12 +128,12 @@ class ActorCriticLoss:
 def surrogate(
     method: PPOMethod, logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, *_sequences: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The policy's loss of each token under these settings, and whether it is clipped (N both)."""
+    """The policy loss of each token under these settings, and whether the token is clipped (both N)."""
     return grpo_clip(logprob_N, old_N, advantage_N, epsilon=method.cliprange)
 
 
 def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float]) -> dict[str, float]:
-    """The step's PPO metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
+    """Return the step's PPO metrics, and save the scale of its returns and the next KL coefficient in `memory`."""
     metrics = value_metrics(step)
     memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
     if step.kl_S is not None:
@@ -157,7 +157,7 @@ class PPOStep(Step):
     value_R: Tensor  # the outputs on the scale of returns
     return_R: Tensor
     kl_coef: float  # the weight of the KL in the step's rewards
-    kl_S: Tensor | None = None  # nats, for each completion in the loss; None without a reference or completions
+    kl_S: Tensor | None = None  # KL of each completion in the loss, nats; None without a reference or completions
 
     def per_token(self) -> dict[str, Tensor | None]:
         return super().per_token() | {"old_values": self.value_R, "returns": self.return_R}
@@ -171,10 +171,10 @@ def scale_in(memory: Mapping[str, float]) -> ReturnScale:
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) -> None:
-    """Set the step's advantages, normalised over its tokens, its values and returns; 0 outside the loss.
+    """Set the step's values, returns, and advantages normalised over its tokens; all are 0 outside the loss.
 
-    `scale` is that of the previous steps; this step's rewards are added first, so that values have their scale from the
-    first step on.
+    `scale` is the scale after the previous steps. It is first updated with this step's rewards, so that values have the
+    right scale from the first step on.
     """
     rollout, chosen = step.rollout, step.in_loss_S
     step.penalty_R = torch.zeros_like(step.output_R)
@@ -196,7 +196,7 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) ->
 
 
 def token_rewards(method: PPOMethod, reward_S: Tensor, penalty_N: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The reward of each token of completions, and the completion that it belongs to (N both)."""
+    """The reward of each token of completions, and the index of the token's completion (both N)."""
     reward_N = -penalty_N
     reward_N[length_S.cumsum(0) - 1] += reward_S.to(reward_N)
     sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
@@ -204,13 +204,14 @@ def token_rewards(method: PPOMethod, reward_S: Tensor, penalty_N: Tensor, length
 
 
 def of_tokens(method: PPOMethod, reward_N: Tensor, value_N: Tensor, sequence_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The advantage of each token, normalised over all of them, and its return (N both)."""
+    """The advantage of each token, normalised over all tokens, and the token's return (both N)."""
     advantage_N, return_N = gae(reward_N, value_N, sequence_N, gamma=method.gamma, lam=method.lam)
     return normalized(advantage_N, eps=EPS), return_N
 
 
 def value_metrics(step: PPOStep) -> dict[str, float]:
-    """Explained variance of the returns by the values: 1 is perfect, 0 no better than the mean."""
+    """The mean value, and the share of the returns' variance that values explain: 1 is perfect, 0 is no better than the
+    mean return."""
     inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S).to(step.value_R.device)
     return_N, value_N = step.return_R[inside_R], step.value_R[inside_R]
     if len(return_N) < 2 or return_N.var() == 0:
@@ -222,12 +223,12 @@ def value_metrics(step: PPOStep) -> dict[str, float]:
 def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> list[float | None]:
     """The mean advantage of each stored completion of a step under these rewards; None outside the loss.
 
-    The values are the run's. Raises RunError for a file without values.
+    The run's stored values are used. Raises RunError if none were stored.
     """
     inside = [(row, reward) for row, reward in zip(rollouts, rewards, strict=True) if row["returns"] is not None]
     if any(row["returns"] is None and row["advantages"] is not None for row in rollouts):
         raise RunError(
-            "an earlier version stored this run's rollouts, without values and returns: PPO cannot be regraded"
+            "this run's rollouts were stored by an earlier version, without values and returns: PPO cannot be regraded"
         )
     if not inside:
         return [None] * len(rollouts)
@@ -242,9 +243,9 @@ def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: 
 
 
 def _stored_penalty(method: PPOMethod, row: Mapping[str, Any]) -> Tensor:
-    """The penalty of each token. Earlier versions did not store it; then it follows from values and returns.
+    """The penalty of each token. If an earlier version did not store it, it is computed from values and returns.
 
-    r_t = delta_t + V_t - gamma V_{t+1}, delta_t = A_t - gamma lam A_{t+1}, A = return - V; exact without
+    r_t = delta_t + V_t - gamma V_{t+1}, delta_t = A_t - gamma lam A_{t+1}, A = return - V. This is exact without
     whiten_rewards.
     """
     if row.get("penalties") is not None:

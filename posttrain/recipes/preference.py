@@ -37,7 +37,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: Preference) -> ObjectiveOf:
-    """The packs and the loss of a batch of pairs."""
+    """A function from a batch of pairs to its packs and loss."""
     job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
@@ -77,7 +77,7 @@ def objectives(models: Preference) -> ObjectiveOf:
 
 
 def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Pairs:
-    """A pack's pairs with the log-probabilities of policy and reference, and their lengths."""
+    """A pack's pairs with the log-probabilities under policy and reference, and their lengths."""
     return Pairs(*pack.pairs(policy_S), *pack.pairs(reference_S), *pack.pairs(pack.length_S))
 
 
@@ -85,11 +85,11 @@ def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> P
 def couple(
     models: Preference, loss_of: Callable[[Pairs], torch.Tensor], packs: list[Pack], examples: list[Example]
 ) -> Callable[[Pairs], torch.Tensor]:
-    """Exact gradients of a loss that couples all pairs of the step, if they are in several packs.
+    """Make gradients exact for a loss that couples all pairs of a step when the pairs are in several packs.
 
     Scores every pack once without gradients, and computes the step's loss and its derivative with respect to each
-    log-probability. Returns a function of the pairs of this rank's packs in turn: its value is their share of the loss,
-    and its gradient is exact for the step.
+    log-probability. Returns a function to call with the pairs of each of this rank's packs in turn: its value is their
+    share of the loss, and its gradient is exact for the step.
     """
     job = models.job
     policy = job.scores(packs, lambda pack: pack.sum_by_sequence(models.scorer(pack).logprob_N))

@@ -4,7 +4,7 @@
 
 The comparison is ORPO's odds ratio (arXiv 2403.07691), CPO's contrast (arXiv 2401.08417) or SimPO's margin of means per
 token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood term keeps the policy near the data, as
-a reference would: w is 1 in ORPO, `cpo_alpha` in CPO and SimPO. Dropout is off.
+a reference would; w is 1 in ORPO and `cpo_alpha` in CPO and SimPO. Dropout is off.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: Models[AnyMethod, Scorer, Reference]) -> ObjectiveOf:
-    """The packs and the loss of a batch of pairs."""
+    """A function from a batch of pairs to its packs and loss."""
     job, method, scorer = models.job, models.method, models.scorer
     nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
     compare = comparison(method)
@@ -94,12 +94,12 @@ def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) ->
 
 
 def scores_prompts(method: MethodSettings) -> bool:
-    """Whether a chosen completion's prompt is trained on too."""
+    """Whether the method also trains on the prompt of the chosen completion."""
     return isinstance(method, ORPOMethod) and not method.completion_only_loss
 
 
 def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], examples: list[Example]) -> list[Pack]:
-    """Packs in which a pair's prompt is a target too, once, as the start of its chosen sequence."""
+    """Packs in which the prompt of a pair is also a target, once, at the start of the chosen sequence."""
     marked = [
         replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
     ]
@@ -111,7 +111,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
 
 
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:
-    """Which targets (N) belong to a prompt and not to a completion, on the pack's device."""
+    """Which targets belong to a prompt and not to a completion, bool (N), on the pack's device."""
     prompts = [[len(tree.tokens) for tree in example.trees for _ in tree.children] for example in examples]
     prompt_S = torch.tensor([length for group in pack.pair_groups for length in prompts[group]])
     depth_N = pack.position_T[pack.source_N] + 1  # the target's own position

@@ -2,9 +2,9 @@
 
     loss = - log sigma(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
-The Bradley-Terry model of preferences, as in InstructGPT (arXiv 2203.02155, equation 1); the margin is the data's, if
-any (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. A tie counts half in each
-direction (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
+The Bradley-Terry model of preferences, as in InstructGPT (arXiv 2203.02155, equation 1). The margin comes from the
+data, if it has one (Llama 2, arXiv 2307.09288); the centering coefficient c is `center_rewards_coefficient`. A tie
+counts half in each direction (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
 """
 
 import torch
@@ -31,7 +31,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: Models[RewardMethod, RewardScorer, Reference]) -> ObjectiveOf:
-    """The packs and the loss of a batch of pairs."""
+    """A function from a batch of pairs to its packs and loss."""
     job, method, scorer = models.job, models.method, models.scorer
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
@@ -57,7 +57,7 @@ def objectives(models: Models[RewardMethod, RewardScorer, Reference]) -> Objecti
 
 
 def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
-    """Which pairs (P) of a pack are ties; None without ties."""
+    """Which pairs of a pack are ties, bool (P); None if there are no ties."""
     values = [examples[group].tie for group in pack.pair_groups]
     return sent(torch.tensor(values), pack.tokens_T.device) if any(values) else None
 

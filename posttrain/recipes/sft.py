@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: the negative log-likelihood of the target tokens, mean over the step's targets.
+"""Supervised fine-tuning: the negative log-likelihood of the target tokens, averaged over the step's targets.
 
     loss = - (1 / N) sum_n log p(target_n | the tokens before it)
 
-N counts the targets of the complete step, so that packing and gradient accumulation do not change the loss. Where
-messages have loss weights, every target has that of its message, and N is the sum of weights of the complete step.
+N counts the targets of the complete step, so packing and gradient accumulation do not change the loss. If messages have
+loss weights, every target has its message's weight, and N is the sum of the weights over the complete step.
 Tokenisation determines which tokens are targets (the completion, assistant turns or all).
 """
 
@@ -28,7 +28,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
-    """The packs and the loss of a batch of examples."""
+    """A function from a batch of examples to its packs and loss."""
     job, scorer = models.job, models.scorer
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:

@@ -32,7 +32,7 @@ from posttrain.training.state import (
 )
 
 __all__ = ["train"]
-OWN = ("name",)  # settings that may differ between ranks: an unnamed run is named by the time
+OWN = ("name",)  # settings that may differ between ranks: an unnamed run is named after the time
 
 
 def train(
@@ -48,11 +48,11 @@ def train(
     """Train every model of the configuration at every stage in turn. Returns the exit status, 0 if all finished.
 
     `resume` continues where the run stopped: finished stages are kept, an unfinished one continues from its newest
-    checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
-    fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
-    are methods to compare at the end (comparison.py). `watch` sees every evaluation and may end a run early. A closed
-    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, which must be started
-    alike, the first one decides what is trained next, and the others follow.
+    checkpoint. If `resume` is a path, it names the folder of the whole run, or a single run folder or checkpoint in it.
+    If a run fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the
+    stages are methods to compare at the end (comparison.py). `watch` receives every evaluation and may end a run early.
+    A closed pipe or terminal does not end the run; `training.log` contains all messages. Several ranks must be started
+    with the same settings; the first rank decides what is trained next, and the others follow.
     """
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     options = {"--resume": resume, "--overwrite": overwrite, "--model-index": model_index, "--skip": sorted(skip)}
@@ -97,8 +97,8 @@ def root_of(
 ) -> Path:
     """The folder of all runs of a configuration, as `train` chooses it.
 
-    A run without a name is named after its methods or stages, its model and the time. Raises RunError for an unnamed
-    run if an existing one is needed.
+    A run without a name is named after its methods or stages, its model and the time. Raises RunError if the run has no
+    name but an existing run is needed.
     """
     if isinstance(resume, Path):
         return resume.parent / resume.name
@@ -115,7 +115,7 @@ def root_of(
 def folders_of(
     stages: Sequence[Stage], root: Path, resume: bool | Path, skip: Collection[str], model_index: int | None
 ) -> list[Path]:
-    """The run folders that `train` trained with these arguments, in order; `root` is that of all runs."""
+    """The run folders that `train` uses with these arguments, in order; `root` is the folder of all runs."""
     if isinstance(resume, Path) and not is_whole_run(resume):
         return [run_folder_of(resume)]
     return [task.folder for task in Pipeline.of(stages, root, skip, model_index).active]
@@ -123,7 +123,7 @@ def folders_of(
 
 @contextmanager
 def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
-    """Add to out-of-memory errors the settings to lower, and the command that resumes `folder`."""
+    """Add advice to out-of-memory errors: the settings to lower, and the command that resumes `folder`."""
     try:
         yield
     except BaseException as error:
@@ -134,14 +134,14 @@ def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
 
 
 def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
-    """Resume the single run of this folder or checkpoint."""
+    """Resume the single run that `path` names, as a run folder or a checkpoint."""
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]
     stages = tuple(replace(stage, config=as_started(stage.config, folder)) for stage in stages)
     tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
-        raise RunError(f"{folder} is a run of a model or stage that the config does not have")
+        raise RunError(f"{folder} is a run of a model or stage that is not in the config")
     settings = located(saved_settings(folder, tasks[0].config), folder)
     named = named_checkpoint(path, problems_of) if path != folder else None
     with _out_of_memory_advice(settings, folder):
@@ -149,9 +149,9 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
 
 
 def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[str, Any]) -> None:
-    """Raise RankError on every rank, before anything is written, if one was not started like the first.
+    """Raise RankError on every rank, before anything is written, if a rank was not started like the first one.
 
-    `options` are those of the command. training/job.py compares the data of the ranks once it is read.
+    `options` are the command's options. training/job.py compares the data of the ranks after reading it.
     """
     if ranks.size == 1:
         return
@@ -166,7 +166,7 @@ def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[s
 
 
 def _settings(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Every setting by its key, which begins with the stage if that has a name."""
+    """Every setting by its key. Keys begin with the name of the stage, if it has one."""
     settings: dict[str, Any] = {}
     for stage in stages:
         prefix = f"stage {stage.name}: " if stage.name else ""

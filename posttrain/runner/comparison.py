@@ -1,10 +1,10 @@
-"""`train CONFIG --method all`: compares every method that the data allows, from the same start, with the same budget.
+"""`train CONFIG --method all`: compares every method that the data allows, with the same start and the same budget.
 
 The settings define the budget: the same prompts or examples in the same order, `training.batch_size` per step, the same
 number of steps, seed and validation prompts. Methods are compared by the rewards of their validation completions.
 
 Everything is read from the run folders. Every evaluation of a run samples the completions of the validation prompts
-with the same random numbers, so that two runs, or the start and the end of one, are compared prompt by prompt.
+with the same random numbers, so two runs, or the start and the end of one run, can be compared prompt by prompt.
 """
 
 import logging
@@ -45,8 +45,8 @@ def methods_as_stages(
 ) -> tuple[Stage, ...]:
     """The settings with each method in turn, as independent stages.
 
-    A method is dropped with a warning if its settings or the data do not allow it. Raises ConfigError if fewer than two
-    remain, with the reasons.
+    A method is dropped with a warning if its settings or the data do not allow it. Raises ConfigError with the reasons
+    if fewer than two methods remain.
     """
     stages: list[Stage] = []
     refused: dict[str, str] = {}
@@ -75,12 +75,12 @@ def _check_comparable(config: RunConfig) -> None:
     if not (config.rewards and config.evaluates and config.rollout.save):
         raise ConfigError(
             "methods are compared by the rewards of their completions: set rewards, data.validation, e.g. {rows: 100}, "
-            "and evaluation.eval_steps above 0, and leave rollout.save true"
+            "and evaluation.eval_steps above 0, and keep rollout.save: true"
         )
 
 
 def compare_methods(root: Path, stages: Sequence[Stage]) -> None:
-    """Write `comparison/` for every model to the folder of the runs and print its tables. Failed runs are omitted."""
+    """For every model, write `comparison/` in the folder of the runs and print its tables, without failed runs."""
     models = stages[0].config.models
     for index, model in enumerate(models):
         folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}
@@ -97,14 +97,14 @@ SUITE = "reward on the validation prompts"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method: its budget, and the rewards of its completions at the end."""
+    """A method: its budget, and the final rewards of its completions."""
 
     name: str
     steps: int
-    tokens: int  # trained on
+    tokens: int  # number of tokens trained on
     seconds: float
     reward: Estimate
-    change: Paired | None  # from the start, prompt by prompt
+    change: Paired | None  # change since the start, prompt by prompt
     answer_accuracy: float | None
     curve: tuple[tuple[int, float], ...]  # (step, eval_reward)
 
@@ -119,7 +119,7 @@ class ComparedRun:
 
 
 def read_finished(name: str, folder: Path) -> ComparedRun:
-    """A finished run for the comparison. Raises RunError if it has no evaluation with rewards."""
+    """Read a finished run for the comparison. Raises RunError if the run has no evaluation with rewards."""
     results, lines = load_json(folder / "results.json"), read_metrics(folder)
     with StoredRun(folder) as stored:
         by_step = read_validation(stored.evaluations())
@@ -145,7 +145,7 @@ def read_finished(name: str, folder: Path) -> ComparedRun:
 
 
 def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """The rewards of each prompt that has some."""
+    """The rewards of each prompt that has any, by prompt."""
     rewards: dict[str, list[float]] = {}
     for answer in answers:
         if answer.score is not None:
@@ -154,7 +154,7 @@ def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def against_each_other(runs: Sequence[ComparedRun]) -> Comparison:
-    """Compare every two methods, with p adjusted for all pairs; in the order of `runs`, the better one as B."""
+    """Compare every pair of methods, with p adjusted for all pairs. `runs`: best first; the better of a pair is B."""
     sides = [
         Side(run.entry.name, (Source(run.entry.name, "", {SUITE: Scores("reward", run.answers)}),))
         for run in reversed(runs)
@@ -185,7 +185,7 @@ def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
 
 
 def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Drawing]:
-    """Reward on the validation prompts over the steps, and at the end with 95 % intervals."""
+    """Plots of the reward on validation prompts: over the steps, and at the end with 95 % intervals."""
     lines = [
         Line(entry.name, *zip(*entry.curve, strict=True), colour=at % COLOURS, dashed=at >= COLOURS)
         for at, entry in enumerate(entries)
@@ -200,13 +200,13 @@ def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Dr
 
 
 def shared_prompts(runs: Sequence[ComparedRun]) -> tuple[int, int]:
-    """The numbers of validation prompts that all runs, and that any run, has completions of."""
+    """The number of validation prompts that every run completed, and the number that at least one run completed."""
     items = [{answer.item for answer in run.answers} for run in runs]
     return len(set.intersection(*items)), len(set.union(*items))
 
 
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
-    """Write `comparison.json`, `.svg` and `.html` of these finished runs to the folder, and print the tables.
+    """Write `comparison.json`, `.svg` and `.html` for these finished runs to the folder, and print the tables.
 
     A single run is only compared with its start.
     """

@@ -54,10 +54,10 @@ def train_one(
 ) -> None:
     """Train the single model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
-    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If a checkpoint turns out
-    to be damaged, the previous one is used, unless the user named it. `watch` may end the run early.
+    A run that stopped before its first checkpoint starts over, and its `best` is set aside. If a checkpoint turns out
+    to be damaged, the previous one is used, unless the user named the checkpoint. `watch` may end the run early.
     """
-    release_memory()  # of the previous model
+    release_memory()  # memory of the previous model
     folder = folder.absolute()  # a reward may change the working directory at any time
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
     if not resume and config.behavior_version > 1:
@@ -88,8 +88,8 @@ def train_one(
                 with ranks.naming_lost():
                     return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
             except DamagedError as error:
-                assert checkpoint is not None  # nothing else raises it
-                if checkpoint == named or ranks.size > 1:  # the other ranks read it too
+                assert checkpoint is not None  # only reading a checkpoint raises DamagedError
+                if checkpoint == named or ranks.size > 1:  # other ranks read it too
                     raise unusable(checkpoint, [str(error)]) from error
                 rejected[checkpoint.name] = str(error)
             release_memory()
@@ -105,7 +105,7 @@ def _train_from(
     watch: Watch | None,
     ranks: Ranks,
 ) -> None:
-    """Train to the end, from the start or a checkpoint. If that is damaged, raises DamagedError and changes nothing."""
+    """Train to the end, from the start or `checkpoint`. A damaged checkpoint raises DamagedError, changing nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
@@ -124,7 +124,7 @@ def _train_from(
 
 
 def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | None, ranks: Ranks) -> Loop:
-    """Every step of a run, on this rank."""
+    """Make every step of a run on this rank."""
     config = config.model_copy(update={"devices": own_device(config.devices, ranks.local, ranks.size)})
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
@@ -134,7 +134,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The first rank's message to the others: train this run, too."""
+    """The first rank's message to the other ranks: train this run too."""
 
     config: RunConfig
     folder: Path
@@ -144,10 +144,10 @@ class Order:
 def follow(ranks: Ranks) -> int:
     """Train the runs that the first rank orders, until there are no more. Returns the exit status.
 
-    This rank's log has the reason of a run's end. The first rank reports it to the user; a lost rank is also reported
-    by the first rank of another machine.
+    This rank's log records why a run ended. The first rank reports the reason to the user; a lost rank is also reported
+    by the first rank of each other machine.
     """
-    terminal = sys.stderr  # a run's log replaces it
+    terminal = sys.stderr  # a run's log replaces sys.stderr
 
     def report(error: BaseException) -> None:
         if ranks.local == 0 or not isinstance(error, RankError):
@@ -181,19 +181,19 @@ def _follow(ranks: Ranks) -> None:
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, None if there is none yet, and messages for the log.
+    """The checkpoint to resume from (None if there is none yet), and messages for the log.
 
-    `rejected` has the problems of checkpoints that were tried.
+    `rejected` maps checkpoints that were already tried to their problems.
     """
     if not has_saved(folder):
-        return None, [f"{folder} has no checkpoint yet: it starts again"]
+        return None, [f"{folder} has no checkpoint yet: the run starts over"]
     checkpoint, skipped = newest_complete(folder, problems_of, rejected)
     return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]
 
 
 @contextmanager
 def _exits_are_failures() -> Iterator[None]:
-    """Turn `sys.exit` in a reward, or in other code that a run calls, into a failure, unless a signal ended the run."""
+    """Turn `sys.exit` in a reward, or in other code that a run calls, into a failure, unless a signal caused it."""
     try:
         yield
     except SystemExit as error:
@@ -203,7 +203,7 @@ def _exits_are_failures() -> Iterator[None]:
 
 
 def finish(job: Job, loop: Loop) -> None:
-    """Write results.json, curves.png and report.html of a finished run, and a summary on the console."""
+    """Write results.json, curves.png and report.html of a finished run, and log a summary."""
     run, lines = job.run, job.run.read_metrics()
     state = loop.state
     results = {
@@ -233,7 +233,7 @@ def finish(job: Job, loop: Loop) -> None:
 
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """The last value of every metric, without step, epoch and time."""
+    """The last value of every metric except step, epoch and time."""
     values: dict[str, float] = {}
     for line in lines:
         values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}

@@ -1,8 +1,8 @@
-"""Several runs in turn: the runs of a configuration, their order, and the consequences of a failure.
+"""The runs of a configuration: their order, their folders, and what happens after a failure.
 
-A run is one model at one stage, in the folder {output_dir}/{name}/[{model}/][{stage}/], with the level of models or
-stages only if there are several. A stage that starts from another stage gets that stage's `final/` as its model; an
-adapter there is merged if the stage needs a full model.
+A run is one model at one stage, in the folder {output_dir}/{name}/[{model}/][{stage}/]. The folder level of models or
+stages exists only if there are several. A stage that starts from another stage uses that stage's `final/` as its model;
+an adapter there is merged if the stage needs a full model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAILED, NOT_RUN, STOPPED = "failed", "not run", "stopped"
 
 @dataclass(slots=True)
 class Task:
-    """One model at one stage. `config` has only that model, with the path that the run starts from."""
+    """One model at one stage. `config` contains only that model, with the path that the run starts from."""
 
     model: str
     stage: str
@@ -73,7 +73,7 @@ class Pipeline:
     root: Path
     stages: tuple[Stage, ...]
     tasks: list[Task] = field(default_factory=list)
-    keeps_going: bool = True  # with independent runs after a failure
+    keeps_going: bool = True  # whether independent runs are still trained after a failure
 
     @classmethod
     def of(
@@ -118,12 +118,12 @@ class Pipeline:
         return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Check, before hours of training, that the models of skipped stages exist and that the folders are free."""
+        """Check, before training for hours, that the models of skipped stages exist and that no folder is taken."""
         for task in self.active:
             if task.source is not None and task.source.skip:
                 if problems := verify(task.source.final):
                     raise RunError(
-                        f"--skip {task.source.stage}: {task.title} starts from its final model, and "
+                        f"--skip {task.source.stage}: {task.title} starts from its final model, but "
                         f"{task.source.final} cannot be used ({'; '.join(problems)}): train that stage first"
                     )
                 log.info("%s starts from %s", task.title, task.source.final)
@@ -132,12 +132,12 @@ class Pipeline:
         if taken and not self.alone and not resume and not overwrite:
             skip = ", skip stages (--skip)" if len(self.stages) > 1 else ""
             raise RunError(
-                f"there are runs already in {', '.join(taken)}: resume them (--resume), replace them "
+                f"there are already runs in {', '.join(taken)}: resume them (--resume), replace them "
                 f"(--overwrite){skip}, or choose another name"
             )
 
     def save_config(self) -> None:
-        """Save the complete configuration next to the runs' folders: the input of `--resume FOLDER`."""
+        """Save the complete configuration next to the runs' folders, where `--resume FOLDER` reads it."""
         self.root.mkdir(parents=True, exist_ok=True)
         stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
         write_file(self.root / "config.yaml", redact_yaml(dump(stages)))
@@ -146,7 +146,7 @@ class Pipeline:
         """Train every run with `train_one(task, resume, overwrite)`; at the end print the outcomes and write a report.
 
         After a failure, other models and independent stages are still trained if `keeps_going`. Raises PosttrainError
-        at the end if any failed; with a single run, its own error.
+        at the end if any run failed; a single run raises its own error.
         """
         self.check(resume, overwrite)
         if not self.alone:
@@ -165,7 +165,7 @@ class Pipeline:
         if failed:
             waiting = [task.title for task in self.active if task.outcome == NOT_RUN]
             what = "runs" if len(self.stages) > 1 else "models"
-            rest = f"; not run for that reason: {', '.join(waiting)}" if waiting else ""
+            rest = f"; therefore not run: {', '.join(waiting)}" if waiting else ""
             raise PosttrainError(
                 f"{len(failed)} of {len(self.active)} {what} failed: "
                 f"{', '.join(task.title for task in failed)}{rest} (see the messages above)"
@@ -188,7 +188,7 @@ class Pipeline:
                 task.config = as_trained(task.config, task.folder)
             if started and not self.alone and is_finished(task):
                 task.outcome = EARLIER
-                log.info("%s is finished already", task.title)
+                log.info("%s has already finished", task.title)
                 return
             train_one(task, started, overwrite)
             task.outcome = FINISHED
@@ -203,7 +203,7 @@ class Pipeline:
             task.seconds = time.perf_counter() - started_at
 
     def table(self) -> Table:
-        """The outcome of every run."""
+        """The table of the outcomes of all runs."""
         table = Table(title=str(self.root), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("run", "outcome", "steps", "time", ""):
             table.add_column(name, justify="right" if name in ("steps", "time") else "left", overflow="fold")
@@ -220,7 +220,7 @@ class Pipeline:
 
 
 def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunConfig:
-    """The settings with the folders of reward models that earlier stages train."""
+    """The settings, with the folders of reward models that earlier stages train filled in."""
 
     def filled(rewards: Sequence[Reward] | None) -> tuple[Reward, ...] | None:
         return None if rewards is None else tuple(_with_path(reward, done, stage) for reward in rewards)
@@ -231,7 +231,7 @@ def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunC
 
 
 def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
-    """A reward with the folder of the reward model that an earlier stage trains; other rewards unchanged."""
+    """The reward with the folder of the reward model that an earlier stage trains; other rewards are unchanged."""
     if not isinstance(reward, ModelReward) or reward.from_stage is None:
         return reward
     source = done.get(reward.from_stage)
@@ -255,7 +255,7 @@ def _measured(results: dict[str, Any]) -> str:
 def is_finished(task: Task) -> bool:
     """Whether the run is finished with these settings, and its final model is intact.
 
-    Raises RunError for other settings or models.
+    Raises RunError if the settings or the models differ.
     """
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
@@ -265,6 +265,6 @@ def is_finished(task: Task) -> bool:
 
 
 def is_as_long(run: Path, config: RunConfig) -> bool:
-    """Whether a run's settings have the training length of these; a longer training continues it."""
+    """Whether the run's settings have the same training length as `config`; a longer training continues the run."""
     saved, wanted = load(run / "config.yaml").config.training, config.training
     return (saved.max_steps, saved.num_train_epochs) == (wanted.max_steps, wanted.num_train_epochs)

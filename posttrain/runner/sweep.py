@@ -34,13 +34,13 @@ from posttrain.training.state import as_started, refuse_changes
 
 log = logging.getLogger("posttrain")
 
-ALIKE = 2  # a sweep ends if its first trials, this many, fail for the same reason
+ALIKE = 2  # a sweep ends if this many first trials all fail for the same reason
 COMPARISON = "comparison"  # folder of the trials' comparison, item by item
-COMPARED = 8  # combinations of settings, the best ones
+COMPARED = 8  # maximum number of combinations of settings to compare, best first
 
 
 class MetricMissing(RunError):
-    """The runs do not measure the metric of the sweep: no trial can be ranked."""
+    """The runs do not measure the metric of the sweep, so no trial can be ranked."""
 
 
 class Watcher:
@@ -51,7 +51,7 @@ class Watcher:
         self.stop_at = trial.stop_at
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises MetricMissing if the evaluation lacks the sweep's metric."""
+        """Decide whether to stop the trial. Raises MetricMissing if the evaluation lacks the sweep's metric."""
         metric, lower = self._sweep.metric, self._sweep.lower_is_better
         if metric not in metrics:
             measured = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
@@ -75,8 +75,8 @@ def run_sweep(
 ) -> None:
     """Train every trial that has not ended, and show the table after the last one.
 
-    A failed trial is recorded, and the next one runs. Raises PosttrainError at the end if any failed; a signal ends the
-    sweep once the trial's checkpoint is saved.
+    A failed trial is recorded, and the next one runs. Raises PosttrainError at the end if any trial failed. A signal
+    ends the sweep once the current trial's checkpoint is saved.
     """
     with _folder(sweep.root, resume, overwrite):
         if resume and (sweep.root / trials.NAME).is_file():
@@ -85,7 +85,7 @@ def run_sweep(
         try:
             for number, trial in enumerate(sweep.trials, start=1):
                 shown = ", ".join(f"{path}={value}" for path, value in trial.settings.items())
-                log.info("trial %d of %d: %s", number, len(sweep.trials), shown or "as the settings are")
+                log.info("trial %d of %d: %s", number, len(sweep.trials), shown or "settings unchanged")
                 _run(sweep, trial, config_of(trial))
                 _refuse_the_same_failure(sweep, number)
         finally:
@@ -94,25 +94,25 @@ def run_sweep(
     if failed:
         raise PosttrainError(
             f"{len(failed)} of {counted(len(sweep.trials), 'trial')} failed: {', '.join(failed)} (see the messages "
-            "above); with --resume they are tried again"
+            "above); use --resume to try them again"
         )
 
 
 def _refuse_the_same_failure(sweep: Sweep, done: int) -> None:
-    """Raise PosttrainError if the first trials, ALIKE in number, failed for one reason: so would the others."""
+    """Raise PosttrainError if the first ALIKE trials failed for the same reason: the others would fail too."""
     reasons = {trial.reason for trial in sweep.trials[:done] if trial.state == trials.FAILED}
     if done == ALIKE and len(reasons) == 1 and all(trial.state == trials.FAILED for trial in sweep.trials[:done]):
-        raise PosttrainError(f"the first {done} trials failed alike, so the sweep ends: {reasons.pop()}")
+        raise PosttrainError(f"the first {done} trials failed for the same reason, so the sweep ends: {reasons.pop()}")
 
 
 def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
     folder = sweep.root / trial.name
     exists = (folder / "run.json").is_file()
-    config = as_started(config, sweep.root / sweep.trials[0].name)  # all trials by the same rules
+    config = as_started(config, sweep.root / sweep.trials[0].name)  # same rules for all trials
     if exists and read_run(folder).state == "finished":
         refuse_changes(folder, config)
         if is_as_long(folder, config):
-            log.info("%s is finished already", trial.name)
+            log.info("%s has already finished", trial.name)
             _collect(sweep, trial)
             return
     trial.state, trial.reason = trials.RUNNING, trial.reason if trial.stop_at is not None else None
@@ -153,13 +153,13 @@ def _collect(sweep: Sweep, trial: Trial) -> None:
 
 @contextmanager
 def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
-    """The sweep's folder, locked. Raises RunError if it has other files, or a sweep that is not to be continued."""
+    """Lock the sweep's folder. Raises RunError if it contains other files, or a sweep that should not be continued."""
     if (root / "run.json").is_file():
         raise RunError(f"{root} is a run, not a sweep: choose another name")
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"cannot make the folder {root}: {error.strerror}") from error
+        raise RunError(f"cannot create the folder {root}: {error.strerror}") from error
     lock = FolderLock(root)
     try:
         if (root / trials.NAME).is_file():
@@ -167,7 +167,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
                 _empty(root)
             elif not resume:
                 raise RunError(
-                    f"{root} has a sweep already: resume it (--resume), replace it (--overwrite), or choose "
+                    f"{root} already has a sweep: resume it (--resume), replace it (--overwrite), or choose "
                     "another name"
                 )
         elif any(path.name != LOCK for path in root.iterdir()):
@@ -178,7 +178,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
 
 
 def _empty(root: Path) -> None:
-    """Delete the trials, and the sweep's own files last."""
+    """Delete the trials, then the sweep's own files."""
     for trial in trials.read_sweep(root).trials:
         if (root / trial.name / "run.json").is_file():
             remove_run(root / trial.name)
@@ -188,7 +188,7 @@ def _empty(root: Path) -> None:
 
 
 def _report(sweep: Sweep) -> None:
-    """The table and the picture of the trials that have ended, and the comparison of the finished ones."""
+    """Print the table and write the plot of all trials that have ended, and compare those that finished."""
     ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     console = PlainConsole()
     if not ended:
@@ -202,9 +202,9 @@ def _report(sweep: Sweep) -> None:
 
 
 def _compare(sweep: Sweep, console: PlainConsole) -> None:
-    """Compare the best settings with the next ones by `posttrain compare`, if the runs have rewarded completions.
+    """Compare the best settings with the next best, as `posttrain compare` does, if every run has stored rollouts.
 
-    Runs that differ only in their seed are one side, unless only the seed was swept.
+    Runs that differ only in their seed form one side, unless only the seed was swept.
     """
     groups = sweep.groups()
     if len(groups) == 1:
@@ -219,7 +219,7 @@ def _compare(sweep: Sweep, console: PlainConsole) -> None:
     try:
         comparison = compare(make_sides([(name, read_source(path)) for name, path in sides]))
         write(comparison, sweep.root / COMPARISON)
-    except PosttrainError as error:  # the ranking stands without it
+    except PosttrainError as error:  # the ranking does not need the comparison
         log.warning("the trials are not compared item by item: %s", error)
         return
     console.print(f"by {', '.join(trials.short_names(list(groups[0][0])).values())}, the best settings first:\n")
@@ -228,13 +228,13 @@ def _compare(sweep: Sweep, console: PlainConsole) -> None:
 
 
 PICTURE = "sweep.svg"
-PANELS = 3  # swept settings with a panel
+PANELS = 3  # maximum number of swept settings with a panel
 MOST_TICKS = 6
-LOGARITHMIC = 10  # ratio of the largest to the smallest value from which an axis is logarithmic
+LOGARITHMIC = 10  # an axis is logarithmic if its largest value is at least this many times the smallest
 
 
 def table(sweep: Sweep) -> Iterator[Table]:
-    """The trials, best first; if seeds were swept, also the means over them."""
+    """The table of trials, best first; if seeds were swept, also a table of the means over seeds."""
     names = trials.short_names(list(sweep.trials[0].settings))
     shown = trials.table_of("trial", *names.values(), "value", "steps", "time", "")
     shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
@@ -260,26 +260,26 @@ def over_seeds(sweep: Sweep) -> Table:
 
 
 def write_picture(sweep: Sweep) -> None:
-    """Write sweep.svg: the metric over the steps, and its last value by each of the first swept settings."""
+    """Write sweep.svg: the metric over the steps, and its last value plotted over each of the first swept settings."""
     ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     names = list(trials.short_names(list(sweep.trials[0].settings)).items())[:PANELS]
-    title = f"{sweep.metric} over the steps: the best blue, stopped early dashed"
+    title = f"{sweep.metric} over the steps (best: blue, stopped early: dashed)"
     drawings = [chart(list(_curves(sweep, ended)), title, keys=False)]
     drawings += [_by_setting(sweep, path, name, ended) for path, name in names]
     write_drawings(sweep.root / PICTURE, drawings)
 
 
 def _curves(sweep: Sweep, ended: Sequence[Trial]) -> Iterator[Line]:
-    """The metric of each trial, the best above the others."""
+    """The curve of each trial's metric. The best trial is drawn last, above the others."""
     for rank, trial in reversed(list(enumerate(ended))):
         points = trials.curve_of(read_metrics(sweep.root / trial.name), sweep.metric)
-        points = [point for point in points if point[0] > 0] or points  # before training all are equal
+        points = [point for point in points if point[0] > 0] or points  # all trials start equal
         values = [math.nan if value is None else value for _, value in points]
         yield Line(trial.name, [step for step, _ in points], values, min(rank, 1), trial.state == trials.STOPPED)
 
 
 def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> Drawing:
-    """The last values by one setting, on a number line if all its values are numbers. Hollow: stopped early."""
+    """Plot the last values over one setting, on a number line if all its values are numbers. Hollow: stopped early."""
     known = [trial for trial in ended if trial.value is not None]
     texts = [trial.settings[path] for trial in known]
     try:

@@ -18,30 +18,30 @@ from posttrain.runs.files import load_json, save_json
 MOST_TRIALS = 10_000
 RANGE = re.compile(r"(?P<low>[-+]?[\d.]+(?:e[-+]?\d+)?)\.\.(?P<high>[-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
 CLOSING = {"[": "]", "{": "}", "(": ")", '"': '"', "'": "'"}
-ATTEMPTS = 1000  # per trial, to sample one that is not there yet
+ATTEMPTS = 1000  # attempts per trial to sample settings that no other trial has
 
 Settings = dict[str, str]  # dotted path -> value as typed
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; only whole ones if both are written so."""
+    """Numbers from `low` to `high`, both included; only whole numbers if both ends are written as whole numbers."""
 
     low: float
     high: float
     whole: bool
 
     def __len__(self) -> int:
-        """Number of values; 0 for fractions, which are endless."""
+        """The number of values; 0 for a range of fractions, which is endless."""
         return int(self.high) - int(self.low) + 1 if self.whole else 0
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Every whole number."""
+        """Every whole number of the range."""
         return tuple(map(str, range(int(self.low), int(self.high) + 1)))
 
     def sample(self, source: random.Random) -> str:
-        """A random number: log-uniform if all are above 0, else uniform. Fractions have three digits."""
+        """A random number: log-uniform if `low` is above 0, otherwise uniform. Fractions have three digits."""
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
         value = math.exp(source.uniform(math.log(low), math.log(high))) if self.low > 0 else source.uniform(low, high)
         if self.whole:
@@ -51,13 +51,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """`swept`: the values of each swept setting, or their range; `fixed`: overrides that all trials share."""
+    """`swept`: the values, or the range, of each swept setting; `fixed`: overrides that all trials share."""
 
     swept: Mapping[str, tuple[str, ...] | Range]
     fixed: tuple[str, ...]
 
     def trials(self, at_random: int | None, seed: int) -> list[Settings]:
-        """All combinations, the last setting varying fastest; or `at_random` different ones, in random order.
+        """All combinations, with the last setting varying fastest; or `at_random` different ones in random order.
 
         Raises ConfigError for a range of fractions in a grid, and for more trials than there are combinations.
         """
@@ -66,7 +66,7 @@ class Space:
             raise ConfigError(f"{endless}: a range of fractions has too many values: add --random N, or list values")
         size = math.prod(map(len, self.swept.values()))  # 0: endless
         if size and at_random is not None and at_random > size:
-            raise ConfigError(f"--random {at_random}: there are only {size} combinations; leave --random out for all")
+            raise ConfigError(f"--random {at_random}: there are only {size} combinations; omit --random to try all")
         count = size if at_random is None else at_random
         if count > MOST_TRIALS:
             raise ConfigError(f"{count:,} trials are more than {MOST_TRIALS:,}: sweep fewer values, or use --random N")
@@ -94,7 +94,7 @@ class Space:
 
 
 def read_space(overrides: Sequence[str]) -> Space:
-    """The space of `a.b=1,2,3` and `a.b=1e-6..1e-4`; an override with a single value is fixed.
+    """Parse overrides such as `a.b=1,2,3` and `a.b=1e-6..1e-4`; an override with a single value is fixed.
 
     Raises ConfigError for an empty range, a value that is empty or given twice, and a setting that is given twice.
     """
@@ -148,7 +148,7 @@ def _range(text: str, low: str, high: str) -> Range:
 
 
 def names_of(trials: Sequence[Settings], taken: Sequence[str] = ()) -> list[str]:
-    """A folder name for each trial: its number, counted after the names `taken`, and its settings."""
+    """A folder name for each trial: its number, which continues after the names in `taken`, and its settings."""
     width = max(2, len(str(len(taken) + len(trials))))
     return [_name(number, trial, width) for number, trial in enumerate(trials, start=len(taken) + 1)]
 
@@ -173,9 +173,9 @@ ENDED = (FINISHED, STOPPED)
 
 @dataclass(slots=True)
 class Trial:
-    """One run: `name` is its folder, `value` the metric at its last evaluation, `best` the best one, at `best_step`.
+    """One run: `name` is its folder, `value` the metric at the last evaluation, `best` the best value, at `best_step`.
 
-    `stop_at`: the step after which the median rule ends it. `reason`: of its early stop or failure.
+    `stop_at`: the step after which the median rule ends the run. `reason`: why the run was stopped early or failed.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Sweep:
         save_json(self.root / NAME, {"format": FORMAT, **facts})
 
     def ranked(self) -> list[Trial]:
-        """The trials that have ended, best first: finished ones, then those stopped early; then the others."""
+        """All trials: first those that finished, then those stopped early, each best first; then the rest."""
 
         def key(trial: Trial) -> tuple[int, float]:
             group = ENDED.index(trial.state) if trial.state in ENDED else len(ENDED)
@@ -225,7 +225,7 @@ class Sweep:
         return first if first is not None and first.state == FINISHED and first.value is not None else None
 
     def groups(self) -> list[tuple[Settings, list[Trial]]]:
-        """The finished trials by their settings without the seed; the group with the best mean value first."""
+        """The finished trials grouped by their settings without the seed; the group with the best mean comes first."""
         groups: dict[frozenset[tuple[str, str]], tuple[Settings, list[Trial]]] = {}
         for trial in self.trials:
             if trial.state == FINISHED and trial.value is not None:
@@ -249,26 +249,26 @@ def read_sweep(root: Path) -> Sweep:
         trials = [Trial(**trial) for trial in facts["trials"]]
         return Sweep(root, facts["metric"], facts["lower_is_better"], facts["stopping"], trials)
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{root / NAME} is damaged or of another version of posttrain: {error!r}") from None
+        raise RunError(f"{root / NAME} is damaged or from another version of posttrain: {error!r}") from None
 
 
 def joined(old: Sweep, new: Sweep, settings: Sequence[Settings]) -> Sweep:
-    """A sweep with the trials of `old`, followed by those of `settings` that it lacks.
+    """The sweep `new` with the trials of `old`, followed by trials for the `settings` that `old` lacks.
 
-    Raises RunError if the metric or the rule differs, or if `settings` lack a trial of `old`.
+    Raises RunError if the metric or the stopping rule differs, or if `settings` lack a trial of `old`.
     """
     for name in ("metric", "stopping"):
         if getattr(old, name) != getattr(new, name):
             raise RunError(
-                f"{old.root} is a sweep with --{name} {getattr(old, name)}, not {getattr(new, name)}: give that, or "
-                "another name"
+                f"{old.root} is a sweep with --{name} {getattr(old, name)}, not {getattr(new, name)}: use the "
+                "same, or choose another name"
             )
     lost = [trial.name for trial in old.trials if trial.settings not in settings]
     if lost:
         raise RunError(
-            f"{old.root} has trials that these settings do not give: {', '.join(lost[:5])}"
-            f"{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}; give the same values, with further ones if you "
-            "like, or another name"
+            f"{old.root} has trials that these values do not include: {', '.join(lost[:5])}"
+            f"{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}; give the same values (you may add some), or "
+            "choose another name"
         )
     known = [trial.settings for trial in old.trials]
     added = [trial for trial in settings if trial not in known]
@@ -279,14 +279,14 @@ def joined(old: Sweep, new: Sweep, settings: Sequence[Settings]) -> Sweep:
 
 
 # Early stopping of bad trials by the median rule of Vizier (Golovin et al. 2017, section 3.2.2).
-FEWEST = 3  # earlier trials, below which none is stopped
-PATIENCE = 2  # evaluations after step 0 before a trial may be stopped: one may be bad luck
+FEWEST = 3  # number of earlier trials below which no trial is stopped
+PATIENCE = 2  # evaluations after step 0 before a trial may be stopped: a single one may be bad luck
 
 Curve = Sequence[tuple[int, float | None]]  # (step, value) of every evaluation in order; None: not finite
 
 
 def median_to_beat(step: int, earlier: Sequence[Curve], lower_is_better: bool) -> float | None:
-    """The median, over the earlier trials that reached `step`, of the mean of their values up to it.
+    """The median, over the earlier trials that reached `step`, of the mean of their values up to `step`.
 
     None with fewer than FEWEST such trials. The evaluation before training, at step 0, does not count.
     """
@@ -319,7 +319,7 @@ def curve_of(lines: Sequence[Mapping[str, float | None]], metric: str) -> list[t
 
 
 def planned(sweep: Sweep) -> Table:
-    """The trials before they run, with the state of those of an earlier sweep."""
+    """The table of trials before they run, with the state of trials that an earlier sweep started."""
     names = short_names(list(sweep.trials[0].settings))
     shown = table_of("folder", *names.values(), "")
     for trial in sweep.trials:

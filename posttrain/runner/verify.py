@@ -1,4 +1,4 @@
-"""Verifies exact resume for any configuration: a run killed many times equals an uninterrupted one, bit for bit.
+"""Verifies exact resume of any configuration: a run that is killed many times equals an uninterrupted one bit for bit.
 
 The configuration is trained twice in a scratch folder: once uninterrupted, once in processes that are killed (SIGKILL)
 at random moments, some of them during a save, and resumed each time. Then all saved files and metrics are compared.
@@ -37,8 +37,8 @@ from posttrain.runs.metrics import last_metrics
 from posttrain.runs.progress import duration
 
 POLL_S = 0.001
-SAVES = 10  # minimum number of checkpoints in the run, so that a resume seldom starts from nothing
-INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the others are at any moment
+SAVES = 10  # minimum number of checkpoints in the run, so that a resume seldom starts from the beginning
+INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the remaining kills happen at any moment
 HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
 PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # imported by every run
 SHOWN = 10  # maximum number of differences shown
@@ -51,7 +51,7 @@ class Kill:
     """The moment to kill a process."""
 
     moment: Moment
-    progress: float  # steps before it, unless `starting`
+    progress: float  # number of steps before the kill; not used for `starting`
     share: float  # waiting time as a share of the duration of a start, step or save
 
 
@@ -78,7 +78,7 @@ class Outcome:
         ]
         for name, compared in self.comparisons.items():
             if compared.differences:
-                lines.append(f"{name}: {len(compared.differences)} differences (uninterrupted and resumed), the first:")
+                lines.append(f"{name}: {len(compared.differences)} differences (uninterrupted, resumed); the first:")
                 lines += [f"  {difference}" for difference in compared.differences[:SHOWN]]
                 continue
             what = f"{counted(compared.lines, 'line')} of metrics, {counted(compared.tensors, 'tensor')} of "
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def prepared(stages: Sequence[Stage], default_steps: int = 40) -> tuple[Stage, ...]:
-    """The configuration for the verification: every step logged, frequent checkpoints, no tracker."""
+    """The stages with settings for the verification: every step logged, frequent checkpoints, no tracker."""
 
     def changed(config: RunConfig) -> RunConfig:
         steps = config.training.max_steps or default_steps
@@ -106,8 +106,8 @@ def verify_resume(
 ) -> Outcome:
     """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
 
-    Each process calls `train(stages, resume=…)`, a module-level function, which it can import. Raises RunError if a
-    process fails by itself.
+    Each process calls `train(stages, resume=…)`; `train` must be a module-level function, so that a process can import
+    it. Raises RunError if a process fails without being killed.
     """
     console = console or PlainConsole(stderr=True)
     scratch = Scratch(stages, folder, train)
@@ -123,7 +123,7 @@ def verify_resume(
         with scratch.process(killed) as process:
             if not scratch.watch(process, killed, plan[outcome.kills]):
                 scratch.refuse_failure(process)
-                continue  # it finished before its moment; finished runs can be resumed, and killed, too
+                continue  # finished before the kill; a finished run can also be resumed and killed
         outcome.kills += 1
         saving, starting = killed.saving(), not killed.moved
         outcome.inside_a_save += saving
@@ -142,7 +142,7 @@ def verify_resume(
 
 
 def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
-    """Moments spread over the whole run, in order."""
+    """Kills spread over the whole run, in the order of their progress."""
     saving, starting = math.ceil(kills * INSIDE_A_SAVE), int(kills * WHILE_STARTING)
     counts: dict[Moment, int] = {"saving": saving, "starting": starting, "anywhere": kills - saving - starting}
     moments: list[Moment] = [moment for moment, count in counts.items() for _ in range(count)]
@@ -156,21 +156,21 @@ class Watched:
 
     def __init__(self, root: Path):
         self.root = root
-        self.steps = 0  # of all runs, by their metrics
-        self.moved = False  # since the process started
+        self.steps = 0  # steps of all runs, according to their metrics
+        self.moved = False  # whether a new step was logged since the process started
         self._runs: list[Path] = []
         self._known: dict[Path, tuple[int, int]] = {}
         self._search_at = 0.0  # when to search for new runs
         self._base = 0
 
     def start(self) -> None:
-        """A new process starts: existing files are from earlier ones."""
+        """Record that a new process starts: all existing files are from earlier processes."""
         self._runs, self._search_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}
         self._base = self.saved_steps()
 
     def update(self) -> None:
-        """Bring `steps` and `moved` up to date."""
+        """Update `steps` and `moved`."""
         if time.monotonic() > self._search_at:
             self._runs, self._search_at = find_runs(self.root), time.monotonic() + 0.1
         changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
@@ -181,18 +181,18 @@ class Watched:
             self.moved |= self.steps > self._base
 
     def saving(self) -> bool:
-        """Whether a folder is unfinished."""
+        """Whether a checkpoint or a model is being saved."""
         names = [name for run in self._runs for name in os.listdir(run)]
         return any(map(HALF_WRITTEN.fullmatch, names))
 
     def saved_steps(self) -> int:
-        """The steps that a resume does not repeat."""
+        """The number of steps that a resume does not repeat."""
         newest = [path for run in find_runs(self.root) for path in list_checkpoints(run)[-1:]]
         return sum(int(path.name.rpartition("-")[2]) for path in newest)
 
 
 def _identity(run: Path) -> tuple[int, int]:
-    """A value that changes whenever lines are added to the run's metrics or removed."""
+    """A value that changes whenever lines of the run's metrics are added or removed."""
     try:
         facts = os.stat(run / "metrics.jsonl")
     except FileNotFoundError:
@@ -214,7 +214,7 @@ class Scratch:
 
     @contextmanager
     def process(self, watched: Watched) -> Iterator[BaseProcess]:
-        """A process that trains below `watched.root`, and resumes a run there; it does not outlive the block."""
+        """A process that trains, or resumes runs, below `watched.root`. It is killed at the end of the block."""
         folder = {"output_dir": str(watched.root), "name": "run"}
         stages = [replace(stage, config=stage.config.model_copy(update=folder)) for stage in self.stages]
         watched.start()
@@ -229,7 +229,7 @@ class Scratch:
             process.join()
 
     def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
-        """Wait for the process, or kill it at its moment; returns whether it was killed. Measures durations."""
+        """Wait for the process to end, or kill it as `kill` says. Returns whether it was killed. Measures durations."""
         began, saving_since = time.monotonic(), 0.0
         first, first_at = watched.steps, 0.0
         due = math.inf
@@ -266,13 +266,13 @@ class Scratch:
         return self.start_s if moment == "starting" else self.step_s
 
     def refuse_failure(self, process: BaseProcess) -> None:
-        """Raise RunError with its last message if a process failed."""
+        """Raise RunError with the process's last message if the process failed."""
         process.join()
         if process.exitcode:
             logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
             lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
             last = lines[-1].removeprefix("error: ")
-            raise RunError(f"training failed by itself, so nothing can be compared: {last} (its messages: {logs[-1]})")
+            raise RunError(f"training failed without a kill, so nothing can be compared: {last} (log: {logs[-1]})")
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:

@@ -1,1 +1,1 @@
-"""What every recipe's run shares: the loop, its state and checkpoints, checks, evaluation, resuming."""
+"""Shared by the runs of all recipes: the loop, its state and checkpoints, checks, evaluation, resuming."""

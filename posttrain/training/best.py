@@ -17,11 +17,11 @@ from posttrain.training.state import State
 
 log = logging.getLogger("posttrain")
 
-FEW = 20  # rows of an evaluation, below which a warning is logged
+FEW = 20  # number of evaluation rows below which a warning is logged
 
 
 class Watch(Protocol):
-    """Sees every evaluation of a run but the last, and may end it after a step by setting `stop_at` to its number."""
+    """Receives every evaluation of a run but the last, and may end the run after step N by setting `stop_at` to N."""
 
     stop_at: int | None
 
@@ -29,7 +29,7 @@ class Watch(Protocol):
 
 
 def prefix_of(config: RunConfig, metric: str) -> str:
-    """The beginning of the names of the metrics of this one's validation set: `eval_`, or `eval_{set}_`."""
+    """The prefix of all metrics of the validation set that `metric` belongs to: `eval_`, or `eval_{set}_`."""
     sets = sorted((entry.name for entry in config.evaluation.datasets), key=len, reverse=True)
     return next((f"eval_{name}_" for name in sets if metric.startswith(f"eval_{name}_")), "eval_")
 
@@ -37,7 +37,7 @@ def prefix_of(config: RunConfig, metric: str) -> str:
 class Best:
     """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping.
 
-    `rows` is the number of rows that an evaluation measures the metric on; with few a warning is logged.
+    `rows` is the number of rows that an evaluation measures the metric on; if it is small, a warning is logged.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Best:
             return
         self._lower, self._ties = bool(config.lower_is_better(self._metric)), config.behavior_version >= 2
         self._loss = f"{prefix_of(config, self._metric)}loss"
-        ties = ", with equal ones the lower loss" if self._ties and self._metric != self._loss else ""
+        ties = "; the lower loss breaks ties" if self._ties and self._metric != self._loss else ""
         reason = "" if config.checkpoint.best_direction == "auto" else " (checkpoint.best_direction)"
         extreme = "lowest" if self._lower else "highest"
         log.info("best/ has the model with the %s %s%s%s", extreme, self._metric, reason, ties)
@@ -63,8 +63,8 @@ class Best:
             what = "best/" if self._patience is None else "best/ and early stopping"
             low, high = wilson(0.5, rows)
             log.warning(
-                "%s decides %s with %s, fewer than %d: a share of 0.5 of so few has a 95 %% interval of %.2f to %.2f. "
-                "Hold out more (data.validation)",
+                "%s decides %s on %s, fewer than %d: a share of 0.5 then has a 95 %% interval of %.2f to %.2f. "
+                "Hold out more rows (data.validation)",
                 self._metric, what, counted(rows, "row"), FEW, low, high,
             )  # fmt: skip
 
@@ -92,7 +92,7 @@ class Best:
             self._save(self._run.best, state.step)
 
     def _interval(self, metrics: Mapping[str, float]) -> str:
-        """The 95 % interval of the metric, if it follows from the evaluation's numbers."""
+        """The metric's 95 % interval as text; empty if the evaluation's numbers do not determine it."""
         name, rows = str(self._metric), self._rows
         value, low, high = metrics[name], metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         if low is None and rows and 0 <= value <= 1 and is_one_of(SHARES, name):
@@ -106,7 +106,7 @@ class Best:
         return f" (95 % interval {low:.3g} to {high:.3g}{of})"
 
     def is_overdue(self, state: State) -> bool:
-        """Whether the watcher ends the run, or `early_stopping_patience` evaluations brought no improvement."""
+        """Whether the watcher ends the run, or `early_stopping_patience` evaluations in a row did not improve."""
         return self._is_stopped(state) or (
             self._patience is not None and state.evaluations_since_best >= self._patience
         )
@@ -118,5 +118,5 @@ class Best:
         """Log that training ends early; a watcher gives its own reason."""
         if self._is_stopped(state):
             return
-        improves = "stopped early: %s no longer improves on %s. best/ has that model, final/ the last one"
+        improves = "stopped early: %s no longer improves on %s. best/ has that model, and final/ has the last one"
         log.info(improves, self._metric, state.best)

@@ -1,6 +1,6 @@
-"""Vital checks: invariants of every healthy run. A failure stops the run and names the check and its cause.
+"""Checks of invariants that hold in every healthy run. A failure stops the run and names the check and its cause.
 
-Alarms of online runs report problems that keep every number finite: they are counted in the metrics, and logged.
+Alarms in online runs report problems that leave every number finite. Alarms are counted in the metrics and logged.
 """
 
 import logging
@@ -26,20 +26,20 @@ from posttrain.scoring import RewardScorer, Scorer
 PackOf = Callable[[list[Example]], list[Pack]]
 log = logging.getLogger("posttrain")
 
-COLLAPSED = 0.05  # share of the entropy at the first step
-WITHOUT_VERDICT = 0.005  # share of the completions
-EFFECTIVE = 0.9  # effective sample size / tokens; below it the engine's policy is not the trainer's
+COLLAPSED = 0.05  # entropy alarm below this share of the first step's entropy
+WITHOUT_VERDICT = 0.005  # alarm above this share of completions without a verdict
+EFFECTIVE = 0.9  # effective sample size / tokens; below this value the engine's policy is not the trainer's
 EVERY = 20  # an alarm is logged the first time and then every 20th time
 
 Record = Callable[[Finding], None]
 
 
 def ignore(finding: Finding) -> None:
-    """Records nothing."""
+    """Record nothing."""
 
 
 def conclude(finding: Finding, record: Record, problem: str | None) -> None:
-    """Record a check's finding. Raises VitalSignError with its problem, if there is one."""
+    """Record a check's finding. Raises VitalSignError with the check's problem, if there is one."""
     record(replace(finding, failed=problem is not None))
     if problem is not None:
         raise VitalSignError(problem)
@@ -47,29 +47,29 @@ def conclude(finding: Finding, record: Record, problem: str | None) -> None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Limits of the differences that rounding explains, between two computations of the same log-probabilities (nats).
+    """Limits on the rounding differences between two computations of the same log-probabilities (nats).
 
     With bfloat16's 8 bits through tens of layers, a few tokens differ a lot: for one model in different chunks,
-    the standard deviation is 0.055 and the largest of 3,916 differences 0.66 (TRL's issue 6789). A limit on the largest
-    difference alone would stop healthy runs, sooner with more tokens. A real fault changes many tokens at once.
+    the standard deviation is 0.055 and the largest of 3,916 differences is 0.66 (TRL's issue 6789). A limit on only the
+    largest difference would stop healthy runs, sooner with more tokens. A real fault changes many tokens at once.
     """
 
-    rms: float  # root mean square; higher for few tokens
-    most: float  # without one token in a hundred and FEW more
-    largest: float
+    rms: float  # root mean square; the limit is higher for few tokens
+    most: float  # largest difference after excluding one token in a hundred and FEW more
+    largest: float  # largest difference of all tokens
 
     FEW: ClassVar[int] = 3
 
     def check(self, name: str, difference_N: torch.Tensor, record: Record, problem: str, unit: str = "nats") -> None:
-        """Record the root mean square of differences with its limit. Raises VitalSignError beyond rounding, with
-        `problem`, in which {} stands for the differences."""
+        """Record the root mean square of the differences, with its limit. If the differences exceed rounding, raise
+        VitalSignError with `problem`, in which {} is replaced by a description of the differences."""
         count, excess = max(difference_N.numel(), 1), self.excess(difference_N)
         rms = float(difference_N.detach().double().square().sum().div(count).sqrt())
         finding = Finding(name, rms, self.rms * (1 + 3 / count**0.5), unit)
         conclude(finding, record, problem.format(excess) if excess else None)
 
     def excess(self, difference_N: torch.Tensor) -> str | None:
-        """Describes the differences beyond rounding, NaN included; None if there are none."""
+        """A description of the differences that exceed rounding, or of NaN; None if there are none."""
         sorted_N = difference_N.detach().abs().flatten().double().sort(descending=True).values
         if not len(sorted_N):
             return None
@@ -88,15 +88,15 @@ class Noise:
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
 
-# Limits (nats) for a sequence, times the root of its tokens: their noise is mostly independent.
+# Limits (nats) of a sequence's log-ratio over the square root of its tokens, whose noise is mostly independent.
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
 def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore) -> float:
     """Check that a pack gives the same log-probabilities as plain calls of the model, one sequence at a time.
 
-    The pack has the first and the last example. Returns the largest difference; raises VitalSignError above
-    rounding.
+    The pack contains the first and the last example. Returns the largest difference; raises VitalSignError if the
+    differences exceed rounding.
     """
 
     def packed(pack: Pack) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ def _check_packing(
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
     last = pack.num_sequences - 1
-    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last ones show whether attention separates examples
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
     paths = {s: _path(pack, few, s) for s in ends}
     try:
         with whole(scorer):
@@ -164,7 +164,7 @@ def _check_packing(
 
 
 def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and targets of one of a pack's sequences, from the example it came from."""
+    """The token ids and targets of one sequence of a pack, taken from the sequence's example."""
     group = int(pack.group_S[sequence])
     paths = [path for tree in examples[group].trees for path in sequences(tree)]
     return paths[int((pack.group_S[:sequence] == group).sum())]
@@ -176,16 +176,16 @@ def check_margins(
 ) -> float:
     """Check that before the first update the policy equals its reference: every log-ratio, and so every margin, is 0.
 
-    Takes the log-ratio and the number of scored tokens of each sequence. Returns the largest log-ratio over the root of
-    the number of tokens (nats); raises VitalSignError above what rounding in `dtype` explains.
+    Takes the log-ratio and the number of scored tokens of each sequence. Returns the largest log-ratio over the square
+    root of the number of tokens (nats); raises VitalSignError if it exceeds rounding in `dtype`.
     """
     relative_S = logratio_S.abs() / length_S.clamp(min=1).sqrt()
     worst, at = float(relative_S.amax()), int(relative_S.argmax())  # NaN counts as the largest in both
     problem = (
         f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
         f"a sequence of {int(length_S[at])} tokens of the first batch, before any update. The "
-        "reference is not the model the policy starts from (other weights, an active adapter, or dropout in one of "
-        "them); if that is intended, name it with method.ref_model"
+        "reference is not the model that the policy starts from (other weights, an active adapter, or dropout in one "
+        "of them). If that is intended, set method.ref_model to the reference"
     )
     finding = Finding(START, worst, MARGIN[dtype], "nats over the root of a sequence's tokens")
     conclude(finding, record, None if worst <= MARGIN[dtype] else problem)
@@ -193,7 +193,7 @@ def check_margins(
 
 
 def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str, record: Record = ignore) -> None:
-    """Check that the engine samples from the trained policy: log-probabilities differ only by rounding.
+    """Check that the engine samples from the trained policy: log-probabilities differ only by rounding errors.
 
     Takes the differences (nats) of a step's tokens. Raises VitalSignError above twice the limits for two computations
     by the trainer in `dtype`; smaller differences raise at most an alarm, which does not end the run.
@@ -202,24 +202,24 @@ def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str, r
     twice = Noise(2 * own.rms, 2 * own.most, 2 * own.largest)
     problem = (
         f"sampler = trainer fails: the log-probability of sampled tokens {{}} between the engine ({engine}) and the "
-        "trainer. The engine has other weights (stale ones, another adapter, another dtype) or another temperature; "
-        "with rollout.engine: embedded the two are one model, so report this"
+        "trainer. The engine has different weights (stale, with another adapter or in another dtype) or a different "
+        "temperature; with rollout.engine: embedded, the two are the same model, so report this"
     )
     twice.check(SAMPLER, difference_R, record, problem)
 
 
 @torch.no_grad()
 def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype, record: Record = ignore) -> None:
-    """Check that before the first update the policy is the old policy: every ratio is 1 up to rounding."""
+    """Check that before the first update the policy equals the old policy: every ratio is 1 up to rounding."""
     problem = (
         "ratio = 1 fails: before the first update the log-probability of tokens {} from that of the old policy, which "
-        "is the same model. The second scoring differs (dropout, an adapter switched on or off, other packs)"
+        "is the same model. The second scoring differs (dropout, an adapter switched on or off, different packs)"
     )
     ROUNDING[dtype].check(RATIO, logratio_N, record, problem)
 
 
 class MovedWeights:
-    """Checks that the first update changes a trained tensor and no frozen one."""
+    """Checks that the first update changes at least one trained tensor and no frozen tensor."""
 
     def __init__(self, policy: nn.Module, optimizer: AdamW):
         at_rest(policy)
@@ -228,7 +228,7 @@ class MovedWeights:
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
     def check(self, learning_rate: float, grad_norm: float, record: Record = ignore) -> None:
-        """Raise VitalSignError if the check fails after an update; its learning rate and gradient norm are above 0."""
+        """Raise VitalSignError if the check fails after an update whose learning rate and gradient norm exceed 0."""
         frozen, trained = fingerprints(self.frozen), fingerprints(self.trained)
         moved = [name for name in frozen if frozen[name] != self.before[0][name]]
         changed = sum(trained[name] != self.before[1][name] for name in trained)
@@ -237,7 +237,7 @@ class MovedWeights:
         if moved:
             problem = (
                 f"a frozen tensor moved in the first update: {moved[0]} ({len(moved)} in total). "
-                "It shares memory with a trained one, or something else writes to it"
+                "The tensor shares memory with a trained one, or something else writes to it"
             )
         elif not changed:
             problem = (
@@ -249,7 +249,7 @@ class MovedWeights:
 
 @torch.no_grad()
 def check_finite(tensors: Mapping[str, torch.Tensor], step: int, record: Record = ignore) -> None:
-    """Raise VitalSignError when a trained tensor holds NaN or an infinity: such weights are never saved."""
+    """Raise VitalSignError if a trained tensor contains NaN or infinity: such weights are never saved."""
     bad = [name for name, t in tensors.items() if not bool(t.isfinite().all())]
     problem = (
         f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
@@ -261,21 +261,21 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int, record: Record 
 
 
 def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: int) -> None:
-    """Raise VitalSignError when the ranks do not have the same trained tensors, to the bit; parts of them differ."""
+    """Raise VitalSignError unless trained tensors are equal on all ranks, bit for bit; skipped if they are sharded."""
     if ranks.size == 1 or ranks.in_step:
         return
     first, *others = ranks.gather(fingerprints(tensors))
     different = [rank for rank, checksums in enumerate(others, 1) if checksums != first]
     if different:
         raise VitalSignError(
-            f"the weights of rank {different[0]} are not those of rank 0 at step {step} ({len(different)} of "
+            f"the weights of rank {different[0]} differ from those of rank 0 at step {step} ({len(different)} of "
             f"{ranks.size} ranks differ): something in the step is not the same on every rank. Resume from the last "
             "checkpoint; if it happens again, report it"
         )
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A checksum per tensor, the sum of its words: it almost surely changes when any bit does."""
+    """A checksum per tensor: the sum of the tensor's words, which almost surely changes if any bit changes."""
     return {name: int(bits(t).sum(dtype=torch.int64)) for name, t in tensors.items()}
 
 
@@ -285,13 +285,13 @@ def _dtype(scorer: nn.Module) -> torch.dtype:
 
 
 class Alarms:
-    """Checks a step's metrics. Counts alarms in `memory`, which checkpoints save, under alarms/{name}."""
+    """Checks each step's metrics, and counts alarms in `memory`, which checkpoints save, under alarms/{name}."""
 
     def __init__(self, memory: dict[str, float], method: MethodSettings):
         self.memory, self._method = memory, method
 
     def check(self, step: int, metrics: Mapping[str, float], all_equal: bool) -> None:
-        """`all_equal`: all completions of the step with a reward have the same."""
+        """`all_equal`: whether all completions of the step that have a reward have the same reward."""
         entropy = metrics.get("entropy")
         if entropy is not None:
             self.memory.setdefault("first_entropy", entropy)

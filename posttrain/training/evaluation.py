@@ -1,7 +1,7 @@
 """Evaluation by generation during training, for any method: rewards of validation prompts, and suites.
 
-Completions are sampled with the same random numbers at every evaluation, so that two evaluations of the same rows
-differ by their weights alone. Training's random generators are not touched.
+Completions are sampled with the same random numbers at every evaluation, so two evaluations of the same rows differ
+only because the weights differ. Training's random generators are unaffected.
 """
 
 import logging
@@ -49,7 +49,7 @@ log = logging.getLogger("posttrain")
 
 
 class SamplingContext(Protocol):
-    """Makes a context for sampling, in which a signal abandons the work at once."""
+    """Creates a context for sampling; a signal inside the context abandons the work at once."""
 
     def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
 
@@ -72,7 +72,7 @@ class _Samplers:
     def sampler(
         self, rewards: Rewards, settings: RolloutConfig, dataset: EvaluationDataset | None = None, keeps: bool = True
     ) -> Sampler:
-        """A sampler with the run's stop tokens, and those of the template of a `dataset` if that is another."""
+        """A sampler with the run's stop tokens, plus those of the `dataset`'s template if it has a different one."""
         tokenizer, stops, config = self._job.tokenizer, {*self._stops}, self._job.config
         if dataset is not None and dataset.template not in (None, config.data.template):
             own = deepcopy(tokenizer)
@@ -123,7 +123,7 @@ class _Samplers:
 
 @contextmanager
 def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
-    """The run's sampler, with its engine and rewards; verifies the rules and loads reward models.
+    """The run's sampler, with its engine and rewards; checks the rules and loads reward models.
 
     Without `keeps`, the engine releases its memory after each rollout.
     """
@@ -136,7 +136,8 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
 
 @contextmanager
 def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
-    """The run's `rollouts.sqlite`, without steps after the checkpoint; None if rollout.save is off."""
+    """The run's `rollouts.sqlite`, without steps after the checkpoint. None if rollout.save is off or if this is not
+    the first rank."""
     settings = job.config.rollout
     if not settings.save or not job.ranks.is_first:
         yield None
@@ -193,7 +194,7 @@ def measure_completions(
 
 
 def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
-    """The share of completions with reasoning, and its mean length in characters and in tokens.
+    """The share of completions with reasoning, and the mean length of the reasoning in characters and in tokens.
 
     Empty if neither the template nor a reward marks the end of the reasoning.
     """
@@ -215,7 +216,7 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
 
 
 def parts_of(reward: CompletionReward) -> dict[str, dict[str, object]]:
-    """The parts of a reward by name: value and weight, and for rules the verdict with its reason."""
+    """The parts of a reward by name: value and weight; for rules also verdict, extracted answer and reason."""
     parts: dict[str, dict[str, object]] = {}
     for part in reward.parts:
         facts = parts[part.name] = {"value": part.value, "weight": part.weight}
@@ -261,7 +262,7 @@ class CompletionEvaluation:
         self._made: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
     def __call__(self, name: str, step: int, sampling: SamplingContext) -> Mapping[str, float]:
-        """The metrics of the completions of this validation set; empty if it has no rewards."""
+        """The metrics of completions of this validation set's prompts; empty if the set has no rewards."""
         job = self._job
         if not job.config.samples:
             return {}
@@ -283,11 +284,11 @@ class CompletionEvaluation:
 
 
 class SuiteEvaluation:
-    """`evaluation.suites`, answered at every evaluation; the records are in `evaluation/step-N`.
+    """Evaluates the suites of `evaluation.suites`; the records are stored in `evaluation/step-N`.
 
-    Rows are read at the start of the run; engine and graders start at the first evaluation. The embedded engine uses
-    the policy's own modules, whatever engine training samples with; `rollout.engine: transformers` is for models that
-    it does not run. Sampling settings are the suite's.
+    Rows are read at the start of the run; engine and graders start at the first evaluation. Suites are answered by the
+    embedded engine with the policy's own modules, whichever engine training uses. With `rollout.engine: transformers`,
+    for models that the embedded engine does not support, that engine answers. Each suite sets its sampling.
     """
 
     def __init__(self, job: Job, policy: nn.Module):
@@ -299,13 +300,13 @@ class SuiteEvaluation:
             suite = find_suite(entry.suite)
             if suite.kind != "generate":
                 raise ConfigError(
-                    f"evaluation.suites: {suite.name} is of the kind {suite.kind}: use `posttrain eval` for it"
+                    f"evaluation.suites: {suite.name} is a suite of the kind {suite.kind}: use `posttrain eval` for it"
                 )
             source = {} if entry.source is None else {"source": entry.source}
             self._chosen.append(load_items(with_settings(suite, source), entry.max_rows))
         names = [items.suite.name for items in self._chosen]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"evaluation.suites name {', '.join(sorted(twice))} twice")
+            raise ConfigError(f"evaluation.suites lists {', '.join(sorted(twice))} twice")
         self._resources = ExitStack()
         self._made: tuple[Engine, dict[str, tuple[Answers, Judge]]] | None = None
 
@@ -318,7 +319,7 @@ class SuiteEvaluation:
         return bool(self._chosen)
 
     def __call__(self, step: int, sampling: SamplingContext) -> dict[str, float]:
-        """The metrics `{name}`, `{name}_low`, `{name}_high` of each suite with anything graded."""
+        """The metrics `{name}`, `{name}_low` and `{name}_high` of each suite in which anything was graded."""
         if not self._chosen:
             return {}
         if self._made is None:
@@ -379,7 +380,7 @@ class SuiteEvaluation:
 
 
 class _Abandonable:
-    """Answers whose sampling a signal interrupts."""
+    """Answers a suite's items; a signal interrupts the sampling."""
 
     def __init__(self, answers: Answers, sampling: SamplingContext):
         self._answers, self._sampling = answers, sampling

@@ -1,4 +1,4 @@
-"""A recipe's inputs: one model's settings, its run folder and device; and the parts built from them."""
+"""A recipe's inputs: one model's settings, its run folder and device, and the objects built from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from posttrain.training.best import Watch
 
 log = logging.getLogger("posttrain")
 
-MANY_DROPPED = 0.1  # share of the rows; a warning above it
+MANY_DROPPED = 0.1  # share of overlong rows dropped, above which a warning is logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Job:
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped.
 
-        Raises RankError on every rank if one reads other data than the first.
+        Raises RankError on every rank if one of them reads different data from the first.
         """
         with self.ranks.ahead(of_machine=True):
             prepared = data_of(self.config, self.model, self.tokenizer)
@@ -118,7 +118,7 @@ class Job:
         if lines := self.ranks.differences(read) or self.ranks.differences(rest):
             raise RankError(
                 "\n  ".join(["the ranks read different data:", *lines])
-                + "\nCopy the same files and tokenizer to every machine, or read them from a folder that all have"
+                + "\nCopy the same files and tokenizer to every machine, or read them from a shared folder"
             )
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
@@ -132,11 +132,12 @@ class Job:
         return prepared
 
     def policy(self, head: Head) -> nn.Module:
-        """The model to train, as published or from the checkpoint; in evaluation mode. Only trained weights require
+        """The model to train, as published or from the checkpoint, in evaluation mode. Only trained weights require
         gradients.
 
-        Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` converts to `dtype`.
-        Raises DamagedError if the checkpoint's weights are damaged, incomplete, or of other shapes.
+        For full fine-tuning, weights are loaded in float32, so that the optimizer's master weights are exact;
+        `optimizer` converts to `dtype`. Raises DamagedError if the checkpoint's weights are damaged, incomplete, or
+        have the wrong shapes.
         """
         refuse_training(load_config(self.model), self.model.path, self.model.lora is not None)
         with self.ranks.ahead():
@@ -148,7 +149,7 @@ class Job:
             self._settle_stops(base_of(policy))
         if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
             how = "on" if self.gradient_checkpointing else "off"
-            log.info("gradient checkpointing is %s, according to the memory estimate of a full pack", how)
+            log.info("gradient checkpointing is %s, according to the memory estimate for a full pack", how)
         if self.gradient_checkpointing:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
@@ -156,31 +157,31 @@ class Job:
         return policy.eval()
 
     def _settle_stops(self, model: PreTrainedModel) -> None:
-        """Set the stop tokens that the run samples with and saves with the model; warn of those that end nothing."""
+        """Set the stop tokens, which the run samples with and saves with the model; warn about useless ones."""
         config, tokenizer = self.config, self.tokenizer
         turns = config.data.template != "none"
         known = stop_token_ids(model, tokenizer)
         stops = stop_token_ids(model, tokenizer, turns and self.stops_at_turns)
         if added := [repr(tokenizer.convert_ids_to_tokens(id)) for id in stops if id not in known]:
-            log.info("stop tokens: %s, which ends a turn of the chat template, is added", ", ".join(added))
+            log.info("stop tokens: added %s, which ends a turn in the chat template", ", ".join(added))
         for fault in stop_faults(tokenizer, stops, config.rollout.stop, turns):
             log.warning(fault)
         set_eos_token_ids(model, stops)
 
     def distribute(self, model: nn.Module) -> None:
-        """Shard a loaded model over the ranks, if the settings say so."""
+        """Shard a loaded model over the ranks if the settings require it."""
         if not self.is_sharded:
             return
         if getattr(base_of(model).config, "quantization_config", None) is not None:
             raise ModelError(
                 f"{base_of(model).name_or_path}: devices.strategy: fsdp cannot shard quantised weights: use "
-                "devices.strategy: ddp, where every rank has the small base, or load the model unquantised"
+                "devices.strategy: ddp, where every rank holds the whole base model, or load the model unquantised"
             )
         shard(model, self.ranks.size, self.device, self.dtype)
 
     @property
     def stops_at_turns(self) -> bool:
-        """Whether the chat template's end of turn is a stop token; not in runs of earlier versions."""
+        """Whether the chat template's end of turn is a stop token; false for runs started by earlier versions."""
         return self.config.behavior_version >= 2
 
     @property
@@ -214,10 +215,11 @@ class Job:
         return adapted
 
     def _base(self, head: Head, continued: bool) -> ModelConfig:
-        """The base of the run's adapters: the user's own model, or one in `base/` of the run folder.
+        """The base model of the run's adapters: the configured model, or the model in `base/` of the run folder.
 
-        A model that is an adapter has its own base if it is trained further; else it is merged into that, in its dtype.
-        For the model of an earlier stage, `base/` is a relative link, which stays valid when the whole run is moved.
+        If the configured model is an adapter that is trained further, the base is that adapter's base model. Any other
+        adapter is merged into its base model, in the base model's dtype. For the model of an earlier stage, `base/` is
+        a relative link, which remains valid when the whole run is moved.
         """
         folder = self.run.folder.resolve() / BASE
         if continued or not is_adapter(self.model):
@@ -230,13 +232,13 @@ class Job:
                     folder.unlink(missing_ok=True)  # a broken link
                     folder.symlink_to(os.path.relpath(base.resolve(), folder.parent))
                 except OSError as error:
-                    no_links = "%s: this file system has no links (%s): the adapters refer to %s directly"
+                    no_links = "%s: this file system does not support links (%s): the adapters refer to %s directly"
                     log.info(no_links, folder, error.strerror, base)
                     return model
             return model.model_copy(update={"path": str(folder), "revision": None})
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
-            with torch.random.fork_rng(devices=[]):  # an existing `base/` must not change the initial adapters
+            with torch.random.fork_rng(devices=[]):  # initial adapters must not depend on whether `base/` exists
                 merged = load_model(whole, head, torch.float32, torch.device("cpu"), dequantised=True)
             if self.config.behavior_version >= 2:
                 dtype = load_config(whole).dtype
@@ -251,7 +253,7 @@ class Job:
         return self.saved(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
-        """The optimizer of the policy's trained weights. It converts the policy to `dtype` on `device`."""
+        """Create the optimizer for the policy's trained weights, which converts the policy to `dtype` on `device`."""
         training = self.config.training
         settings: dict[str, Any] = {
             "betas": (training.adam_beta1, training.adam_beta2),
@@ -268,26 +270,26 @@ class Job:
         return AdamW(policy, self.dtype, **settings)
 
     def offloads(self) -> bool:
-        """Whether the optimizer is in CPU memory and the model is not; on a CPU plain AdamW already is."""
+        """Whether optimizer state is kept in CPU memory and the model on a GPU. On a CPU, AdamW needs no offload."""
         return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """A batch's packs, those of all ranks; on a GPU padded to one of a few widths."""
+        """The packs of a batch, for all ranks together; on a GPU, padded to one of a few widths."""
         tokens, keep_last = self.config.training.tokens_per_pack, keep_last or self.feeds_last
         return pack(examples, tokens, keep_last, width_step(self.device, tokens), self.ranks.size)
 
     @property
     def feeds_last(self) -> bool:
-        """Whether packs have the last token of each sequence: it predicts nothing, but the routers' loss counts it."""
+        """Whether packs include each sequence's last token, which predicts nothing but counts in the routers' loss."""
         return self.router_aux_loss_coef > 0
 
     def pack_together(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """The packs of one rank alone: as few as possible."""
+        """The packs of examples that one rank processes: as few packs as possible."""
         tokens = self.config.training.tokens_per_pack
         return pack(examples, tokens, keep_last, width_step(self.device, tokens))
 
     def scores(self, packs: Sequence[Pack], of: Callable[[Pack], torch.Tensor]) -> list[torch.Tensor]:
-        """A number for every sequence (S) of each pack, on the device; every rank computes those of its own packs."""
+        """One number per sequence (S) of each pack, on the device. Each rank computes the numbers of its own packs."""
         shapes = [(pack.num_sequences,) for pack in packs]
         return self.ranks.spread(packs, shapes, lambda pack: of(pack.to(self.device)), self.device)
 
@@ -295,12 +297,12 @@ class Job:
         return learning_rate(self.config, self.model)
 
     def saved(self, folder: Path) -> ModelConfig:
-        """This model's settings with the weights of a folder that posttrain wrote, which has its new tokens."""
+        """This model's settings with weights from a folder that posttrain wrote, which already has the new tokens."""
         return self.model.model_copy(update={"path": str(folder), "revision": None, "new_tokens": ()})
 
 
 def router_weight(config: RunConfig, model: ModelConfig) -> float:
-    """The weight of the load-balancing loss of a model's routers in a run; 0: none."""
+    """The weight of the routers' load-balancing loss for a model in a run; 0: no such loss."""
     setting = config.method.router_aux_loss_coef
     if setting is None and config.behavior_version < 2:
         setting = 0.0
@@ -311,18 +313,18 @@ def refuse_sharded(config: RunConfig) -> None:
     """Raise ConfigError for settings that need the whole model on every rank."""
     if config.training.optimizer != "adamw":
         raise ConfigError(
-            f"training.optimizer: {config.training.optimizer} needs whole tensors, and devices.strategy: fsdp shards "
-            "them: use adamw, whose state is shared by the ranks, or devices.strategy: ddp"
+            f"training.optimizer: {config.training.optimizer} needs whole tensors, but devices.strategy: fsdp shards "
+            "them: use adamw, whose state is sharded too, or devices.strategy: ddp"
         )
     if config.method.prompts_teacher:
         raise ConfigError(
-            "method.teacher_system_prompt gives the teacher other packs, not as many on every rank, and "
-            "devices.strategy: fsdp needs as many: use devices.strategy: ddp"
+            "with method.teacher_system_prompt, ranks differ in their number of teacher packs, but devices.strategy: "
+            "fsdp needs equally many on every rank: use devices.strategy: ddp"
         )
 
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The data of a run for one of its models; the model's positions limit the prompts to complete."""
+    """The data of a run for one of its models. The model's positions limit the length of prompts to complete."""
     positions = positions_of(load_config(model)) if config.samples else None
     return prepare_run(config, tokenizer, positions=positions)
 
@@ -330,8 +332,8 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Choose the pad token of a reward model, whose head reads the last token of a row that is not padding.
 
-    So padding must differ from the end of a completion. If the tokenizer has no other special token, padding is an id
-    that no string produces, and the tokenizer is not changed.
+    Padding must therefore differ from the end of a completion. If the tokenizer has no other special token, the pad
+    token is an id that no string produces, and the tokenizer is unchanged.
     """
     special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
     token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
@@ -343,7 +345,7 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token of a byte that UTF-8 never uses, in a byte-level vocabulary (such as GPT-2's)."""
+    """The token id of a byte that UTF-8 never uses, for a byte-level vocabulary (such as GPT-2's); otherwise None."""
     vocabulary = tokenizer.get_vocab()
     for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
         id = vocabulary.get(chr(byte))

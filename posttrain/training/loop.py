@@ -1,9 +1,9 @@
 """The loop shared by all recipes: the order of the data, learning rates, logging, evaluation, checkpoints, resuming.
 
 A recipe owns the `for` loop and calls `update` and `evaluate`; `Loop` yields the examples of each step, and logs, saves
-and stops as the settings say. A checkpoint has everything that determines the next step, so that a resumed run
-continues bit for bit: the order of the data is a function of seed and epoch, the learning rate one of the step, with
-transformers' names and values.
+and stops according to the settings. A checkpoint contains everything that determines the next step, so a resumed run
+continues bit for bit: the data order is a function of seed and epoch, and the learning rate is a function of the step.
+Learning-rate schedules have the names and values of transformers.
 """
 
 import logging
@@ -42,11 +42,11 @@ log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
 Batch = TypeVar("Batch", bound=HasTokens)
-ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # of a batch's examples
+ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's examples to its packs and objective
 
 
 def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the packs. Releases free memory after the first and fullest one, whose gradients fragment the heap."""
+    """Yield the packs, and release free memory after the first and fullest one, whose gradients fragment the heap."""
     for number, pack in enumerate(packs):
         if number == 1:
             return_free_pages()
@@ -54,7 +54,7 @@ def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
 
 
 class Loop:
-    """The steps of one run over `data.train`."""
+    """The training steps of one run over `data.train`."""
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
@@ -68,7 +68,7 @@ class Loop:
         self.peak_rate = job.learning_rate()
         self.state = State()
         self._stop = Stop()
-        self._rows = np.empty(0, int)  # of the current step
+        self._rows = np.empty(0, int)  # the current step's rows
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
@@ -96,7 +96,7 @@ class Loop:
     # Steps
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Each step's number, from 1, and its examples. After the body of the step: log, save, stop on request."""
+        """Yield each step's number, from 1, and its examples. After the loop body: log, save, stop if requested."""
         first, ranks = self.state.step + 1, self.job.ranks
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
@@ -110,7 +110,7 @@ class Loop:
                     break
                 started = time.perf_counter()
                 ranks.at_step(step)
-                if ranks.size > 1:  # a stream for each rank and step, whose state no checkpoint needs
+                if ranks.size > 1:  # one random stream per rank and step, so that no checkpoint needs its state
                     torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - started
@@ -122,7 +122,7 @@ class Loop:
     def evaluated_steps(
         self, objective_of: ObjectiveOf, with_previous: bool = False
     ) -> Iterator[tuple[int, list[Example]]]:
-        """`steps`, with evaluations by this objective where they are due: before the first, after the body of each."""
+        """Like `steps`, and evaluate with this objective when due: before the first step and after each loop body."""
         if self.evaluation_due:
             self.evaluate(objective_of, with_previous)
         for step, examples in self.steps():
@@ -136,19 +136,19 @@ class Loop:
         return [self.data.train[int(row)] for row in self._rows]
 
     def previous(self) -> Example:
-        """The example before those of the current step in their epoch's order; in its first step, the last one."""
+        """The example before the current step's first one, in the epoch's order; its last comes before its first."""
         order, batch = self._batch_of(self.state.step + 1)
         return self.data.train[int(order[batch.start - 1])]
 
     def _batch_of(self, step: int) -> tuple[np.ndarray, slice]:
-        """The order of a step's epoch, and its part of it."""
+        """The row order of the step's epoch, and the slice of that order that is the step's batch."""
         epoch, batch = batch_of(self.job.config, len(self.data.train), step)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(self.job.config, len(self.data.train), epoch)
         return self._order[1], batch
 
     def update(self, packs: list[Pack], objective: Objective) -> None:
-        """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
+        """Make one optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
         self.updates([(packs, objective)])
 
     def updates(
@@ -156,11 +156,11 @@ class Loop:
         parts: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         measure: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
     ) -> None:
-        """The optimizer steps of one training step, all at its learning rate. One that is not finite is skipped and
-        counted.
+        """Make the optimizer steps of one training step, all at its learning rate. An optimizer step that is not
+        finite is skipped and counted.
 
         The step's metrics are means over its updates, or extremes for names that start with `min_` and `max_`.
-        `measure` receives them and returns more; methods that sample also store their rollouts there.
+        `measure` receives these metrics and returns additional ones; sampling methods also store rollouts in it.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
         method, ranks = self.job.config.method, self.job.ranks
@@ -203,11 +203,11 @@ class Loop:
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
         bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
-        log.warning("step %d skipped, weights unchanged: not finite: %s", step, bad)
+        log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
         self._record_skipped()
         if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise VitalSignError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last is step {step}: "
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last of them step {step}: "
                 "lower training.learning_rate, or look for broken rows with `posttrain explore`"
             )
 
@@ -226,14 +226,14 @@ class Loop:
         if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.requested:
             self.saver.save(self.state)
         if self._stop.requested:
-            self.job.ranks.gather(None)  # no rank leaves before the checkpoint is there
+            self.job.ranks.gather(None)  # no rank exits before the checkpoint is written
         self._stop.leave_if_requested()
 
     def _is_logged(self, step: int) -> bool:
         return step % self.job.config.tracking.logging_steps == 0 or step == self.total
 
     def _log(self) -> dict[str, float]:
-        """Log a line of the means since the last one, and return its metrics."""
+        """Log the mean metrics since the last log line, and return them."""
         state = self.state
         metrics = state.means() | {
             "learning_rate": self.rate(state.step),
@@ -253,7 +253,7 @@ class Loop:
     # Evaluation
 
     def _rows_of_best(self) -> int | None:
-        """How many rows or items an evaluation measures checkpoint.best_metric on; None if there is none."""
+        """The number of rows or items on which checkpoint.best_metric is measured; None if no evaluation does so."""
         config = self.job.config
         metric = config.best_metric
         if metric is None or not config.evaluates:
@@ -277,9 +277,9 @@ class Loop:
         return step % settings.eval_steps == 0 or step == self.total
 
     def evaluate(self, objective_of: ObjectiveOf, with_previous: bool = False) -> dict[str, float]:
-        """Evaluate every validation set without gradients, log it, and save the model if it is the best so far.
+        """Evaluate every validation set without gradients, log the metrics, and save the model if it is the best yet.
 
-        `with_previous` also passes the example before each in its set to the objective; before the first, the last.
+        With `with_previous`, the objective also receives the example before each one; the last comes before the first.
         """
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
@@ -289,7 +289,7 @@ class Loop:
         return self.evaluate_by(measure)
 
     def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
-        """Like `evaluate`, with the method's own `measure`, which is called with each set's name and examples."""
+        """Like `evaluate`, but with the method's own `measure`, which is called with each set's name and examples."""
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
@@ -310,7 +310,7 @@ class Loop:
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset, with_previous: bool
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
-        """The batches of a validation set. A signal ends the run after the current batch."""
+        """Yield the batches of a validation set. After a signal, the run ends when the current batch is finished."""
         rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
             batch = [int(row) for row in rows[start : start + self.batch_size]]
@@ -323,7 +323,7 @@ class Loop:
     # Saving, stopping, resuming
 
     def save_final(self) -> None:
-        """Save `final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
+        """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template."""
         self.saver.save_model(self.job.run.final, self.state.step)
 
 
@@ -336,22 +336,23 @@ def total_steps(config: RunConfig, rows: int) -> int:
 def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch.
 
-    A pure function of seed and epoch, so that the step alone gives a resumed run its position in the data.
+    A pure function of seed and epoch, so a resumed run needs only its step to find its position in the data.
     """
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
 def batch_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
-    """The epoch of step number `step`, from 1, and the part of the epoch's order that is its batch."""
+    """The epoch of step `step` (the first step is 1), and the slice of the epoch's order that is the step's batch."""
     size = config.training.batch_size
     epoch, batch = divmod(step - 1, math.ceil(rows / size))
     return epoch, slice(batch * size, (batch + 1) * size)
 
 
 def warmup_count(warmup_steps: float, total: int) -> int:
-    """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
+    """The number of warm-up steps. A value below 1 is a share of the run, rounded up, as in transformers.
 
-    A share leaves at least one step: the first step's rate may be 0, so that a run of one step would train nothing.
+    A share leaves at least one step without warm-up: the rate of the first warm-up step may be 0, and then a run of
+    one step would train nothing.
     """
     return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 
@@ -359,8 +360,8 @@ def warmup_count(warmup_steps: float, total: int) -> int:
 def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool = True) -> float:
     """The factor on the learning rate at step `step` (0 is the first) of `total`.
 
-    `kind` is one of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero). The k-th
-    of w steps of warm-up, k from 1, has the factor (k - 1) / w as in transformers; k / w unless `from_zero`.
+    `kind` is a value of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero). The
+    k-th of w warm-up steps (k from 1) has the factor (k - 1) / w, as in transformers; without `from_zero`, k / w.
     """
     if kind != "constant" and step < warmup:
         return (step if from_zero else step + 1) / warmup
@@ -387,14 +388,14 @@ def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> f
 
 
 def report_schedule_change(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
-    """Warn if a resumed run has another number of steps, which stretches the schedule of the remaining steps."""
+    """Warn if a resumed run has a new total number of steps, which stretches the schedule of the remaining steps."""
     if before == total or step >= total:
         return
     old = learning_rate_at(config, peak, min(step, before), before)
     new = learning_rate_at(config, peak, step, total)
     if new != old:
         log.warning(
-            "%d steps in total instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
-            "instead of %.2e. This differs from a run of %d steps from the start",
+            "%d steps in total instead of %d: the %s schedule is stretched, so the learning rate of step %d is %.2e "
+            "instead of %.2e. A run with %d steps from the start would differ",
             total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
         )  # fmt: skip

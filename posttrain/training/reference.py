@@ -1,7 +1,7 @@
 """The models that training compares the policy with: the reference, and the teacher of a distillation.
 
-The reference is the policy with its adapter off, a frozen copy, or precomputed log-probabilities. The teacher predicts
-the tokens of the student's completions, given its own prompts.
+The reference is the policy with its adapter off, a frozen model, or precomputed log-probabilities. The teacher predicts
+the tokens of the student's completions, and may have its own prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from posttrain.training.job import Job
 
 log = logging.getLogger("posttrain")
 
-# From a pack and the examples in it to the log-probability (S) of each sequence under the reference.
+# From a pack and its examples to the log-probability (S) of each sequence under the reference.
 Reference = Callable[[Pack, list[Example]], torch.Tensor]
 
 
@@ -49,7 +49,7 @@ class Portion:
 
     name: str
     batches: Callable[[], Iterator[list[Example]]]
-    count: int  # of batches
+    count: int  # number of batches
 
 
 PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
@@ -58,8 +58,8 @@ PortionsOf = Callable[[Job, Prepared], Sequence[Portion]]
 def make_reference(
     job: Job, method: MethodSettings, policy: Scorer, data: Prepared, portions_of: PortionsOf | None
 ) -> Reference:
-    """The reference of the settings. If it scores before training, it scores the portions, and looks examples up; with
-    `portions_of` None it never does."""
+    """The reference that the settings choose. A reference that scores before training scores the portions once and then
+    looks examples up; if `portions_of` is None, every reference scores during training."""
     if is_reference_free(job.config, method):
         return no_reference
     frozen, score_tokens = token_reference(job, method.reference_path, policy)
@@ -80,7 +80,8 @@ def token_reference(
 ) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
     """The reference, and a function from a pack to the log-probability of each scored token (N), without gradients.
 
-    It is another model, or the policy as it was before training: with its adapter off or as it began, or a frozen copy.
+    The reference is another model, or the policy as it was before training: with its adapter off or in its initial
+    state, or a frozen copy.
     """
     if ref_model is None and is_adapted(policy.model):
         frozen, adapted = policy, policy.model
@@ -89,7 +90,8 @@ def token_reference(
         ours, theirs = (base_of(scorer.model).config.vocab_size for scorer in (policy, frozen))
         if ours != theirs:
             raise ModelError(
-                f"method.ref_model {ref_model} has {theirs} token ids, the policy {ours}: they must be equal"
+                f"method.ref_model {ref_model} has {theirs} token ids, but the policy has {ours}: use a reference with "
+                "the same vocabulary"
             )
 
     @torch.no_grad()
@@ -106,7 +108,7 @@ def is_reference_free(config: RunConfig, method: MethodSettings) -> bool:
 
 
 def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
-    """A reference with log-probabilities of 0 (S)."""
+    """A reference that gives each sequence (S) the log-probability 0."""
     return torch.zeros(pack.num_sequences, device=pack.tokens_T.device)
 
 
@@ -132,7 +134,7 @@ def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """Log-probabilities by sequence: a hash of the tokens and targets -> nats."""
+    """Log-probabilities by sequence: from a hash of its tokens and targets to nats."""
 
     keys: np.ndarray  # (K,) uint64, ascending
     logprobs: np.ndarray  # (K,) float32
@@ -146,12 +148,12 @@ class Precomputed:
     def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
         wanted = sequence_keys(pack, examples)
         at = np.searchsorted(self.keys, wanted)
-        assert (self.keys[at] == wanted).all(), "a sequence that was not precomputed"
+        assert (self.keys[at] == wanted).all(), "a sequence was not precomputed"
         return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
 
 
 def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
-    """A 64-bit hash (S) of the tokens and targets of each sequence of a pack."""
+    """For each sequence of a pack, a 64-bit hash of its tokens and targets, uint64 (S)."""
     groups = dict.fromkeys(pack.groups)
     keys = [
         hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
@@ -181,13 +183,13 @@ def _precomputed(
             folder.parent.mkdir(parents=True, exist_ok=True)
             save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
     except (OSError, RunError) as error:
-        log.warning("the reference's log-probabilities could not be cached, and are used from memory: %s", error)
+        log.warning("the reference's log-probabilities could not be cached and are kept in memory only: %s", error)
     return tensors
 
 
 def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
     """The cache key, a hash of all inputs: the data's tokens, the reference's weights, the arithmetic."""
-    with whole(frozen.model):  # without the adapter of a policy, which is trained
+    with whole(frozen.model):  # a policy's adapter, which is trained, is excluded
         weights = {name: p for name, p in frozen.named_parameters() if not p.requires_grad}
         checksums = sorted(fingerprints(weights).items())
     facts = ("by sequence", data.fingerprint, job.config.seed, str(job.dtype), job.device.type, checksums)
@@ -195,10 +197,10 @@ def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
 
 
 class Teacher:
-    """Another model, or the policy as it was before training: with its adapter off or as it began, or a frozen copy.
+    """The model to distill: another model, or the policy before training (adapter off or initial, or a frozen copy).
 
-    With `teacher_system_prompt` its prompt differs from the student's. Raises ModelError for a model with another
-    tokenizer.
+    With `teacher_system_prompt`, the teacher's prompt differs from the student's. Raises ModelError if the teacher's
+    tokenizer differs from the student's.
     """
 
     def __init__(self, job: Job, method: DistillMethod, policy: nn.Module):
@@ -211,7 +213,7 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, rollout: Rollout, part: RolloutPack) -> Tensor:
-        """The last hidden states (N, D) that predict the scored tokens of a pack of the rollout, in its order."""
+        """The last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order."""
         with as_begun(self._adapter) if self._adapter else nullcontext():
             if self._prompts is None:
                 return scored_states(self.model, part.pack)
@@ -238,8 +240,8 @@ class Teacher:
             return
         differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ModelError(
-            f"method.teacher {path} has another tokenizer than {job.model.path}: {len(differ):,} tokens differ, such "
-            f"as {differ[0]!r} ({ours.get(differ[0], 'none')} in the student's, {theirs.get(differ[0], 'none')} in the "
-            "teacher's). Distillation compares probabilities token by token: use a teacher of the student's family, or "
+            f"method.teacher {path} has a different tokenizer from {job.model.path}: {len(differ):,} tokens differ, "
+            f"e.g. {differ[0]!r} (student: {ours.get(differ[0], 'none')}, teacher: {theirs.get(differ[0], 'none')}"
+            "). Distillation compares probabilities token by token: use a teacher of the student's family, or "
             "train on the teacher's completions with method.type: sft (posttrain generate writes them)"
         )

@@ -1,7 +1,7 @@
-"""The content of a run's checkpoints, restoring a run from one, and ending a run on a signal or after a failure.
+"""The content of a run's checkpoints, restoring a run from a checkpoint, and ending a run on a signal or a failure.
 
-The state after the last finished step is kept: when a run fails, it is saved, so that the resumed run repeats the
-failed step bit for bit. On a signal a run ends after the current step, or sooner if that takes too long.
+The state after the last finished step is kept. If a run fails, that state is saved, so that the resumed run repeats the
+failed step bit for bit. After a signal, a run ends when the current step is finished, or sooner if that takes too long.
 """
 
 import logging
@@ -41,7 +41,7 @@ PATIENCE_S = 3.0  # how long a step may run after a signal; schedulers kill 10 s
 
 
 class GivenUpError(KeyboardInterrupt):
-    """A signal came before anything changed.
+    """A signal arrived before anything had changed.
 
     It is a KeyboardInterrupt, so that neither `except Exception` in a reward's code nor asyncio's loop catches it.
     """
@@ -52,7 +52,7 @@ class LeaveAtOnceError(KeyboardInterrupt):
 
 
 class Stop:
-    """Records SIGINT and SIGTERM, which request the end of the run, and ends it."""
+    """Records SIGINT and SIGTERM, which request the end of the run, and ends the run."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -69,19 +69,19 @@ class Stop:
         return self.requested and time.monotonic() - self._when > PATIENCE_S
 
     def agree(self, ranks: Ranks) -> None:
-        """Let all ranks end if one of them has received a signal."""
+        """Make all ranks end if any of them has received a signal."""
         received = next((number for number in ranks.gather(self._signal) if number is not None), None)
         if received is not None and self._signal is None:
             self._signal, self._when = received, time.monotonic()
 
     def listening(self) -> AbstractContextManager[None]:
-        """Record signals inside the block; a second SIGINT leaves at once."""
+        """Record signals inside the block; a second signal that is SIGINT ends the run at once, without saving."""
         return handling(self._note, signal.SIGINT, signal.SIGTERM, again=self._raise_again)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """A context for work that changes nothing: a signal raises GivenUpError inside it, and again at its end if the
-        code inside catches it."""
+        """A context for work that changes nothing. A signal raises GivenUpError inside the block, and again at the end
+        of the block if the code inside catches the error."""
         self._may_give_up = True
         try:
             if self.requested:
@@ -107,14 +107,14 @@ class Stop:
         self._signal, self._when = signal.Signals(number), time.monotonic()
         if self._may_give_up and first:
             raise GivenUpError
-        log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self._signal.name)
+        log.warning("%s: finishing the step, then saving a checkpoint (Ctrl-C now exits at once)", self._signal.name)
 
     def _raise_again(self, error: BaseException) -> None:
-        if self._may_give_up or not isinstance(error, GivenUpError):  # else the `giving_up` block has ended already
+        if self._may_give_up or not isinstance(error, GivenUpError):  # otherwise the `giving_up` block has ended
             raise error
 
 
-OPTIMIZER = "optimizer"  # the name of the file, or of several ranks' files
+OPTIMIZER = "optimizer"  # file name without suffix, or the prefix of each rank's file name
 Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
 Batch = TypeVar("Batch")
 
@@ -137,7 +137,7 @@ class Boundary:
         self._has_room: bool | None = None
 
     def mark(self, state: State) -> None:
-        """A step, or its evaluation, is finished."""
+        """Record that a step, or its evaluation, is finished."""
         self.state, self.rng = state.copy(), rng_state(self._device)
 
     @torch.no_grad()
@@ -156,8 +156,8 @@ class Boundary:
         self._copied_at = self.state.step
 
     def go_back(self) -> bool:
-        """Restore weights and moments to the last mark, and drop gradients. False if the weights have changed since and
-        there is no copy."""
+        """Restore weights and moments to the last mark, and drop gradients. Return False if the weights have changed
+        since the mark and there is no copy."""
         self._optimizer.forget()
         if self._optimizer.updates == self.state.updates:
             return True
@@ -189,8 +189,8 @@ class Saver:
         self._newest = 0  # the step of the last checkpoint
 
     def save(self, state: State) -> None:
-        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop; first wait until
-        the rollouts up to here are on disk.
+        """Wait until all rollouts so far are on disk, then save a complete checkpoint: the model, the optimizer, the
+        random generators and the state of the loop.
 
         Raises RunError, or VitalSignError for weights that are not finite.
         """
@@ -200,7 +200,7 @@ class Saver:
         self._write(state, rng_state(self._job.device))
 
     def save_finished(self) -> None:
-        """Save the run as of the last mark of `boundary`, unless that is saved; the run cannot continue afterwards.
+        """Save the run as of the last mark of `boundary`, unless that is already saved. Afterwards the run must end.
 
         Rollouts that could not be written go into the checkpoint. If the weights have changed since the mark and there
         is no copy, nothing is saved, with a warning.
@@ -210,7 +210,7 @@ class Saver:
             return
         if ranks.in_step and not ranks.ended_together:
             log.warning(
-                "the weights are in parts, and not every rank is there to save its own: the run is saved as of step %d",
+                "the weights are sharded, and not every rank can save its part: the run is saved as of step %d",
                 self._newest,
             )
             return
@@ -219,12 +219,12 @@ class Saver:
             log.info("saved checkpoint-%d, the state of the run after step %d", state.step, state.step)
         else:
             log.warning(
-                "step %d ended after changing the weights: the run is saved as of step %d",
+                "step %d was interrupted after changing the weights: the run is saved as of step %d",
                 state.step + 1, self._newest,
             )  # fmt: skip
 
     def save_after(self, error: BaseException) -> None:
-        """Like `save_finished`, after a failure; a second Ctrl-C saves nothing. Raises the errors of the save."""
+        """Like `save_finished`, after a failure. A second Ctrl-C saves nothing. Raises the errors of saving."""
         if isinstance(error, LeaveAtOnceError):
             return
         if is_out_of_memory(error):
@@ -260,9 +260,9 @@ class Saver:
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def _write_optimizer(self, folder: Path | None) -> int:
-        """Write the optimizer's state, of a sharded model each rank its part. Returns the number of tensors.
+        """Write the optimizer's state; with a sharded model, each rank writes its part. Returns the number of tensors.
 
-        `folder` is the first rank's; the others receive it.
+        Only the first rank needs `folder`; the other ranks receive it from the first.
         """
         ranks, tensors = self._job.ranks, self._optimizer.state()
         if not ranks.in_step:
@@ -285,8 +285,8 @@ class Saver:
         if saved.data != self._data.fingerprint:
             raise RunError(
                 f"{checkpoint}: the training data differs from the data that this run started with (another file, "
-                "split, template or tokenizer: restore it), or this version of posttrain reads it differently than the "
-                "one that started the run (its version is in run.json): resume with that version, or start a new run"
+                "split, template or tokenizer: restore it), or this version of posttrain reads it differently from the "
+                "version that started the run (see run.json): resume with that version, or start a new run"
             )
         tensors = load_parts(checkpoint, OPTIMIZER, self._optimizer.rows_of)
         if saved.tensors not in (None, len(tensors)):
@@ -304,23 +304,23 @@ class Saver:
         is_other = before.best_metric != metric or (
             metric is not None and before.lower_is_better(metric) != now.lower_is_better(metric)
         )
-        if was_discarded or is_other:  # best/ was of later steps, or of another metric or direction
+        if was_discarded or is_other:  # best/ came from a later step, or has a different metric or direction
             state.best, state.best_loss, state.evaluations_since_best = None, None, 0
         self._newest = state.step
         return state, saved.total
 
     def save_model(self, folder: Path, step: int) -> None:
-        """Create or replace `best/` or `final/`; of a sharded model, all ranks together."""
+        """Create or replace `best/` or `final/`. If the model is sharded, all ranks must call this together."""
         with whole(self.policy):
             self._job.run.save_model(folder, step, self._write_model)
 
     def _write_model(self, folder: Path) -> None:
-        """The model as transformers or PEFT load it, with its tokenizer and template."""
+        """Write the model in the format of transformers or PEFT, with its tokenizer and template."""
         write = self.policy.save_pretrained if isinstance(self.policy, ValueScorer) else partial(save, self.policy)
         write(folder, state_dict=whole_state(self.policy))
         self._job.tokenizer.save_pretrained(folder)
         model = next(module for module in self.policy.modules() if isinstance(module, PreTrainedModel))
-        if model.can_generate() and model.generation_config is not None:  # PEFT leaves its stop tokens out
+        if model.can_generate() and model.generation_config is not None:  # PEFT does not save it
             model.generation_config.save_pretrained(folder)
 
 
@@ -331,7 +331,7 @@ class Interruption:
         self._stop, self._saver = stop, saver
 
     def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """The packs of an update. Between packs, abandons the update if a signal came more than PATIENCE_S ago."""
+        """Yield the packs of an update. Abandon the update between packs if a signal came more than PATIENCE_S ago."""
         for pack in packs:
             if self._stop.overdue:
                 self.abandon("takes too long to finish")
@@ -339,8 +339,8 @@ class Interruption:
 
     @contextmanager
     def sampling(self, evaluating: bool = False) -> Iterator[None]:
-        """A context for sampling and scoring with the whole model, on each rank by itself: nothing has changed yet, so
-        a signal abandons the work at once."""
+        """A context in which each rank samples and scores independently with the whole model. Nothing has changed yet,
+        so a signal abandons the work at once."""
         return_free_pages()
         try:
             with whole(self._saver.policy), self._stop.giving_up():

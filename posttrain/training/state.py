@@ -1,4 +1,4 @@
-"""The loop's state in a checkpoint, and resuming from one: the settings that may change, and warnings of lost files."""
+"""The loop's state in a checkpoint, and checks before resuming: settings that may change, and missing files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class State:
     updates: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
-    evaluated: bool = False  # at this step
+    evaluated: bool = False  # whether an evaluation was made at this step
     best: float | None = None
-    best_loss: float | None = None  # of the same evaluation and validation set, if it has one
+    best_loss: float | None = None  # the loss in the evaluation of `best`, on the same validation set, if measured
     evaluations_since_best: int = 0
-    seconds: float = 0.0  # of steps and evaluations
-    save_seconds: float = 0.0  # of checkpoints
+    seconds: float = 0.0  # spent on steps and evaluations
+    save_seconds: float = 0.0  # spent on saving checkpoints
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
     window_steps: dict[str, int] = field(default_factory=dict)  # number of steps with the metric
     memory: dict[str, float] = field(default_factory=dict)  # the method's own state
@@ -76,7 +76,7 @@ class Saved:
     rng: dict[str, Any]  # the part that is not in rng.safetensors
     data: str  # the data's fingerprint
     total: int  # steps of the run
-    tensors: int | None = None  # in optimizer.safetensors; None in checkpoints of earlier versions
+    tensors: int | None = None  # number of tensors in optimizer.safetensors; None in checkpoints of earlier versions
 
     def as_json(self) -> dict[str, Any]:
         """The content of `state.json`, for `read`."""
@@ -84,7 +84,7 @@ class Saved:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Saved:
-        """Read a checkpoint's `state.json`. Raises DamagedError if it is invalid or of another step."""
+        """Read a checkpoint's `state.json`. Raises DamagedError if the file is invalid or belongs to another step."""
         try:
             facts = load_json(checkpoint / "state.json")
             saved = cls(**{**facts, "loop": State.from_json(facts["loop"])})
@@ -97,7 +97,7 @@ class Saved:
 
 
 def problems_of(checkpoint: Path) -> list[str]:
-    """Problems that prevent resuming from a checkpoint with intact files, as far as is known without loading it."""
+    """Problems that prevent resuming from a checkpoint with intact files, as far as can be told without loading it."""
     try:
         Saved.read(checkpoint)
     except DamagedError as error:
@@ -105,7 +105,7 @@ def problems_of(checkpoint: Path) -> list[str]:
     return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]
 
 
-# Training length, intervals of logging, saving and evaluation; the folder; devices, where vLLM runs, and pack size.
+# What a resumed run may change: training length; logging, saving and evaluation; the folder; devices and memory use.
 CHANGEABLE = (
     "name",
     "output_dir",
@@ -124,7 +124,7 @@ CHANGEABLE = (
 
 
 def run_folder_of(path: Path) -> Path:
-    """The run folder that `path` is, or the one that the checkpoint `path` is in."""
+    """`path` if it is a run folder, or the run folder that contains the checkpoint `path`."""
     for folder in (path, path.parent):
         if (folder / "run.json").is_file():
             return folder
@@ -132,7 +132,7 @@ def run_folder_of(path: Path) -> Path:
 
 
 def as_started(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings with the behavior_version that the run or the runs in `folder` started with, unless they set one."""
+    """The settings with the behavior_version of the runs in `folder`, unless the settings set it themselves."""
     if "behavior_version" in config.model_fields_set or not (folder / "config.yaml").is_file():
         return config
     version = load(folder / "config.yaml").stages[0].config.behavior_version
@@ -140,21 +140,21 @@ def as_started(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def as_trained(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings with the excluded rows of the run in `folder`: its stages may have been others when it started."""
+    """The settings, with the excluded rows of the run in `folder`, which may have started with different stages."""
     saved = load(folder / "config.yaml").config.data.excluded
     if saved == config.data.excluded:
         return config
-    log.warning("%s started when the stages held out other rows, and keeps to those (data.excluded)", folder)
+    log.warning("%s started with other rows held out by the stages, and still excludes those (data.excluded)", folder)
     return config.model_copy(update={"data": config.data.model_copy(update={"excluded": saved})})
 
 
 def saved_settings(folder: Path, config: RunConfig) -> RunConfig:
-    """`config` as the settings to resume the run in `folder` with: for the folder's model, name and parent folder."""
+    """`config` adapted for resuming the run in `folder`: with the model, name and parent folder of that run."""
     saved = load(folder / "config.yaml").config
     name = saved.models[0].folder_name
     own = [model for model in config.models if model.folder_name == name]
     if not own:
-        raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
+        raise RunError(f"{folder} is a run of the model {name}, which is not in the given config")
     config = as_trained(as_started(config, folder), folder)
     return config.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
 
@@ -176,14 +176,14 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     ]
     if changed:
         raise RunError(
-            f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
+            f"{checkpoint} was made with different settings ({'; '.join(changed)}). A resumed run may change step and "
             "epoch counts, logging, saving and evaluation intervals, devices, where vLLM runs, and the memory settings "
             "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
         )
 
 
 def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
-    """Raise RunError if the checkpoint is later than the requested number of steps."""
+    """Raise RunError if the checkpoint's step is beyond the requested number of steps."""
     step, limit = saved_step(checkpoint), config.training.max_steps
     if limit is not None and step > limit:
         raise RunError(
@@ -192,7 +192,10 @@ def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
 
 
 def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Warnings about missing files that a run wrote up to this checkpoint. `lines` are the existing metrics."""
+    """Yield a warning for each file that the run wrote before this checkpoint and that is now missing.
+
+    `lines`: the metrics that still exist.
+    """
     state = Saved.read(checkpoint).loop
     unlogged = max(state.window_steps.values(), default=0) + state.skipped
     if not (folder / METRICS).exists() and state.step > unlogged:
@@ -206,12 +209,12 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
     if config.rollout.save and sampled and not (folder / ROLLOUTS).exists():
         yield (
             f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
-            "rollouts`, `why` and `regrade` will show later ones only. Training does not need them"
+            "rollouts`, `why` and `regrade` will only show later ones. Training does not need them"
         )
 
 
 def memory_settings(config: RunConfig) -> str:
-    """Advice on settings that lower the memory of a run of this method, the most useful first."""
+    """Advice on settings that lower the memory use of a run with this method, the most useful first."""
     method, training = config.method, config.training
     lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
     if method.samples_completions:
@@ -231,9 +234,9 @@ def memory_settings(config: RunConfig) -> str:
 
 
 def smaller_packs(config: RunConfig, folder: Path) -> str:
-    """Advice when memory ran out: the command that resumes `folder` with half of the tokens in a pack.
+    """Advice when memory ran out: the command that resumes `folder` with half as many tokens per pack.
 
-    A pack must have room for the longest example; if it has only that, the advice is gradient checkpointing.
+    A pack must have room for the longest example. If it cannot be smaller, the advice is gradient checkpointing.
     """
     now, least = config.training.tokens_per_pack, config.longest_example
     command = ["posttrain", "train", "--resume", str(folder)]

@@ -1,4 +1,4 @@
-"""Validation errors as one line each: place, setting, problem and suggestion."""
+"""Turns each validation error into one line: place, setting, problem and suggestion."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,14 +23,14 @@ MISSING: dict[KeyPath, str] = {
 
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
-    """One line for each problem of `values`, in the order of the settings."""
+    """One line for each problem of `values`, sorted by place."""
     messages: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False):
         for path, message in _messages(problem, values):
             messages.setdefault(path, message)
-    # A union reports an error for each branch: one about an entry inside says more than one about the whole.
+    # A union reports an error for each branch. An error about an entry inside says more than one about the whole value.
     paths = [p for p in messages if not any(other != p and other[: len(p)] == p for other in messages)]
-    # An unknown name next to a missing setting probably means it.
+    # If a missing setting is suggested for an unknown name, the name probably means that setting.
     meant = {p for p in paths if any(f"did you mean {dotted(p, values)}?" in message for message in messages.values())}
     paths = [p for p in paths if not (messages[p].startswith("is missing") and p in meant)]
     places = {path: origin_of(path, origins) for path in paths}
@@ -39,14 +39,14 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
 
 
 def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
-    """One line for each problem of a group of settings on its own, such as those of `a suite` (the noun)."""
+    """One line for each problem of a separate group of settings; `noun` names it in messages, such as `a suite`."""
     return [f"{name} {message}" for name, message in problems_of_group(error, values, group, noun).items()]
 
 
 def problems_of_group(
     error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str = "this group"
 ) -> dict[str, str]:
-    """The problem of each setting of a group, by name."""
+    """The problems of a group's settings, by the name of the setting."""
     messages: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         conflict = problem.get("ctx", {}).get("error")
@@ -120,7 +120,7 @@ def value_at(values: Any, path: KeyPath) -> Any:
 
 
 def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
-    """A path as users write it: `model` for the only model of `values`."""
+    """A path as users write it; if `values` has only one model, its path begins with `model`."""
     models = values.get("models")
     if path[:2] == ("models", 0) and isinstance(models, list) and len(models) == 1:
         path = ("model", *path[2:])
@@ -152,11 +152,11 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
 
 
 def did_you_mean(value: Any, words: Iterable[str]) -> str:
-    """The nearest word, if one is near, and all words."""
+    """Suggest the nearest word, if one is near, and list all words."""
     words = list(words)
     near = get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
     meant = f"did you mean {near[0]}? " if near else ""
-    return f"{meant}it is one of {', '.join(words)}"
+    return f"{meant}it must be one of {', '.join(words)}"
 
 
 def wrong_value(value: Any, annotation: Any) -> str:

@@ -19,7 +19,8 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `path` is dotted, with `model.` for an entry of `models`; `methods` is () for all methods."""
+    """One setting. `path` is dotted and has `model.` for an entry of `models`. `methods` is empty if the setting
+    applies to every method."""
 
     path: str
     annotation: Any
@@ -35,18 +36,18 @@ class Setting:
 
     @property
     def group(self) -> bool:
-        """Whether it is a mapping of further settings, such as model.lora."""
+        """Whether the setting is a mapping of further settings, such as model.lora."""
         return bool(models_in(self.annotation))
 
     @property
     def switch(self) -> bool:
-        """Whether it may be `true` or `false`."""
+        """Whether the setting may be `true` or `false`."""
         return bool in options(self.annotation) or OnOff in marks(self.annotation)
 
 
 def all_settings() -> list[Setting]:
-    """Every setting, in the order of the schema. A method setting appears once for all methods with the same values,
-    default and description, and again for others."""
+    """Every setting, in the order of the schema. A setting of methods appears once for all methods that give it the
+    same values, default and description, and again for each variant."""
     kinds = Literal[*METHOD_NAMES]
     kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
     settings: dict[str, Setting] = {}
@@ -61,7 +62,7 @@ def all_settings() -> list[Setting]:
 
 
 def known_paths() -> dict[str, list[str]]:
-    """Last name of a setting -> the dotted paths that end in it."""
+    """Last part of a path -> the dotted paths of all settings that end in it."""
     paths_of: dict[str, list[str]] = {}
     for setting in all_settings():
         paths = paths_of.setdefault(setting.path.rsplit(".", 1)[-1], [])
@@ -95,7 +96,7 @@ def marks(annotation: Any) -> tuple[Any, ...]:
 
 
 def options(annotation: Any, value: Any = None) -> list[Any]:
-    """The branches of a union, without constraints; only one if the mapping `value` has its `type`."""
+    """The branches of a union, without constraints. If one has the `type` of the mapping `value`, only that branch."""
     if get_origin(annotation) is Annotated:
         return options(get_args(annotation)[0], value)
     if get_origin(annotation) not in (Union, UnionType):
@@ -107,13 +108,13 @@ def options(annotation: Any, value: Any = None) -> list[Any]:
 
 
 def kinds_of(annotation: Any) -> list[str]:
-    """The values of `type` that discriminate the groups of settings in `annotation`."""
+    """The values of `type` that distinguish the groups of settings in `annotation`."""
     types = (cls.model_fields["type"] for cls in models_in(annotation) if "type" in cls.model_fields)
     return [kind for info in types for kind in get_args(info.annotation)]
 
 
 def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
-    """The branches that are groups of settings."""
+    """The branches of an annotation that are groups of settings."""
     return [
         option for option in options(annotation, value) if isinstance(option, type) and issubclass(option, BaseModel)
     ]
@@ -133,7 +134,7 @@ def step(annotation: Any, key: str | int, value: Any) -> Any:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The allowed words of a setting that takes one of a few words; otherwise empty."""
+    """The allowed words of a setting that takes one of a few words; otherwise an empty list."""
     branches = options(annotation)
     words = [str(word) for option in branches if get_origin(option) is Literal for word in get_args(option)]
     others = [option for option in branches if get_origin(option) is not Literal and option not in (bool, type(None))]
@@ -143,7 +144,7 @@ def choices(annotation: Any) -> list[str]:
 
 
 def list_choices(annotation: Any) -> list[str]:
-    """The allowed words of a setting that takes a list of words; otherwise empty."""
+    """The allowed words of a setting that takes a list of words; otherwise an empty list."""
     return [
         word for option in options(annotation) if get_origin(option) is tuple for word in choices(get_args(option)[0])
     ]

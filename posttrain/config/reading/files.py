@@ -1,4 +1,4 @@
-"""Reading a settings file: plain YAML or JSON, with the line of every key kept for messages."""
+"""Reading a settings file: plain YAML or JSON. The line of every key is kept for messages."""
 
 import json
 import re
@@ -14,21 +14,21 @@ from posttrain.base.files import MOST_DEPTH, is_too_deep, remember_settings
 from posttrain.base.terminal import visible
 
 KeyPath = tuple[str | int, ...]
-MOST_BYTES = 1_000_000  # of a settings file
-# Limits of a file's nodes and characters, counting each use of an alias: YAML aliases can grow exponentially.
+MOST_BYTES = 1_000_000  # maximum size of a settings file
+# Limits on a file's nodes and characters. Each use of an alias counts, because YAML aliases can expand exponentially.
 MOST_NODES, MOST_CHARACTERS = 100_000, 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Plain values (dict, list, str, numbers, None) and the place of each key path."""
+    """Plain values (dict, list, str, bool, numbers, None), and the place of each key path, such as file and line."""
 
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
 
 def origin_of(path: KeyPath, origins: Mapping[KeyPath, str], default: str = "") -> str:
-    """The place of a setting, or else of the nearest heading above it."""
+    """The place of a setting. If it is unknown, the place of the nearest heading above the setting."""
     return next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), default)
 
 
@@ -47,7 +47,7 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-_Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1, in this class only
+_Loader.yaml_implicit_resolvers = {}  # removes the scalars of YAML 1.1, in this class only
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -63,17 +63,17 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 _SYNTAX_HINTS = {
-    "mapping values are not allowed": " (text that holds `: ` goes in quotes)",
+    "mapping values are not allowed": " (text that contains `: ` needs quotes)",
     "expected <block end>": " (is the line indented like its neighbours?)",
     "expected ',' or": " (a bracket is not closed)",
-    "cannot start any token": " (text that begins with this character goes in quotes)",
+    "cannot start any token": " (text that begins with this character needs quotes)",
 }
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
 def write_yaml(values: Any, flow: bool | None = False) -> str:
-    """Plain values as YAML, mappings in their order; `flow` True puts all on one line. If a string has control
-    characters, all non-ASCII characters are written as YAML escapes, which read back equal."""
+    """Write plain values as YAML, with mappings in their order; `flow=True` writes a single line. If a string contains
+    control characters, all non-ASCII characters are written as YAML escapes, which read back equal."""
 
     def write(allow_unicode: bool) -> str:
         return yaml.dump(
@@ -90,8 +90,8 @@ def write_yaml(values: Any, flow: bool | None = False) -> str:
 
 
 def read_settings(path: Path, name: str | None = None) -> Tree:
-    """The settings in a YAML or JSON file; `name` is what messages call the file (its path by default). Raises
-    ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a repeated key, not a mapping."""
+    """Read a YAML or JSON file of settings; messages call it `name`, by default its path. Raises ConfigError if it is
+    unreadable, too large, not UTF-8 or not a mapping, or has bad syntax (line and column), a tag or a repeated key."""
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
@@ -108,15 +108,15 @@ def read_settings(path: Path, name: str | None = None) -> Tree:
         return _read_json(text, name)
     tree = _Reader(name).read(text)
     if not isinstance(tree.values, dict):
-        raise ConfigError(f"{name} holds a {_kind(tree.values)}; a settings file is a mapping such as `method: sft`")
+        raise ConfigError(f"{name} contains a {_kind(tree.values)}; it must be a mapping such as `method: sft`")
     return tree
 
 
 def parse_value(text: str, origin: str) -> Tree:
-    """The value of an override or flag, read as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
+    """Read the value of an override or flag as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
 
-    A string without quotes is kept whole, where YAML would drop a comment, fold lines or read an anchor.
-    The value is under the key "value"; all origins inside it are `origin`.
+    A string without quotes is kept whole, even where YAML would drop a comment, fold lines or read an anchor.
+    In the returned tree, the value is under the key "value", and the place of everything inside it is `origin`.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -143,13 +143,13 @@ def _read_json(text: str, name: str) -> Tree:
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{name}: not usable JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f'{name} holds a {_kind(values)}; a settings file is a mapping such as {{"method": "sft"}}')
-    # JSON is YAML except for tabs between tokens (in a JSON string a tab is \t), so YAML finds the lines.
+        raise ConfigError(f'{name} contains a {_kind(values)}; it must be a mapping such as {{"method": "sft"}}')
+    # JSON is YAML except for tabs between tokens (in a JSON string a tab is \t), so the YAML reader finds the lines.
     return Tree(values, _Reader(name).read(text.replace("\t", " ")).origins)
 
 
 class _Reader:
-    """Turns composed YAML nodes into plain values, and records the place of each key."""
+    """Converts composed YAML nodes to plain values, and records the place of each key."""
 
     def __init__(self, name: str, lines: bool = True):
         self.name, self.lines, self.nodes, self.characters = name, lines, 0, 0
@@ -174,7 +174,7 @@ class _Reader:
         self.characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         if self.nodes > MOST_NODES or self.characters > MOST_CHARACTERS:
             raise ConfigError(
-                f"{self.name} is too large, or its YAML aliases multiply: more than {MOST_NODES:,} values "
+                f"{self.name} is too large, or its YAML aliases expand too far: more than {MOST_NODES:,} values "
                 f"or {MOST_CHARACTERS:,} characters"
             )
         if len(path) > MOST_DEPTH:
@@ -192,7 +192,7 @@ class _Reader:
             return [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
         try:
             return _scalar(node.value, node.tag.rsplit(":", 1)[-1])
-        except ValueError:  # an explicit tag on another value, such as `!!int abc`, or a number of thousands of digits
+        except ValueError:  # a tag that does not fit the value, such as `!!int abc`, or a number of thousands of digits
             raise ConfigError(f"{self._at(node)}: {node.value[:40]!r} is not a {_short(node.tag)}") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _scalar(text: str, kind: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return {list: "list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
+    return {list: "list", str: "string", type(None): "null value"}.get(type(value), type(value).__name__)
 
 
 def _short(tag: str) -> str:

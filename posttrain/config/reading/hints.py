@@ -1,4 +1,4 @@
-"""Names of other systems and their settings here, for messages and docs/migrating.md."""
+"""Names of settings in other systems, and what to write instead, for messages and docs/migrating.md."""
 
 from posttrain.config.reading.layers import ALIASES
 from posttrain.config.schema.methods import PPO_NAMES
@@ -7,22 +7,22 @@ _SOURCE = "write data.source, a hub id (owner/name/subset), a file or a folder"
 _VALIDATION = "write data.validation, e.g. {ratio: 0.05}, {rows: 500} or {source: ..., split: test}"
 _PACKED = "examples are always packed, without padding; training.tokens_per_pack is the size of a pack"
 _TEMPLATE = "write data.template: chat (the tokenizer's own), a name such as tags or r1_zero, or a .jinja file"
-_CACHED = "leave it out: tokens are cached by the content of data and settings"
+_CACHED = "leave it out: tokens are cached, and reused while data and settings are the same"
 _BATCH = "write training.batch_size: the examples (pairs, prompts) of a step, over all devices"
 _FOLLOWS = "leave it out: it follows from training.batch_size and training.tokens_per_pack"
 _METHOD = "write method.type: sft, reward, dpo, ipo, kto, orpo, cpo, simpo, ppo, grpo, rloo, distill …"
 _WEIGHTED = "write method.loss_type, a list of losses, and method.loss_weights, e.g. [sigmoid, sft] and [1.0, 0.1]"
 _REWARDS = "write rewards, e.g. [{type: math}, {type: python, function: 'my_rewards:brevity', weight: 0.1}]"
-_QUANTISED = "quantise it with posttrain quantize MODEL --to int8 or nf4, and give that folder as its path"
+_QUANTISED = "quantise it with posttrain quantize MODEL --to int8 or nf4, and give the new folder as its path"
 _RULES = (
     "each rule is an entry of rewards: match_format_exactly, match_format_approximately, check_answer, check_numbers"
 )
 _BEST = "write checkpoint.best_metric, e.g. eval_loss; best/ is kept next to final/"
 _RESUME = "train with --resume, or --resume FOLDER; the settings come from the checkpoint"
 _TRACKING = "write tracking: {report_to: [tensorboard], ...}; curves and a log are always written"
-_STAGES = "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}; each with its own training"
+_STAGES = "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}, each with its own training"
 
-# Hint -> the names that it answers. None is the name of a setting here; docs/migrating.md has the systems.
+# Hint -> the names that it explains. No such name is a setting here; docs/migrating.md lists the names by system.
 _NAMES = {
     # models
     "write model.path": "model_name_or_path model_name huggingface_id sft_model_path base_model",
@@ -32,20 +32,20 @@ _NAMES = {
     "write model.attention": "attn_implementation",
     "write model.attention: flash_attention_2": "flash_attn",
     "write model.dtype: bfloat16": "bf16 torch_dtype pure_bf16 infer_dtype",
-    "write model.dtype: bfloat16; float16 is not offered": "fp16",
-    "write model.lora: true, or {r: 16}; leave it out for all weights": "use_lora use_peft peft finetuning_type",
+    "write model.dtype: bfloat16; float16 is not supported": "fp16",
+    "write model.lora: true, or {r: 16}; leave it out to train all weights": "use_lora use_peft peft finetuning_type",
     "write model.lora.r": "lora_rank",
     "write model.lora.target_modules: auto, all-linear or a list": "lora_target",
     "write model.lora.modules_to_save, or for added tokens model.new_tokens": "lora_modules_to_save",
     "write model.load_in_4bit: true, with model.lora": "quantization_bit",
-    "write model.load_in_4bit: true, with model.lora; 8 bits are not offered for training": "load_in_8bit",
-    "write model.path: one with the settings of model.lora goes on, others are merged": "adapter_name_or_path",
+    "write model.load_in_4bit: true, with model.lora; training in 8 bits is not supported": "load_in_8bit",
+    "write model.path: an adapter matching model.lora is trained further, others are merged": "adapter_name_or_path",
     "write rollout.engine: embedded, which is fast, or vllm": "fast_inference use_vllm",
     # data
     _SOURCE: "dataset dataset_name dataset_dir data_path train_file",
     "append it to the data set's name: data.source: owner/name/subset": "dataset_config subset",
-    f"{_SOURCE}, in the stage of SFT": "sft_dataset_name",
-    f"{_SOURCE}, in the stage of GRPO": "grpo_dataset_name",
+    f"{_SOURCE}, in the SFT stage": "sft_dataset_name",
+    f"{_SOURCE}, in the GRPO stage": "grpo_dataset_name",
     "write data.split": "dataset_train_split sft_dataset_split grpo_dataset_split",
     _VALIDATION: "eval_dataset dataset_test_split val_size validation_split train_validation_split validation_file",
     "write data.columns, e.g. {chosen: better}": "prompt_column chosen_column rejected_column dataset_text_field",
@@ -56,16 +56,16 @@ _NAMES = {
     _PACKED: "packing neat_packing padding_free packing_strategy pad_to_multiple_of",
     "write data.source: a list of {source: ..., weight: ...}": "mix_strategy interleave_probs",
     "write method.completion_only_loss: false": "train_on_prompt",
-    "write method.completion_only_loss: true, which trains the last turn only": "mask_history",
+    "write method.completion_only_loss: true, which trains only on the last turn": "mask_history",
     _TEMPLATE: "chat_template_path chat_template prompt prompt_path",
     "write data.chat_template_kwargs: {enable_thinking: false}": "enable_thinking",
     "write data.system_prompt": "system_prompt_template",
     _CACHED: "preprocessing_num_workers dataset_num_proc overwrite_cache",
-    "not offered: rows are read once and cached; data.max_rows limits them": "streaming",
-    "not offered: rows whose answer a reward cannot read are counted as bad_gold": "filter_numeric_only",
+    "not supported: rows are read once and cached; data.max_rows limits them": "streaming",
+    "not supported: rows whose answer a reward cannot read are counted as bad_gold": "filter_numeric_only",
     # the optimisation
     _BATCH: "per_device_train_batch_size train_batch_size rollout_batch_size",
-    "leave it out: training.tokens_per_pack sets the memory of evaluation too": "per_device_eval_batch_size",
+    "leave it out: training.tokens_per_pack also limits the memory of evaluation": "per_device_eval_batch_size",
     _FOLLOWS: "gradient_accumulation_steps grad_accum grad_accum_steps",
     "write training.learning_rate": "lr",
     "write training.num_train_epochs": "epochs num_epochs",
@@ -75,8 +75,8 @@ _NAMES = {
     "write training.gradient_checkpointing": "use_gradient_checkpointing",
     "write training.gradient_checkpointing: true, or training.optimizer: adamw_cpu_offload": "activation_offloading",
     "write seed": "random_state",
-    "leave it out: SFT trains with the model's dropout, other methods without": "disable_dropout",
-    "not offered": "neftune_noise_alpha",
+    "leave it out: SFT trains with the model's dropout, other methods without dropout": "disable_dropout",
+    "not supported": "neftune_noise_alpha",
     # methods
     _METHOD: "post_training stage",
     "write method.beta": "dpo_beta pref_beta",
@@ -85,7 +85,7 @@ _NAMES = {
     "write method.label_smoothing": "dpo_label_smoothing",
     "write method.teacher, with method.type: distill": "teacher_model_name_or_path",
     "write method.on_policy_fraction": "lmbda",
-    "not offered: write the teacher's completions with `posttrain generate`, and train on them with SFT": "seq_kd",
+    "not supported: write the teacher's completions with `posttrain generate`, and train on them with SFT": "seq_kd",
     "write method.desirable_weight": "kto_chosen_weight",
     "write method.undesirable_weight": "kto_rejected_weight",
     "write method.num_minibatches": "num_mini_batches",
@@ -96,14 +96,14 @@ _NAMES = {
     "write method.scale_rewards: group, batch or none": "use_std_normalization",
     "leave it out: it is fixed": "advantage_eps",
     "write method.importance_sampling_cap": "vllm_importance_sampling_cap",
-    "not offered: a reference is fixed; start another stage with init_from": "sync_ref_model",
+    "not supported: a reference is fixed; start another stage with init_from": "sync_ref_model",
     # rewards
     _REWARDS: "reward_funcs reward reward_weights reward_fn",
     "write rewards: [{type: model, path: FOLDER}], or {type: model, from: STAGE}": "reward_model_path reward_model",
     _QUANTISED: "rm_quant_type ref_quant_type",
     _RULES: "use_format_exact use_format_approximate use_answer_check use_number_check",
     "write rewards: [{type: overlong, cache: 64}, ...]": "eos_penalty missing_eos_penalty",
-    "leave it out: every completion is stored; see posttrain rollouts RUN": "print_every_steps",
+    "leave it out: every completion is stored; posttrain rollouts RUN shows them": "print_every_steps",
     # completions
     "write rollout: temperature, top_p, top_k, ...": "vllm_sampling sampling_params",
     "write rollout.max_completion_length": "max_new_tokens response_length sampling_max_tokens max_tokens",
@@ -123,7 +123,7 @@ _NAMES = {
     "write checkpoint.save_steps": "save_strategy",
     "leave it out: final/ is always kept": "save_model",
     _BEST: "load_best_model_at_end metric_for_best_model",
-    "write checkpoint.best_direction: higher or lower; it is known for metrics of posttrain": "greater_is_better",
+    "write checkpoint.best_direction: higher or lower; known for posttrain's own metrics": "greater_is_better",
     "write checkpoint, e.g. {best_metric: eval_loss, early_stopping_patience: 3}; --resume resumes": "finetuning",
     "write checkpoint.early_stopping_patience": "early_stopping",
     _RESUME: "resume_from_checkpoint resume_from",
@@ -142,7 +142,7 @@ _NAMES = {
     "leave it out: a rank without a heartbeat for 30 s ends the run": "ddp_timeout",
     "leave it out: gradients are summed after the backward pass": "ddp_find_unused_parameters",
     # the shape of a run
-    "give the file alone: posttrain train FILE": "config",
+    "give the file without a flag: posttrain train FILE": "config",
     _STAGES: "sft_training grpo_training",
     "write --skip sft, on the command line": "skip_sft",
     "write --skip grpo, on the command line": "skip_grpo",
@@ -154,7 +154,7 @@ HINTS = {name: text for text, names in _NAMES.items() for name in names.split()}
 
 
 def hint(name: str) -> str | None:
-    """The hint for an unknown name, if another system has it; else None."""
+    """The hint for an unknown name that another system has; otherwise None."""
     if name in HINTS:
         return HINTS[name]
     for section, aliases in ALIASES.items():

@@ -1,4 +1,4 @@
-"""`${a.b}` in a setting: the value of another setting, given or by default."""
+"""Resolves `${a.b}` in a setting to the value of another setting, given or default."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,17 +11,17 @@ from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.layers import merge
 from posttrain.config.schema.run import RunConfig
 
-# Limit of the total length of all ${...}: references that double at every step would fill any memory.
+# Limit on the total length of all ${...}: references that double at every step would exhaust memory.
 MOST_CHARACTERS = 1_000_000
 _REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
 
 
 def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
-    r"""The values with every `${a.b}` replaced by the setting it names; `\${` is a literal `${`.
+    r"""Replace every `${a.b}` in the values by the setting that it names; `\${` is a literal `${`.
 
     A string that is exactly one `${a.b}` becomes that value, of any type. Raises ConfigError for unknown settings, for
-    settings that refer to one another in a cycle, and above MOST_CHARACTERS.
+    settings that refer to one another in a cycle, and for replacements longer than MOST_CHARACTERS in total.
     """
     if not any("${" in leaf for leaf in _leaves(values) if isinstance(leaf, str)):
         return values
@@ -29,7 +29,7 @@ def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[
 
 
 class _Interpolation:
-    """Resolves each string once, however often it is referred to."""
+    """Resolves each string only once, even if several settings refer to it."""
 
     def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
         models = values.get("models")
@@ -37,7 +37,7 @@ class _Interpolation:
         self.tree = merge(_defaults(RunConfig), values) | model
         self.origins = origins
         self.done: dict[KeyPath, Any] = {}
-        self.open: list[KeyPath] = []  # the strings being resolved, each for the previous one
+        self.open: list[KeyPath] = []  # the strings being resolved, each needed by the previous one
         self.left = MOST_CHARACTERS
 
     def resolved(self, path: KeyPath, node: Any) -> Any:
@@ -77,7 +77,7 @@ class _Interpolation:
                 continue
             reference = _REFERENCE.match(text, opening.start())
             if reference is None:
-                raise self.wrong(path, text, "a ${ needs the name of one setting and a }")
+                raise self.wrong(path, text, "the name of a setting and a } must follow ${")
             parts.append(str(self.spend(path, text, self.named(path, text, reference["name"]))))
             at = reference.end()
         return "".join([*parts, text[at:]])
@@ -99,11 +99,11 @@ class _Interpolation:
         return self.resolved(at, node)
 
     def spend(self, path: KeyPath, text: str, value: Any) -> Any:
-        """The value, counted. Raises ConfigError when the total is above the limit."""
+        """Count the value against the limit and return it. Raises ConfigError if the limit is exceeded."""
         for leaf in _leaves(value):
             self.left -= 1 + (len(leaf) if isinstance(leaf, str) else 0)
             if self.left < 0:
-                raise self.wrong(path, text[:60], f"the ${{...}} come to more than {MOST_CHARACTERS:,} characters")
+                raise self.wrong(path, text[:60], f"the ${{...}} expand to more than {MOST_CHARACTERS:,} characters")
         return value
 
     def wrong(self, path: KeyPath, text: str, reason: str) -> ConfigError:
@@ -111,7 +111,7 @@ class _Interpolation:
 
 
 def escaped(node: Any) -> Any:
-    """Strings with `${` escaped, so that they read back equal."""
+    """Escape `${` in all strings, so that they read back equal."""
     if isinstance(node, str):
         return _OPENING.sub(lambda found: found["slashes"] * 2 + r"\${", node)
     if isinstance(node, dict):
@@ -128,7 +128,7 @@ def _leaves(node: Any) -> Iterator[Any]:
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections; in a section with a required setting, those of its other settings."""
+    """The defaults of all sections. For a section with required settings, the defaults of its other settings."""
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         default = info.get_default()

@@ -1,4 +1,4 @@
-"""Layers of settings (preset, file, overrides, flags): expanded short forms, merged in order."""
+"""Layers of settings (preset, file, overrides, flags): short forms are expanded, and layers merged in order."""
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
@@ -31,25 +31,25 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)
 SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
-# A choice among alternatives: another one in an upper layer replaces the lower layer's choice.
+# Settings of which only one may be set: if an upper layer sets another one, it replaces the lower layer's choice.
 CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
 
 
 @dataclass(slots=True)
 class Layers:
-    """Merged settings: plain values with `models` always a list, the origin of each, and notes."""
+    """Merged settings as plain values (`models` is always a list), the origin of each setting, and notes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> "Layers":
-        """A copy with the same layers, for further ones."""
+        """A copy of the values and origins, without the notes, to merge further layers into."""
         return Layers(deepcopy(self.values), dict(self.origins), [])
 
     def lay(self, layer: Tree, every_model: bool = False) -> None:
-        """Merge a tree over the present values. `model` merges with the only model. With several models, `model`
-        changes each of them if `every_model` (overrides), else replaces them (files)."""
+        """Merge a tree over the present values. If there is one model, `model` is merged into it. If there are several,
+        `model` is merged into each with `every_model` (overrides); otherwise it replaces them (files)."""
         layer = spell_out_layer(layer, self.notes)
         values = dict(layer.values)
         model = values.pop("model", None)
@@ -64,7 +64,7 @@ class Layers:
         self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
 
     def _name_as_ppo(self) -> None:
-        """Rename settings to PPO's names, which a layer without the method cannot know."""
+        """Rename settings to PPO's names: a layer that does not name the method may use the general names."""
         method = self.values.get("method")
         if not isinstance(method, dict) or method.get("type") != "ppo":
             return
@@ -82,18 +82,18 @@ class Layers:
                 f"{where}: there are {len(models)} models; say which: models.0.path=..., or "
                 f"replace the list: models=[...]"
             )
-        # Short forms inside the list are expanded already: every layer passes through spell_out_layer.
+        # Short forms inside the list are already expanded, because every layer passes through spell_out_layer.
         self.values["models"] = [merge(old, model) if isinstance(old, dict) else model for old in models]
         return len(models)
 
     def put(self, path: list[str], value: Any, where: str) -> None:
-        """Set an entry of a list, or inside one: `models.0.path`, `method.loss_weights.1`."""
+        """Set an entry of a list, or a value inside an entry: `method.loss_weights.1`, `models.0.path`."""
         node: Any = self.values
         for depth, key in enumerate(path):
             last = depth == len(path) - 1
             if isinstance(node, list):
                 if not _is_index(key) or int(key) >= len(node):
-                    raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, no {key}")
+                    raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, not {key}")
                 index: Any = int(key)
             else:
                 index = key
@@ -113,12 +113,12 @@ class Layers:
 
 
 def _is_index(key: str) -> bool:
-    """Whether a key is a number that a list may have: Python refuses to read thousands of digits."""
+    """Whether a key can be the index of a list. At most 9 digits, because Python refuses to parse thousands."""
     return key.isdecimal() and len(key) < 10
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:
-    """Whether there is a value at a path, which an upper layer may have replaced."""
+    """Whether a path still has a value, which an upper layer may have replaced."""
     try:
         for key in path:
             values = values[key]
@@ -128,9 +128,9 @@ def _is_there(values: Any, path: KeyPath) -> bool:
 
 
 def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
-    """Merge two mappings: nested mappings are merged, other values (lists too) replaced by the upper layer's."""
+    """Merge two mappings: nested mappings are merged; the upper layer replaces other values, including lists."""
     if path == ("method",) and upper.get("type", lower.get("type")) != lower.get("type") and "type" in lower:
-        return dict(upper)  # another method does not have the settings of the old one
+        return dict(upper)  # the settings of the old method do not apply to another method
     choice = CHOICES.get(path, ())
     if any(upper.get(name) is not None and lower.get(name) is None for name in choice):
         lower = {}
@@ -144,7 +144,7 @@ def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> d
 
 
 def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
-    """The layer with short forms expanded: a string for a model or method, aliases, `ipo`, empty sections."""
+    """Expand the short forms of a layer: a string for a model or method, aliases, `ipo`, empty sections."""
     values, origins = dict(layer.values), dict(layer.origins)
     if "model" in values and "models" in values:
         raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")
@@ -185,7 +185,7 @@ def _rename(
     notes: list[str],
     own: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The values under the names here; names in `own` are aliases elsewhere, but settings of this section."""
+    """Rename aliases to posttrain's names. Names in `own` are aliases elsewhere, but are settings of this section."""
     aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
     result = {key: value for key, value in values.items() if key not in aliases}
     for alias, target in aliases.items():
@@ -197,12 +197,12 @@ def _rename(
         for key in target[:-1]:
             if not isinstance(node.get(key), dict | None):
                 raise ConfigError(
-                    f"{where}: {alias} means {dotted}, but {key} is given too and is not a mapping; keep one"
+                    f"{where}: {alias} means {dotted}, but {key} is also given and is not a mapping; keep one"
                 )
             node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
             node = node[key]
         if target[-1] in node:
-            raise ConfigError(f"{where}: {alias} is another name of {dotted}, which is given too; keep one")
+            raise ConfigError(f"{where}: {alias} is another name for {dotted}, which is also given; keep one")
         node[target[-1]] = values[alias]
         origins[*path, *target] = where
         notes.append(f"{where}: {alias} is read as {dotted}")

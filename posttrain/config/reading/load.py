@@ -1,6 +1,6 @@
-"""From a file or preset, overrides and flags to a RunConfig.
+"""Loads a RunConfig from a file or preset, overrides and flags.
 
-Precedence: flag, override, file, extended files, default; within a file, a stage over the common settings.
+Precedence: flag, override, file, extended files, default. Within a file, a stage overrides the common settings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -30,13 +30,13 @@ from posttrain.config.reading.stages import (
 from posttrain.config.schema.run import RunConfig
 
 PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
-MOST_FILES = 100  # extended files: files that extend two others each double at every step
+MOST_FILES = 100  # limit on extended files: if each file extends two others, their number doubles at every step
 Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The loaded settings: stages in the order they run (without stages, one without a name), and notes."""
+    """The loaded settings: the stages in the order in which they run (or one unnamed stage), and notes."""
 
     stages: tuple[Stage, ...]
     notes: list[str]
@@ -47,7 +47,7 @@ class Loaded:
         first, *others = self.stages
         if others:
             names = ", ".join(stage.name for stage in self.stages)
-            raise ConfigError(f"the settings have stages ({names}), and one set of settings is needed here")
+            raise ConfigError(f"the settings have several stages ({names}), but a single run is needed here")
         return first.config
 
 
@@ -71,15 +71,15 @@ def load(
 
     `source` is a YAML or JSON file, the name of a preset, or the settings as a mapping; `overrides` are strings
     `a.b=c`; `flags` maps dotted paths to values (strings are parsed like those of overrides). Overrides and flags apply
-    to every stage, those of the form `stages.NAME.a.b=c` to one; flags have priority over overrides of either form.
-    Raises ConfigError with all problems.
+    to every stage, or to a single one in the form `stages.NAME.a.b=c`; flags take precedence over both forms of
+    override. Raises ConfigError, which lists all problems.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
         trees = [Tree(_plain(source))] if isinstance(source, Mapping) else _chain(find(source))
         for count, tree in enumerate(trees):
             if count == MOST_FILES:
-                raise ConfigError(f"{source} extends more than {MOST_FILES} files, counted as often as they are named")
+                raise ConfigError(f"{source} extends more than {MOST_FILES} files, counting repeated ones")
             rest, own = split(tree)
             common.lay(rest)
             for name, layer in own.items():
@@ -105,8 +105,8 @@ def load(
 
 
 def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[str, Sequence[Tree]]) -> bool:
-    """Whether these are the saved settings of a run, or of one of several models or stages, without a version. A user's
-    own `config.yaml` may lie above runs, too: saved settings are complete."""
+    """Whether these are saved settings from before `behavior_version` was recorded: of a run, or of a run with several
+    models or stages. A user's own `config.yaml` may lie above runs too, but only saved settings are complete."""
     if path.name != "config.yaml" or "behavior_version" in values:
         return False
     own = {key for trees in stages.values() for tree in trees for key in tree.values}
@@ -116,7 +116,7 @@ def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A program's value as a file has it: mappings, lists, numbers and text. Raises ConfigError below MOST_DEPTH."""
+    """Convert a Python value to what a file can contain. Raises ConfigError if it is nested deeper than MOST_DEPTH."""
     if depth > MOST_DEPTH:
         raise ConfigError("the settings contain themselves, or are nested too deeply")
     if isinstance(value, Mapping):
@@ -129,12 +129,12 @@ def _plain(value: Any, depth: int = 0) -> Any:
 def _lay_assignments(
     layers: Layers, assignments: list[Assignment], from_flags: list[Assignment], own: Sequence[Tree] = ()
 ) -> list[str]:
-    """Merge overrides and flags over the layers, with a note for each flag that replaces an explicit value. Explicit
-    values are those of overrides and of `own`, a stage's own settings; the rest of a file are defaults."""
+    """Merge overrides and flags over the layers. Returns a note for each flag that replaces an explicit value, which is
+    one from an override or from `own`, a stage's own settings. All other settings of a file count as defaults."""
     before = layers.copy()
     override(before, assignments)
-    override(layers, [*assignments, *from_flags])  # in one: `method.beta=1` and `--method dpo` belong together
-    override(layers, from_flags)  # entries of lists by number were merged last, and flags have priority over them too
+    override(layers, [*assignments, *from_flags])  # in one call: `method.beta=1` and `--method dpo` belong together
+    override(layers, from_flags)  # again: list entries by number were merged last, and flags take precedence over them
     flags = {where for _, _, where in from_flags}
     explicit = {where for _, _, where in assignments} | {where for tree in own for where in tree.origins.values()}
     notes: list[str] = []
@@ -148,7 +148,7 @@ def _lay_assignments(
 def _load_stages(
     common: Layers, trees: dict[str, list[Tree]], assignments: list[Assignment], from_flags: list[Assignment]
 ) -> Loaded:
-    """Each stage's settings over the common ones, and those of the command line over both."""
+    """Merge each stage's settings over the common ones, and the command line's over both."""
     for_all, for_one = _by_stage(assignments, trees)
     flags_for_all, flags_for_one = _by_stage(from_flags, trees)
     sources: dict[str, str | None] = {}
@@ -185,14 +185,14 @@ def _load_stages(
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
-    """Each line with the stages that it is about; without them if it is about all."""
+    """Prefix each line with the stages that it is about, unless it is about all stages."""
     return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
 
 
 def _by_stage(
     assignments: list[Assignment], stages: Mapping[str, object]
 ) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
-    """The settings for all stages; and for each stage, its `init_from` as a tree and the rest."""
+    """Split assignments into those for all stages and those for each stage (`init_from` as a tree, and the rest)."""
     for_all: list[Assignment] = []
     for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
     for path, value, where in assignments:
@@ -228,7 +228,7 @@ def _refusal(lines: list[str]) -> ConfigError:
 
 
 def dump(config: RunConfig | Sequence[Stage]) -> str:
-    """The whole configuration as YAML, which `load` reads back equal; settings of all stages are written once."""
+    """The configuration as YAML, which `load` reads back equal. Settings shared by all stages are written once."""
     if isinstance(config, RunConfig):
         return write_yaml(escaped(config.model_dump(mode="json")))
     if len(config) == 1 and not config[0].name:
@@ -245,7 +245,7 @@ def dump(config: RunConfig | Sequence[Stage]) -> str:
 
 
 def find(source: Path | str) -> Path:
-    """The file of `source`: a path, or a preset. Raises ConfigError with the nearest names."""
+    """Find the file that `source` names: a path, or a preset. Raises ConfigError, which suggests the nearest names."""
     path = path_of(str(source))
     if path.is_file():
         return path
@@ -263,16 +263,16 @@ def find(source: Path | str) -> Path:
 
 
 def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
-    """The file's settings, after those of every file it extends: the lowest layer first."""
+    """Yield the settings of every file that this file extends, then its own: the lowest layer first."""
     if path.resolve() in seen:
-        raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": a cycle")
+        raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": this is a cycle")
     preset = preset_path(path.stem) == path
     tree = read_settings(path, f"preset {path.stem}" if preset else str(path))
     base = tree.values.pop("extends", None)
     where = tree.origins.get(("extends",), str(path))
     for name in base if isinstance(base, list) else [base] if base is not None else []:
         if not isinstance(name, str):
-            raise ConfigError(f"{where}: extends takes a file or preset, or a list of them")
+            raise ConfigError(f"{where}: extends must be a file or preset, or a list of them")
         try:
             beside = path.parent / path_of(name)
             extended = beside if beside.is_file() else find(name) if preset_path(name) else find(beside)
@@ -285,7 +285,7 @@ def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
 def _assignment(text: str) -> Assignment:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
-        hint = " (one configuration file is taken)" if text.endswith((".yaml", ".yml", ".json")) else ""
+        hint = " (only one configuration file can be given)" if text.endswith((".yaml", ".yml", ".json")) else ""
         raise ConfigError(f"{text!r} is not an override such as training.max_steps=200{hint}")
     return path.strip().removeprefix("--"), value.strip(), f"override {text}"
 

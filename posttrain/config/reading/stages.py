@@ -1,4 +1,4 @@
-"""`stages:` in a settings file: several runs in one, each with its own settings over the common ones."""
+"""`stages:` in a settings file: several runs in one file, each with its own settings over the common ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
 from posttrain.config.schema.data import HeldOutRows
 from posttrain.config.schema.run import RunConfig
 
-# Other entries of the folder of the stages' folders: names that a stage cannot have.
+# Names that a stage cannot have, because the folder that contains the stages' folders uses them for other things.
 RESERVED = ("best", "final", "base", "comparison")
 WHOLE_RUN = ("name", "output_dir", "behavior_version", "extends", "stages")
 
@@ -19,7 +19,7 @@ WHOLE_RUN = ("name", "output_dir", "behavior_version", "extends", "stages")
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of a run; a run without stages is one stage with an empty name. `init_from` is the stage whose final
-    models this one trains; `config.models` are then still the models of the first stage of that chain."""
+    models this stage trains; `config.models` still holds the models of the first stage in the chain of `init_from`."""
 
     name: str
     init_from: str | None
@@ -38,14 +38,14 @@ def check_skip(skip: Collection[str], stages: Sequence[Stage]) -> None:
 
 
 def split(tree: Tree) -> tuple[Tree, dict[str, Tree]]:
-    """A file's settings without its `stages`, and those of each stage."""
+    """Split a file's settings into the common ones and those of each stage."""
     if "stages" not in tree.values:
         return tree, {}
     stages = tree.values["stages"]
     where = tree.origins.get(("stages",), "settings")
     if not isinstance(stages, dict) or not stages:
         raise ConfigError(
-            f"{where}: stages is a mapping of names to settings, such as {{sft: {{method: sft}}, "
+            f"{where}: stages must be a mapping of names to settings, such as {{sft: {{method: sft}}, "
             "dpo: {method: dpo, init_from: sft}}"
         )
     common = {key: value for key, value in tree.values.items() if key != "stages"}
@@ -58,8 +58,8 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
     where = origins.get(("stages", name), "settings")
     if not is_name(name, WORD) or name in RESERVED or name.startswith("checkpoint-"):
         raise ConfigError(
-            f"{where}: a stage cannot be called {name!r}: its name is a folder's, of at most {NAME_BYTES} letters, "
-            f"digits, `_`, `-` and `.`, and none of {', '.join(RESERVED)} and checkpoint-…"
+            f"{where}: a stage cannot be called {name!r}: the name of its folder has at most {NAME_BYTES} letters, "
+            f"digits, `_`, `-` and `.`, and is not {', '.join(RESERVED)} or checkpoint-…"
         )
     if not isinstance(values, dict | None):
         raise ConfigError(f"{where}: the stage {name} must be a mapping of settings such as {{method: sft}}")
@@ -71,7 +71,7 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
 
 
 def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
-    """A stage's trees without `init_from`, its last value, and the place of that."""
+    """A stage's trees without `init_from`, the last value of `init_from`, and where it was set."""
     rest, init_from, where = [], None, trees[0].origins.get((), "settings")
     for tree in trees:
         if "init_from" in tree.values:
@@ -81,18 +81,18 @@ def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
             Tree(values, {path: at for path, at in tree.origins.items() if path[:1] not in ((), ("init_from",))})
         )
     if not isinstance(init_from, str | None):
-        raise ConfigError(f"{where}: init_from is the name of one stage")
+        raise ConfigError(f"{where}: init_from must be the name of one stage")
     return rest, init_from, where
 
 
 def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
-    """The stages in the order of the file, each after the one it starts from. Raises ConfigError for an `init_from`
-    that names no stage, and for stages that start from one another in a cycle."""
+    """The stages in the order of the file, but each after the stage that it starts from. Raises ConfigError for an
+    `init_from` that names no stage, and for stages that start from one another in a cycle."""
     for name, source in init_from.items():
         if source is not None and source not in init_from:
             raise ConfigError(
-                f"{where[name]}: stage {name}: init_from names no stage: {source}; {did_you_mean(source, init_from)} "
-                "(another model is given by model.path)"
+                f"{where[name]}: stage {name}: init_from: there is no stage {source}; "
+                f"{did_you_mean(source, init_from)} (to start from another model, set model.path)"
             )
     done: list[str] = []
     for name in init_from:
@@ -109,17 +109,17 @@ def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> l
 
 
 def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
-    """The settings of a stage whose models are the final ones of another. Raises ConfigError when the stage names other
-    models: they would not be trained."""
+    """The settings of a stage that trains the final models of another stage. Raises ConfigError if the stage names
+    different models, which would not be trained, or starts from a reward model without being one."""
     if source.method.head == "reward" and stage.method.head != "reward":
         raise ConfigError(
-            f"{where}: stage {name} starts from a reward model, which writes no completions: {stage.method.type} "
-            "needs a language model (to use it as a reward, set rewards: [{type: model, from: STAGE}])"
+            f"{where}: stage {name} starts from a reward model, which generates no completions: {stage.method.type} "
+            "needs a language model (to use a model as a reward, set rewards: [{type: model, from: STAGE}])"
         )
     own, theirs = [m.folder_name for m in stage.models], [m.folder_name for m in source.models]
     if own != theirs:
         raise ConfigError(
-            f"{where}: stage {name} starts from the final model of another stage and also has a model of its own "
+            f"{where}: stage {name} starts from the final model of another stage, but names a different model "
             f"({', '.join(own)} instead of {', '.join(theirs)}); leave out init_from or the model's path and name"
         )
     models = [
@@ -130,13 +130,13 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
 
 
 def held_out_together(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages, each with `data.excluded`: none trains on the rows that another holds out."""
+    """The stages with `data.excluded` filled in, so that no stage trains on rows that another stage holds out."""
     held = [_held_out(stage.config) for stage in stages]
     return tuple(replace(stage, config=_without(stage.config, held)) for stage in stages)
 
 
 def _held_out(config: RunConfig) -> HeldOutRows | None:
-    """The rows of the training data that validate the stage."""
+    """The rows of its training data that a stage holds out for validation; None if there are none."""
     data, validation = config.data, config.data.validation
     if validation is None or not data.holds_out:
         return None
@@ -145,7 +145,7 @@ def _held_out(config: RunConfig) -> HeldOutRows | None:
 
 
 def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig:
-    """A stage's settings with the rows that others hold out. Runs of version 1 trained on them."""
+    """A stage's settings, excluding the rows that others hold out. Runs of version 1 trained on these rows."""
     if config.behavior_version < 2:
         return config
     excluded = list(config.data.excluded)
@@ -158,12 +158,12 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
 
 
 def refuse_other_models(stages: Sequence[Stage]) -> None:
-    """Raise ConfigError unless every stage has as many models as the first; with several, the same ones."""
+    """Raise ConfigError unless each stage has as many models as the first, and the same ones if there are several."""
     first = [model.folder_name for model in stages[0].config.models]
     for stage in stages[1:]:
         own = [model.folder_name for model in stage.config.models]
         if len(own) != len(first) or (len(own) > 1 and own != first):
             raise ConfigError(
-                f"stage {stage.name} has the models {', '.join(own)} and stage {stages[0].name} {', '.join(first)}: "
+                f"stage {stage.name} has the models {', '.join(own)}, but stage {stages[0].name} {', '.join(first)}: "
                 "list all models above the stages; a stage changes their settings, e.g. with model: {lora: true}"
             )

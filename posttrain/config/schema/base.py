@@ -1,4 +1,4 @@
-"""Base classes of settings: frozen, without unknown keys, with checks that name the field."""
+"""Base classes of settings: they are frozen, refuse unknown keys, and have checks that name the field."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from posttrain.base.terminal import CONTROLS
 
 
 class SettingsConflict(ValueError):
-    """Settings that conflict, though each is valid: every problem has the path of the field to change."""
+    """Raised for settings that conflict although each is valid. Every problem has the path of the field to change."""
 
     def __init__(self, problems: list[tuple[str, str]]):
         self.problems = problems
@@ -60,7 +60,7 @@ def _not_bool(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_not_bool)]
 Float = Annotated[float, BeforeValidator(_not_bool)]
 
-# The parts of an example: one sequence, a pair of completions, one completion with a label, or a prompt alone.
+# The parts of an example: one sequence, a pair of completions, one completion with a label, or only a prompt.
 KindName = Literal["sft", "pair", "unpaired", "prompt"]
 
 
@@ -68,37 +68,37 @@ MODELS = frozenset({"ref_model", "teacher"})  # settings that name a model to co
 
 
 class MethodSettings(Settings):
-    """Settings of a method, and its facts: class variables and properties that shared code reads. Its computation is in
-    its recipe (posttrain/recipes/)."""
+    """Settings of a method, and facts about it: class variables and properties that shared code reads. The method's
+    computation is in its recipe (posttrain/recipes/)."""
 
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
-        description="Weight of the load-balancing loss of a mixture of experts; null: the model's own; 0: none.",
+        description="Weight of the load-balancing loss of a mixture of experts; null: the model's value; 0: none.",
     )
 
-    # Its data.
+    # The data of the method.
     kind: ClassVar[KindName] = "pair"
     learns_ties: ClassVar[bool] = False  # whether a pair may be a tie
-    samples_completions: ClassVar[bool] = False  # whether it trains on completions that it samples at every step
-    needs_rewards: ClassVar[bool] = False  # whether it learns from rewards of completions
-    example: ClassVar[tuple[str, str]]  # the model and the data of its starter file
+    samples_completions: ClassVar[bool] = False  # whether every step samples the completions to train on
+    needs_rewards: ClassVar[bool] = False  # whether the method learns from rewards of completions
+    example: ClassVar[tuple[str, str]]  # the model and the data of the method's starter file
 
-    # Its model.
+    # The model.
     head: ClassVar[Literal["lm", "reward"]] = "lm"  # the head on the last hidden states
-    trains_values: ClassVar[bool] = False  # whether a value head is trained beside the policy
-    dropout: ClassVar[bool] = False  # whether training uses the model's dropout; compared policies are scored without
-    warmup_from_zero: ClassVar[bool] = True  # whether warm-up starts at a rate of 0, as in transformers
-    # The defaults of full fine-tuning and of LoRA, which needs about ten times the rate to learn a likelihood.
+    trains_values: ClassVar[bool] = False  # whether a value head is trained alongside the policy
+    dropout: ClassVar[bool] = False  # whether training uses the model's dropout; False if policies are compared
+    warmup_from_zero: ClassVar[bool] = True  # whether warm-up starts at a learning rate of 0, as in transformers
+    # Defaults for full fine-tuning and for LoRA, which needs about ten times the rate to learn a likelihood.
     learning_rates: ClassVar[tuple[float, float]]
 
-    # Its metrics and checks.
-    measured: ClassVar[tuple[str, ...]] = ()  # what an evaluation of its loss measures besides the loss
-    starts_as_reference: ClassVar[bool] = False  # whether its reference is the policy before training, if not another
-    has_ratio: ClassVar[bool] = False  # whether its loss reads the ratio of the policy to the one that sampled
+    # Metrics and checks.
+    measured: ClassVar[tuple[str, ...]] = ()  # metrics of an evaluation of the loss, besides the loss
+    starts_as_reference: ClassVar[bool] = False  # whether the reference is, by default, the policy before training
+    has_ratio: ClassVar[bool] = False  # whether the loss reads the ratio of the policy to the sampling policy
 
-    # Its losses.
+    # The losses.
     loss_setting: ClassVar[str | None] = None  # the setting that chooses among several losses
-    own_names: ClassVar[Mapping[str, str]] = {}  # its names for settings that are named otherwise in other methods
+    own_names: ClassVar[Mapping[str, str]] = {}  # a setting's name in other methods -> its name in this method
 
     @classmethod
     def name(cls) -> str:
@@ -107,7 +107,7 @@ class MethodSettings(Settings):
 
     @property
     def loss_name(self) -> str:
-        """The name of its loss, for the loss lab."""
+        """The name of the method's loss, for the loss lab."""
         return self.name() if self.loss_setting is None else getattr(self, self.loss_setting)
 
     @classmethod
@@ -118,22 +118,22 @@ class MethodSettings(Settings):
         return [(loss, {cls.loss_setting: loss}) for loss in get_args(cls.model_fields[cls.loss_setting].annotation)]
 
     def reads(self, setting: str) -> bool:
-        """Whether its loss depends on a setting."""
+        """Whether the method's loss depends on a setting."""
         return hasattr(self, setting)
 
     @property
     def clips(self) -> bool:
-        """Whether its loss clips ratios."""
+        """Whether the method's loss clips ratios."""
         return self.has_ratio
 
     @property
     def compares_groups(self) -> bool:
-        """Whether it compares the rewards of a prompt's completions with one another."""
+        """Whether the method compares the rewards of a prompt's completions with one another."""
         return False
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of a step."""
+        """Number of optimizer updates in a step."""
         return 1
 
     @property
@@ -143,12 +143,12 @@ class MethodSettings(Settings):
 
     @property
     def regrades_exactly(self) -> bool:
-        """Whether advantages can be computed exactly from rollouts without `penalties`, as earlier versions stored."""
+        """Whether advantages can be computed exactly from the rollouts of earlier versions, which lack `penalties`."""
         return True
 
     @property
     def has_reference(self) -> bool:
-        """Whether it compares the policy with a reference or a teacher."""
+        """Whether the method compares the policy with a reference or a teacher."""
         return bool(MODELS & type(self).model_fields.keys()) and not getattr(self, "reference_free", False)
 
     @property
@@ -158,7 +158,7 @@ class MethodSettings(Settings):
 
     @property
     def avoids_second_model(self) -> bool:
-        """Whether the reference is not kept in memory: the policy without its adapter, or it scores before training."""
+        """Whether no second model is in memory: the reference is the policy without its adapter, or precomputed."""
         return not getattr(self, "use_ref_model", True)
 
     @property
@@ -173,32 +173,32 @@ class MethodSettings(Settings):
 
     @property
     def refers_to_itself(self) -> bool:
-        """Whether it has a reference or a teacher that is the model itself as the run began."""
+        """Whether the reference or the teacher is the model itself as it was before training."""
         return bool(MODELS & type(self).model_fields.keys()) and self.reference_path is None
 
     @property
     def prompts_teacher(self) -> bool:
-        """Whether its teacher has its own prompts."""
+        """Whether the teacher has its own prompts."""
         return getattr(self, "teacher_system_prompt", None) is not None
 
     @property
     def completed_share(self) -> float:
-        """The share of its prompts that it completes; for the others it trains on the data's completions."""
+        """The share of the prompts that the policy completes; the others are trained on with the data's completions."""
         return getattr(self, "on_policy_fraction", 1.0)
 
     @property
     def reads_completions(self) -> bool:
-        """Whether it also trains on the data's completions of its prompts."""
+        """Whether the method also trains on the data's completions of the prompts."""
         return self.completed_share < 1
 
     @property
     def joins_completions(self) -> bool:
-        """Whether an example has two completions of a prompt: a pair's, or its own and a mismatched one."""
+        """Whether an example has two completions: a pair's, or its own and a mismatched one from another example."""
         return self.kind == "pair"
 
 
 def from_text(key: str, **schema: Any) -> BeforeValidator:
-    """Reads text as a mapping with this key alone, so that `math` is {type: math}."""
+    """Read a string as a mapping with only this key, so that `math` means {type: math}."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
 
 
@@ -221,7 +221,7 @@ class OnOff:
     forms (posttrain/config/reading/layers.py); flags, messages and docs read the mark."""
 
 
-# Patterns of string settings, and their description in messages. `.` and `..` are other folders, so no names.
+# Patterns of string settings, and their descriptions in messages. `.` and `..` mean other folders and cannot be names.
 NAME_BYTES = 200  # file systems allow 255; the rest is for suffixes such as .tmp-12345
 LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
@@ -235,12 +235,12 @@ PATTERNS = {
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
     FUNCTION: "such as module:function",
-    EVAL_METRIC: "that begins with eval_, auto",
+    EVAL_METRIC: "that begins with eval_ or is auto",
 }
 
 
 def is_name(text: str, pattern: str = FILE_NAME) -> bool:
-    """Whether a string is a name: short enough and of the pattern."""
+    """Whether a string can be a name: it is short enough and matches the pattern."""
     return len(text.encode(errors="replace")) <= NAME_BYTES and re.fullmatch(pattern, text) is not None
 
 

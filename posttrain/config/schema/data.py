@@ -42,11 +42,11 @@ SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type
 
 
 class ValidationConfig(Settings):
-    """The validation rows: one of `ratio`, `rows` and `source`."""
+    """The validation rows: exactly one of `ratio`, `rows` and `source` is set."""
 
     ratio: Share | None = Field(default=None, description="Share of the training rows to hold out.")
     rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
-    source: Text | None = Field(default=None, description="Hub id, file or folder of other rows.")
+    source: Text | None = Field(default=None, description="Hub id, file or folder of separate rows.")
     split: Text = Field(default="test", description="Split of `source`.")
     max_rows: Positive | None = Field(default=None, description="Number of rows of `source` to use, from the start.")
 
@@ -57,11 +57,11 @@ class ValidationConfig(Settings):
                 named[-1] if named else "", f"needs one of ratio, rows and source, not {' and '.join(named) or 'none'}"
             )
         if self.source is None and (self.max_rows is not None or self.split != "test"):
-            problems.add("split" if self.split != "test" else "max_rows", "is read with source only")
+            problems.add("split" if self.split != "test" else "max_rows", "has no effect without source")
 
 
 class HeldOutRows(Settings):
-    """Rows of the training data of another stage that validate it."""
+    """Rows of another stage's training data that the other stage holds out for validation."""
 
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
         description="Source of the other stage, or the list of its sources."
@@ -74,12 +74,12 @@ class HeldOutRows(Settings):
     ratio: Share | None = Field(default=None, description="Share of its rows that the other stage holds out.")
     rows: Positive | None = Field(default=None, description="Number of its rows that the other stage holds out.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = Field(
-        default=None, description="Random seed of the other stage; null: the same."
+        default=None, description="Random seed of the other stage; null: the seed of this stage."
     )
 
     def check(self, problems: Problems) -> None:
         if (self.ratio is None) == (self.rows is None):
-            problems.add("rows", "or ratio is needed, one of the two")
+            problems.add("rows", "or ratio is needed, but not both")
 
 
 class TagsConfig(Settings):
@@ -91,7 +91,7 @@ class TagsConfig(Settings):
     solution_end: Text = Field(default="</SOLUTION>", description="Tag after the answer.")
 
 
-# What transformers gives a chat template itself, and names that its language or its environment has.
+# Variables that transformers passes to every chat template, and names of Jinja and of the template's environment.
 OWN_VARIABLES = """
     messages tools documents add_generation_prompt continue_final_message conversation conversations chat_template
     tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
@@ -104,23 +104,23 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def variables(value: Any) -> dict[str, Any]:
-    """Variables of a chat template by name. Raises ValueError for other names and for values that JSON cannot hold."""
+    """Check the variables of a chat template. Raises ValueError for a reserved or invalid name, or a non-JSON value."""
     if not isinstance(value, dict):
         raise ValueError("must be a mapping of names to values, such as {enable_thinking: false}")
     for name in value:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            raise ValueError(f"{str(name)[:60]!r} is not a name that a chat template can have for a variable")
+            raise ValueError(f"{str(name)[:60]!r} cannot be the name of a chat template's variable")
         if name in OWN_VARIABLES.split() or SPECIAL_TOKEN.fullmatch(name):
-            raise ValueError(f"{name} is set for every chat template and cannot be given")
+            raise ValueError(f"{name} is set for every chat template and cannot be changed")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
-        raise ValueError("has a value that is no JSON: text, numbers, true, false, null, lists and mappings") from None
+        raise ValueError("has a value that is not JSON: text, number, true, false, null, list or mapping") from None
     return value
 
 
 def _date(value: Any) -> Any:
-    """A date as YYYY-MM-DD; YAML has it as a date already."""
+    """Convert a date, or a string such as 2026-01-31, to a string."""
     try:
         return datetime.date.fromisoformat(str(value)).isoformat()
     except ValueError:
@@ -134,7 +134,9 @@ Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
 def check_template(problems: Problems, template: str) -> None:
     """Report a template that is neither a name nor a file."""
     if template not in TEMPLATES and not template.endswith(".jinja"):
-        problems.add("template", f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja")
+        problems.add(
+            "template", f"is {template!r}; it must be one of {', '.join(TEMPLATES)}, or a file that ends in .jinja"
+        )
 
 
 class DataConfig(Settings):
@@ -154,7 +156,7 @@ class DataConfig(Settings):
     )
     shuffle: bool = Field(default=True, description="Whether to shuffle the rows; false: the file's order.")
     validation: ValidationConfig | None = Field(
-        default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
+        default=None, description="Validation rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
     excluded: tuple[HeldOutRows, ...] = Field(
         default=(),
@@ -170,23 +172,23 @@ class DataConfig(Settings):
     )
     date: Date | None = Field(
         default=None,
-        description="Date (2026-01-31) for a chat template that writes it; null: the day that the run starts.",
+        description="Date that the chat template may write, e.g. 2026-01-31; null: the day on which the run starts.",
     )
-    system_prompt: str | None = Field(default=None, description="System prompt of conversations that have none.")
+    system_prompt: str | None = Field(default=None, description="System prompt for conversations that have none.")
     strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")
     max_length: Positive = Field(default=1024, description="Maximum number of tokens of prompt and completion.")
     max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
         default="auto",
-        description="Maximum tokens of the prompt, or a percentile (p90); auto: p90 for online methods, else null.",
+        description="Maximum prompt tokens, or a percentile (p90); auto: p90 for online methods, otherwise null.",
     )
     overlong: Literal["drop", "truncate", "error"] = Field(
         default="drop",
-        description="Treatment of examples over the limits: drop (and count), truncate, or end with an error.",
+        description="Treatment of examples above the limits: drop (and count), truncate, or stop with an error.",
     )
 
     @property
     def holds_out(self) -> bool:
-        """Whether some of the training rows validate."""
+        """Whether some of the training rows are held out for validation."""
         return self.validation is not None and self.validation.source is None
 
     def check(self, problems: Problems) -> None:
@@ -194,15 +196,15 @@ class DataConfig(Settings):
         if not self.is_default("tags") and self.template != "tags":
             problems.add("tags", f"are read by template: tags only, not by {self.template}")
         if self.chat_template_kwargs and self.template == "none":
-            problems.add("chat_template_kwargs", "are read by a chat template, not with template: none")
+            problems.add("chat_template_kwargs", "have no effect with template: none")
         if isinstance(self.max_prompt_length, int) and self.max_prompt_length >= self.max_length:
             problems.add(
                 "max_prompt_length",
                 f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
             )
         if self.max_length < 2:
-            problems.add("max_length", "is 1; an example needs a token to predict from and a target")
+            problems.add("max_length", "is 1, but an example needs a token to predict from and a target")
         if not isinstance(self.source, str) and self.split != "train":
-            problems.add("split", "is given in each entry of source when source is a list")
+            problems.add("split", "must be given in each entry of source, because source is a list")
         if not isinstance(self.source, str) and self.skip_rows != 0:
-            problems.add("skip_rows", "is for a single source, not for a list")
+            problems.add("skip_rows", "must not be set if source is a list")

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A data set of the hub. `repo` is owner/name, `subset` the default subset.
+    """A data set on the hub. `repo` is owner/name, `subset` the default subset.
 
-    `columns` maps the fields of `format` to the data's columns, `splits` train and test to the data set's splits.
-    `files` has the files of a split where the repository does not list them.
+    `columns` maps the fields of `format` to the data's columns, and `splits` maps train and test to the data set's
+    splits. `files` lists the files of a split if the repository does not.
     """
 
     repo: str
@@ -21,22 +21,22 @@ class KnownSet:
 
     @property
     def source(self) -> str:
-        """As a hub id: owner/name or owner/name/subset."""
+        """The hub id: owner/name or owner/name/subset."""
         return f"{self.repo}/{self.subset}" if self.subset else self.repo
 
 
 KNOWN: dict[str, KnownSet] = {
-    "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "helpful and harmless dialogues, pairs", "hh"),
-    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions, pairs by GPT-4's score", "preference"),
+    "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "pairs of helpful and harmless dialogues", "hh"),
+    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions; pairs ranked by GPT-4", "preference"),
     "orca-dpo-pairs": KnownSet(
         "HuggingFaceH4/orca_dpo_pairs",
-        "OpenOrca instructions, pairs",
+        "OpenOrca instructions with pairs of replies",
         "preference",
         splits={"train": "train_prefs", "test": "test_prefs"},
     ),
     "stack-exchange-paired": KnownSet(
         "lvwerra/stack-exchange-paired",
-        "questions of Stack Exchange, pairs by votes",
+        "Stack Exchange questions; pairs ranked by votes",
         "preference",
         {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
         files={"train": "data/rl/*.parquet", "test": "data/evaluation/*.parquet"},
@@ -68,10 +68,10 @@ KNOWN: dict[str, KnownSet] = {
         "problem_answer",
         subset="default",
     ),
-    "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: a test split only", "problem_answer"),
+    "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: only a test split", "problem_answer"),
     "openmathreasoning": KnownSet(
         "nvidia/OpenMathReasoning",
-        "competition problems with long reasoning, 50 GB; a split is fetched alone",
+        "competition problems with long reasoning, 50 GB; splits are fetched one by one",
         "problem_answer",
         {"solution": "generated_solution", "answer": "expected_answer"},
         files={"train": "data/cot-*"} | {name: f"data/{name}-*" for name in ("cot", "tir", "genselect")},
@@ -85,7 +85,7 @@ KNOWN: dict[str, KnownSet] = {
     "aime25": KnownSet("math-ai/aime25", "30 problems of the AIME 2025: for testing", "problem_answer"),
     "amc": KnownSet(
         "AI-MO/aimo-validation-amc",
-        "83 problems of the AMC 12 of 2022 and 2023: for testing",
+        "83 problems from the AMC 12 in 2022 and 2023: for testing",
         "problem_answer",
         splits={"test": "train"},
     ),

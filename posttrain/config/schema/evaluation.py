@@ -1,4 +1,4 @@
-"""The settings of evaluation during training, and the metrics of an evaluation: which way each of them gets better."""
+"""The settings of evaluation during training, and the direction in which each metric of an evaluation improves."""
 
 import re
 from typing import Annotated
@@ -11,7 +11,7 @@ from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
-# Regular expressions of names without `eval_` and the name of a validation set. Lengths: shorter is better.
+# Regular expressions of metrics, without `eval_` and the name of a validation set. Shorter lengths are better.
 LOWER = (
     r"(\w+_)?loss",
     r"entropy",
@@ -39,7 +39,7 @@ HIGHER = (
     r"(pass|maj)@\d+",
     r"reasoning_share",
 )
-# Of sampled completions: regular expressions.
+# Regular expressions of the metrics of sampled completions.
 OF_COMPLETIONS = (
     *(r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+"),
     "(format|answer)_accuracy",
@@ -54,7 +54,7 @@ SHARES = (
 
 
 class EvaluationDataset(Settings):
-    """A further data set to evaluate on. Null settings are those of `data.validation`."""
+    """A further data set to evaluate on. Settings that are null have the run's value."""
 
     name: Word = Field(description="Name in metrics: eval_{name}_loss.")
     source: Text = Field(description="Known data set, hub id, file or folder.")
@@ -80,11 +80,11 @@ class EvaluationDataset(Settings):
 
 
 class SuiteEntry(Settings):
-    """A suite to evaluate on during training; a name alone is {suite: NAME}."""
+    """A suite to evaluate on during training; just a name means {suite: NAME}."""
 
-    suite: Text = Field(description="Built-in suite, YAML file or module:function; metric eval_{name}.")
-    source: Text | None = Field(default=None, description="File or folder of its rows; null: the suite's own source.")
-    max_rows: Positive | None = Field(default=None, description="Number of items, evenly spread; null: all.")
+    suite: Text = Field(description="Built-in suite, YAML file or module:function; its metric is eval_{name}.")
+    source: Text | None = Field(default=None, description="File or folder of rows; null: the suite's own source.")
+    max_rows: Positive | None = Field(default=None, description="Number of items, evenly spaced; null: all.")
 
 
 Suite = Annotated[SuiteEntry, from_text("suite", json_schema_input_type=Text | SuiteEntry)]
@@ -94,36 +94,34 @@ class EvaluationConfig(Settings):
     """Evaluation during training."""
 
     eval_steps: Int = Field(default=100, description="Number of steps between evaluations; -1: never.")
-    at_start: bool = Field(default=True, description="Whether to evaluate before the first step too.")
-    num_batches: Positive | None = Field(
-        default=None, description="Number of batches of an evaluation; null: all rows."
-    )
+    at_start: bool = Field(default=True, description="Whether to also evaluate before the first step.")
+    num_batches: Positive | None = Field(default=None, description="Number of batches per evaluation; null: all rows.")
     with_replacement: bool = Field(
         default=False, description="Whether every evaluation samples new rows for num_batches; false: the first rows."
     )
     num_generations: Positive = Field(
-        default=1, description="Number of completions of each validation prompt; above 1: with pass@k."
+        default=1, description="Number of completions per validation prompt; above 1, pass@k is measured too."
     )
     temperature: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None, description="Temperature of these completions, 0: greedy; null: rollout.temperature."
+        default=None, description="Temperature of validation completions, 0: greedy; null: rollout.temperature."
     )
     top_p: Annotated[Float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="top_p of these completions; null: rollout.top_p."
+        default=None, description="top_p of validation completions; null: rollout.top_p."
     )
     top_k: Annotated[Int, Field(ge=0)] | None = Field(
-        default=None, description="top_k of these completions; null: rollout.top_k."
+        default=None, description="top_k of validation completions; null: rollout.top_k."
     )
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="min_p of these completions; null: rollout.min_p."
+        default=None, description="min_p of validation completions; null: rollout.min_p."
     )
     max_completion_length: Positive | None = Field(
-        default=None, description="Maximum tokens of these completions; null: the rollout's."
+        default=None, description="Maximum tokens of validation completions; null: rollout.max_completion_length."
     )
     stop: Annotated[tuple[Text, ...], OneOrMore] | None = Field(
-        default=None, description="Stop strings of these completions, besides the stop token; null: rollout.stop."
+        default=None, description="Stop strings of validation completions, besides the stop token; null: rollout.stop."
     )
     datasets: tuple[EvaluationDataset, ...] = Field(
-        default=(), description="Further data sets: a list of {name, source, split, ...}."
+        default=(), description="Further data sets to evaluate on: a list of {name, source, split, ...}."
     )
 
     suites: Annotated[
@@ -138,25 +136,25 @@ class EvaluationConfig(Settings):
             problems.add("eval_steps", f"is {steps}; give 1 or more, or -1 for never")
         names = {dataset.name for dataset in self.datasets}
         if len(names) != len(self.datasets):
-            problems.add("datasets", "have a name twice; metrics would overwrite each other")
+            problems.add("datasets", "use a name twice; their metrics would overwrite each other")
         sets = [("", self), *((f"datasets.{index}.", dataset) for index, dataset in enumerate(self.datasets))]
         for path, settings in sets:
             if settings.with_replacement and (settings.num_batches or self.num_batches) is None:
-                problems.add(f"{path}with_replacement", "is true, but num_batches is null: how many rows to sample?")
+                problems.add(f"{path}with_replacement", "is true, but num_batches is null; give the number to sample")
 
     def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
-        """The sampling settings of an evaluation: those of training, overridden here."""
+        """The sampling settings of an evaluation: those of training, overridden by the settings of this group."""
         own = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         return rollout.model_copy(update=own)
 
 
 def is_one_of(names: tuple[str, ...], metric: str) -> bool:
-    """Whether `eval_…` is one of these metrics, of any validation set."""
+    """Whether `eval_…` is one of these metrics, for any validation set."""
     return re.fullmatch(rf"eval_(.*_)?({'|'.join(names)})", metric) is not None
 
 
 def lower_is_better(metric: str) -> bool | None:
-    """Whether a metric gets better as it falls; None for one that is not in the tables."""
+    """Whether a metric gets better as it falls; None if the metric is not in the tables."""
     if is_one_of(LOWER, metric):
         return True
     return False if is_one_of(HIGHER, metric) else None

@@ -1,4 +1,4 @@
-"""The settings of a language model that judges completions, at an OpenAI-compatible address. Imports no torch."""
+"""The settings of a language model that judges completions behind an OpenAI-compatible API. Does not import torch."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from pydantic import Field
 from posttrain.config.schema.base import Float, Folder, Int, Positive, Problems, Settings, Text
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-OWN_FIELDS = frozenset({"model", "messages", "stream", "n"})  # of a request: set by the client alone
+OWN_FIELDS = frozenset({"model", "messages", "stream", "n"})  # fields of a request that only the client sets
 
 
 class JudgeSettings(Settings):
@@ -23,7 +23,7 @@ class JudgeSettings(Settings):
     temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Temperature of the judge.")
     max_tokens: Positive = Field(default=1024, description="Maximum number of tokens of a reply.")
     parameters: dict[Text, Any] = Field(
-        default={}, description="Further fields of a request; null drops one, e.g. {max_tokens: null}."
+        default={}, description="Further fields of a request; null removes a field, e.g. {max_tokens: null}."
     )
     timeout: Annotated[Float, Field(gt=0, le=3600)] = Field(
         default=60.0, description="Timeout of a request in seconds, and the longest Retry-After that is obeyed."
@@ -55,11 +55,11 @@ class JudgeSettings(Settings):
                 "api_key_env", "must be the name of an environment variable, such as OPENAI_API_KEY, not the key"
             )
         if taken := sorted(OWN_FIELDS & self.parameters.keys()):
-            problems.add("parameters", f"must not have {', '.join(taken)}: the client sets it")
+            problems.add("parameters", f"must not have {', '.join(taken)}, which the client sets")
 
 
 class ScoreSettings(JudgeSettings):
-    """A judge that gives one completion a score."""
+    """A judge that scores one completion at a time."""
 
     prompt: Text | None = Field(
         default=None, description="Question to the judge, with {prompt}, {completion}, {answer}; null: built-in."
@@ -67,7 +67,7 @@ class ScoreSettings(JudgeSettings):
     system_prompt: Text | None = Field(default=None, description="System message to the judge; null: none.")
     read: Literal["rating", "number", "json", "regex"] = Field(
         default="rating",
-        description="Form of the score in a reply; rating: [[7]]; number: the last number; json: a field.",
+        description="Format of the score in a reply; rating: [[7]]; number: the last number; json: a field.",
     )
     field: Text | None = Field(default=None, description="Field of the JSON reply, with read: json; null: score.")
     pattern: Text | None = Field(
@@ -80,24 +80,24 @@ class ScoreSettings(JudgeSettings):
     def check(self, problems: Problems) -> None:
         super().check(problems)
         if self.prompt is not None and "{completion}" not in self.prompt:
-            problems.add("prompt", "must have {completion} somewhere")
+            problems.add("prompt", "must contain {completion}")
         if self.prompt is None and self.read != "rating":
-            problems.add("prompt", f"is missing: the built-in one asks for [[rating]], and read is {self.read}")
+            problems.add("prompt", f"is missing: the built-in prompt asks for [[rating]], but read is {self.read}")
         if self.min_score >= self.max_score:
             problems.add("max_score", f"must be above min_score, {self.min_score:g}")
         if self.field is not None and self.read != "json":
-            problems.add("field", f"is read with read: json, not {self.read}")
+            problems.add("field", f"needs read: json, but read is {self.read}")
         if self.pattern is not None:
             if self.read != "regex":
-                problems.add("pattern", f"is read with read: regex, not {self.read}")
+                problems.add("pattern", f"needs read: regex, but read is {self.read}")
             if _groups(self.pattern) != 1:
                 problems.add("pattern", "must be a regular expression with one group")
         if self.pattern is None and self.read == "regex":
-            problems.add("pattern", "is missing, with read: regex")
+            problems.add("pattern", "is missing; read: regex needs it")
 
 
 def _groups(pattern: str) -> int:
-    """Number of groups of a regular expression, -1 for an invalid one."""
+    """Number of groups in a regular expression; -1 if the expression is invalid."""
     try:
         return re.compile(pattern).groups
     except re.error:
@@ -107,7 +107,7 @@ def _groups(pattern: str) -> int:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is no number
+        _ = parts.port  # raises ValueError if the port is not a number
     except ValueError:
         return False
     clean = url.isprintable() and " " not in url and not parts.query + parts.fragment and "@" not in parts.netloc

@@ -24,7 +24,7 @@ from posttrain.config.schema.online import (
 
 
 def spell_out(method: Any) -> Any:
-    """Expand short forms: `ipo` is `dpo` with `loss_type: [ipo]`, a bare name a method with its defaults."""
+    """Expand short forms: `ipo` is `dpo` with `loss_type: [ipo]`; a bare name is a method with its defaults."""
     if isinstance(method, str):
         method = {"type": method}
     if isinstance(method, dict) and method.get("type") == "ipo":

@@ -20,7 +20,7 @@ class LoraConfig(Settings):
         default=32, description="Scale of the adapters: their update is multiplied by alpha / r."
     )
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=LORA_DROPOUT, description="Dropout on the adapters' input; read by sft."
+        default=LORA_DROPOUT, description="Dropout on the adapters' input; only sft reads it."
     )
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
         default="auto",
@@ -38,14 +38,14 @@ class ModelConfig(Settings):
 
     path: ModelPath = Field(description="Hub id or folder of the model.")
     name: FolderName | None = Field(
-        default=None, description="Name in folders; null: the last part of the path, or the run that saved the model."
+        default=None, description="Name for folders; null: the last part of the path, or the run that saved the model."
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: ModelDtype = Field(
-        default="auto", description="Dtype of the computation; trained weights have float32 masters."
+        default="auto", description="Dtype of the computation; trained weights have float32 master copies."
     )
     attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
-        default="auto", description="Attention; auto: packed for proven families, else one sequence per row."
+        default="auto", description="Attention; auto: packed for proven families, otherwise one sequence per row."
     )
     lora: Annotated[LoraConfig | None, OnOff] = Field(
         default=None, description="Low-rank adapters; null: full fine-tuning."
@@ -70,5 +70,5 @@ class ModelConfig(Settings):
 
     @property
     def folder_name(self) -> str:
-        """`name`, or else a name from the path."""
+        """`name`, or a name derived from the path."""
         return self.name or model_name(self.path)

@@ -28,9 +28,9 @@ UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
-# Losses of the difference chosen - rejected alone; f-divergences are defined for these (as in TRL 1.16).
+# Losses that depend only on the difference chosen - rejected; f-divergences are defined for these (as in TRL 1.16).
 F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
-# With reference log-probabilities of 0 these are still losses of a difference; others need the reference.
+# With reference log-probabilities of 0, these losses still compare chosen and rejected; others need the reference.
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 EXO_SMOOTHING = 0.001  # label_smoothing of exo_pair in its paper; it must be above 0
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
@@ -57,7 +57,7 @@ class SFTMethod(MethodSettings):
         if self.completion_only_loss and self.assistant_only_loss:
             problems.add(
                 "assistant_only_loss",
-                "conflicts with completion_only_loss: true; the first trains all assistant turns, the second the last",
+                "conflicts with completion_only_loss: true, which trains only on the last assistant turn",
             )
 
 
@@ -115,10 +115,10 @@ class DPOMethod(PreferenceMethod):
     discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
     use_ref_model: bool = Field(
         default=True,
-        description="Whether a second model may be the reference; false: adapter off, or precomputed if there is none.",
+        description="Whether a second model may be the reference; false: adapter off, or precomputed scores.",
     )
     reference_free: bool = Field(
-        default=False, description="Whether the reference's log-probabilities count as 0, with losses that allow it."
+        default=False, description="Whether the reference's log-probabilities are set to 0; not all losses allow it."
     )
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
@@ -191,7 +191,7 @@ class DPOMethod(PreferenceMethod):
 
     def _check_reference(self, problems: Problems, losses: set[str]) -> None:
         if not self.use_ref_model and self.ref_model is not None:
-            problems.add("ref_model", "names a reference, but use_ref_model is false: the policy as the run began")
+            problems.add("ref_model", "names a reference, but with use_ref_model: false it is the policy itself")
         if not self.reference_free:
             return
         if needing := losses - REFERENCE_FREE_LOSSES:
@@ -207,19 +207,21 @@ class DPOMethod(PreferenceMethod):
 
 
 class ORPOMethod(PreferenceMethod):
-    """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio, no reference."""
+    """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio; no reference."""
 
     example = ("Qwen/Qwen3-0.6B-Base", "trl-lib/ultrafeedback_binarized")
     learning_rates = (8e-6, 8e-5)
     measured = (*PreferenceMethod.measured, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
-    type: Literal["orpo"] = Field(default="orpo", description="Odds ratio preference optimisation, no reference.")
+    type: Literal["orpo"] = Field(
+        default="orpo", description="Odds ratio preference optimisation, without a reference."
+    )
     beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="Weight of the odds ratio against the likelihood; the paper's lambda."
+        default=0.1, description="Weight of the odds-ratio term relative to the likelihood; the paper's lambda."
     )
     completion_only_loss: bool = Field(
         default=False,
-        description="Whether the likelihood term covers only the chosen completion; false: its prompt too.",
+        description="Whether the likelihood term covers only the chosen completion; false: also its prompt.",
     )
 
 
@@ -230,7 +232,7 @@ class CPOMethod(PreferenceMethod):
     measured = (*PreferenceMethod.measured, "nll_loss")
     loss_setting = "loss_type"
 
-    type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
+    type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, without a reference.")
     loss_type: ContrastiveLoss = Field(default="sigmoid", description="Loss that compares chosen and rejected.")
     beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Scale of the comparison; IPO's tau.")
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
@@ -258,12 +260,12 @@ class CPOMethod(PreferenceMethod):
 
 
 class SimPOMethod(PreferenceMethod):
-    """Simple preference optimisation: log-probabilities per token as rewards, with a margin; no reference."""
+    """Simple preference optimisation: log-probabilities per token as rewards, with a margin; without a reference."""
 
     learning_rates = (1e-6, 1e-6)
     measured = (*PreferenceMethod.measured, "nll_loss")
 
-    type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, no reference.")
+    type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, without a reference.")
     beta: Annotated[Float, Field(gt=0)] = Field(
         default=2.0, description="Scale of the rewards, which are log-probabilities per token."
     )
@@ -305,7 +307,7 @@ class KTOMethod(MethodSettings):
 
     @property
     def joins_completions(self) -> bool:
-        return self.loss_type == "kto"  # its KL is estimated from the completions of other examples
+        return self.loss_type == "kto"  # kto estimates its KL from the completions of other examples
 
     def check(self, problems: Problems) -> None:
         if self.desirable_weight + self.undesirable_weight <= 0:

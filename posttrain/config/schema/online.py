@@ -9,7 +9,7 @@ from posttrain.config.schema.base import Float, Int, MethodSettings, ModelPath, 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
 ]
-PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # without the ratio to the old policy
+PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # losses without the ratio to the old policy
 KLEstimator = Literal["k1", "k2", "k3"]
 # Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
 PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
@@ -23,7 +23,7 @@ class OnlineMethod(MethodSettings):
     samples_completions = True
     example = ("Qwen/Qwen3-0.6B", "gsm8k")
 
-    num_generations: Positive = Field(default=8, description="Number of completions of each prompt.")
+    num_generations: Positive = Field(default=8, description="Number of completions per prompt.")
     mask_truncated_completions: bool = Field(
         default=False, description="Whether to exclude completions that reached the length limit from the loss."
     )
@@ -41,7 +41,7 @@ class RewardedMethod(OnlineMethod):
     has_ratio = True
 
     num_minibatches: Positive = Field(
-        default=1, description="Number of minibatches of a step's prompts, each with its own update."
+        default=1, description="Number of minibatches that a step's prompts are split into, each with its own update."
     )
     kl_estimator: KLEstimator = Field(default="k3", description="Estimator of the KL to the reference.")
     entropy_coef: Annotated[Float, Field(ge=0)] = Field(
@@ -54,7 +54,7 @@ class RewardedMethod(OnlineMethod):
 
     def check(self, problems: Problems) -> None:
         if not self.has_reference and not self.is_default("kl_estimator"):
-            problems.add("kl_estimator", "is for the KL to a reference, whose weight is 0; leave it out")
+            problems.add("kl_estimator", "applies to the KL to a reference, whose weight is 0; leave it out")
 
 
 class PolicyGradientMethod(RewardedMethod):
@@ -67,7 +67,7 @@ class PolicyGradientMethod(RewardedMethod):
         default=0.05, description="Weight of the KL to the reference; 0: no reference."
     )
     kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="Place of the KL: a term of the loss, or a penalty on the reward."
+        default="loss", description="Use of the KL: as a term of the loss, or as a penalty on the reward."
     )
     epsilon: Annotated[Float, Field(gt=0)] = Field(
         default=0.2, description="Clip range of the ratio to the old policy, below and above 1."
@@ -76,7 +76,7 @@ class PolicyGradientMethod(RewardedMethod):
         default=None, description="Clip range above 1 (clip-higher); cispo: cap of the ratio itself; null: epsilon."
     )
     resampling_rounds: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Maximum number of times to resample groups of equal rewards."
+        default=0, description="Maximum number of times to resample groups whose rewards are all equal."
     )
 
     @property
@@ -100,17 +100,17 @@ class PolicyGradientMethod(RewardedMethod):
         if self.resampling_rounds != 0 and self.num_generations <= 1:
             problems.add(
                 "resampling_rounds",
-                "samples groups of equal rewards again, and a group of 1 always has equal rewards; leave it out",
+                "resamples groups of equal rewards, but a group of 1 always has equal rewards; leave it out",
             )
         if self.ref_model is not None and self.beta <= 0:
             problems.add("ref_model", "names a reference, but beta is 0: nothing reads it")
         if self.beta <= 0 and not self.is_default("kl_in"):
-            problems.add("kl_in", "is read with beta above 0 only, not with 0; leave it out")
+            problems.add("kl_in", "has no effect while beta is 0; leave it out")
         super().check(problems)
 
 
 class GRPOMethod(PolicyGradientMethod):
-    """Group relative policy optimisation: a completion is compared with the others of its prompt."""
+    """Group relative policy optimisation: each completion is compared with the other completions of its prompt."""
 
     loss_setting = "loss_type"
 
@@ -121,7 +121,7 @@ class GRPOMethod(PolicyGradientMethod):
         description="Standard deviation that divides advantages: the group's, the step's (batch), or none.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="Level of the ratio to the old policy; null: the loss's own, sequence for gspo."
+        default=None, description="Level of the ratio to the old policy; null: sequence for gspo, token for others."
     )
 
     @property
@@ -134,7 +134,7 @@ class GRPOMethod(PolicyGradientMethod):
 
     @classmethod
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
-        """Every loss, grpo by its other name if the run has it; then the run's own with other scales of rewards."""
+        """Every loss (grpo_clip only if the run uses it), then the run's loss with other values of scale_rewards."""
         made = [(loss, chosen) for loss, chosen in super().losses(run) if loss != "grpo_clip" or loss == run.loss_name]
         own = run.loss_type if isinstance(run, GRPOMethod) and run.loss_type != "no_baseline" else "grpo"
         scales = [scale for scale in ("group", "batch", "none") if scale != getattr(run, "scale_rewards", "group")]
@@ -175,20 +175,20 @@ class RLOOMethod(PolicyGradientMethod):
     type: Literal["rloo"] = Field(default="rloo", description="REINFORCE leave-one-out.")
     kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     kl_in: Literal["loss", "reward"] = Field(
-        default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
+        default="reward", description="Use of the KL: as a term of the loss, or as a penalty on the reward."
     )
 
 
 class ReinforcePlusPlusMethod(PolicyGradientMethod):
-    """REINFORCE++: each token's return, normalised over the whole step; no groups, no value model."""
+    """REINFORCE++: each token's return is normalised over the whole step, without groups or a value model."""
 
     type: Literal["reinforce_plus_plus"] = Field(
         default="reinforce_plus_plus", description="REINFORCE with returns normalised over the step."
     )
-    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions per prompt.")
     kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     kl_in: Literal["loss", "reward"] = Field(
-        default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
+        default="reward", description="Use of the KL: as a term of the loss, or as a penalty on the reward."
     )
 
     @property
@@ -204,13 +204,13 @@ class PPOMethod(RewardedMethod):
     own_names = PPO_NAMES
 
     type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
-    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions per prompt.")
     num_minibatches: Positive = Field(
-        default=2, description="Number of minibatches of a step's prompts, each with its own update."
+        default=2, description="Number of minibatches that a step's prompts are split into, each with its own update."
     )
     num_ppo_epochs: Positive = Field(default=4, description="Number of passes over a step's completions.")
     cliprange: Annotated[Float, Field(gt=0)] = Field(
-        default=0.2, description="Clip range of the ratio to the old policy around 1."
+        default=0.2, description="Clip range, around 1, of the ratio to the old policy."
     )
     cliprange_value: Annotated[Float, Field(gt=0)] = Field(
         default=0.2, description="Clip range of the value head's output around its old output."
@@ -223,12 +223,12 @@ class PPOMethod(RewardedMethod):
         default=False,
         description="Whether to scale a step's token rewards to a standard deviation of 1 and keep their mean.",
     )
-    gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount of later rewards, per token.")
+    gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount factor per token.")
     lam: Annotated[Float, Field(ge=0, le=1)] = Field(
-        default=0.95, description="GAE's lambda: 0 trusts the values, 1 the rewards."
+        default=0.95, description="GAE's lambda: 0 relies on the values, 1 on the rewards."
     )
     kl_coef: Annotated[Float, Field(ge=0)] = Field(
-        default=0.05, description="Weight of each token's KL to the reference in its reward; 0: no reference."
+        default=0.05, description="Weight of the KL to the reference in each token's reward; 0: no reference."
     )
     kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     target_kl: Annotated[Float, Field(gt=0)] | None = Field(
@@ -252,9 +252,9 @@ class PPOMethod(RewardedMethod):
 
     def check(self, problems: Problems) -> None:
         if self.target_kl is not None and self.kl_coef <= 0:
-            problems.add("target_kl", "needs a kl_coef above 0: it adapts by factors, and 0 stays 0")
+            problems.add("target_kl", "needs a kl_coef above 0: kl_coef adapts by factors, so 0 would never change")
         if not self.is_default("kl_horizon") and self.target_kl is None:
-            problems.add("kl_horizon", "is read with target_kl only; leave it out")
+            problems.add("kl_horizon", "has no effect without target_kl; leave it out")
         if self.ref_model is not None and self.kl_coef <= 0:
             problems.add("ref_model", "names a reference, but kl_coef is 0: nothing reads it")
         super().check(problems)
@@ -273,9 +273,9 @@ class DistillMethod(OnlineMethod):
         description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
     )
     teacher_system_prompt: str | None = Field(
-        default=None, description="System prompt of the teacher instead of data.system_prompt; null: the same prompt."
+        default=None, description="System prompt of the teacher; null: the student's, data.system_prompt."
     )
-    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions per prompt.")
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         default="reverse_kl", description="Divergence between student and teacher to minimise at every token."
     )
@@ -283,13 +283,13 @@ class DistillMethod(OnlineMethod):
         default=0.5, description="Weight of the teacher in jsd; 0 is the forward KL, 1 the reverse KL."
     )
     on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
-        default=1.0, description="Share of the prompts that the student completes; the rest have the data's completion."
+        default=1.0, description="Share of the prompts that the student completes; the rest use the data's completions."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _former_name(cls, values: Any) -> Any:
-        """Runs of earlier versions saved `jensen_shannon`."""
+        """Accept `jensen_shannon`, which runs of earlier versions saved."""
         former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
         return values | {"divergence": "jsd"} if former else values
 

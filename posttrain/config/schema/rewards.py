@@ -1,4 +1,4 @@
-"""The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
+"""The `rewards:` list of an online run: each entry's type, weight and settings. Does not import torch."""
 
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
@@ -41,7 +41,7 @@ class RewardTerm(Settings):
 
 
 class RuleReward(RewardTerm):
-    """A rule, graded in worker processes: tagged format, or a right answer."""
+    """A rule, applied in worker processes: it checks the tagged format or the answer."""
 
     type: RuleName = Field(description="Name of the rule.")
 
@@ -60,7 +60,7 @@ class OverlongReward(RewardTerm):
     type: Literal["overlong"] = Field(description="Soft penalty on completions near the length limit.")
     cache: Positive = Field(description="Number of tokens before the limit over which the penalty grows.")
     max_completion_length: Positive | None = Field(
-        default=None, description="Length from which the penalty is -1; null: the rollout's."
+        default=None, description="Length from which the penalty is -1; null: rollout.max_completion_length."
     )
 
     def check(self, problems: Problems) -> None:
@@ -77,7 +77,7 @@ class RepetitionReward(RewardTerm):
 
 
 class ModelReward(RewardTerm):
-    """A trained reward model: a path, or an earlier stage's."""
+    """A trained reward model: from a path, or from an earlier stage."""
 
     loads_model = True
     model_config = ConfigDict(populate_by_name=True)
@@ -92,12 +92,12 @@ class ModelReward(RewardTerm):
 
 
 class PythonReward(RewardTerm):
-    """A function of your own."""
+    """A user-defined function."""
 
     type: Literal["python"] = Field(description="A Python function.")
-    function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="module:function.")
+    function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="The function, as module:function.")
     timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Timeout of a call in seconds, after which its completions have no reward."
+        default=None, description="Timeout of a call in seconds, after which its completions receive no reward."
     )
     retries: Annotated[Int, Field(ge=0)] = Field(
         default=0, description="Number of retries of a call that raised or timed out."
@@ -105,7 +105,7 @@ class PythonReward(RewardTerm):
 
 
 class JudgeReward(RewardTerm, ScoreSettings):
-    """A language model behind an OpenAI-compatible address, which gives each completion a score."""
+    """A language model behind an OpenAI-compatible API, which scores each completion."""
 
     type: Literal["judge"] = Field(description="A judge model.")
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
@@ -118,7 +118,7 @@ Reward = Annotated[
 ]
 
 
-ALL_ZERO = "all rewards have weight 0, so that no completion has a total; give one of them another weight"
+ALL_ZERO = "all rewards have weight 0, so no completion has a total reward; give one of them a different weight"
 
 
 def term_name(reward: Reward) -> str:
@@ -133,4 +133,4 @@ def check_rewards(problems: Problems, rewards: Sequence[Reward]) -> None:
     named = [term_name(reward) for reward in rewards]
     for index, name in enumerate(named):
         if name in named[:index]:
-            problems.add(f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")
+            problems.add(f"rewards.{index}.name", f"would be {name!r}, which is the name of an earlier reward")

@@ -13,7 +13,7 @@ EngineName = Literal["embedded", "transformers", "vllm"]
 
 
 class VllmConfig(Settings):
-    """Where vLLM runs."""
+    """Where and how vLLM runs."""
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate", description="Mode of vLLM; colocate: in the training process; server: in its own process."
@@ -30,7 +30,7 @@ class VllmConfig(Settings):
         default=(), description="Index of the GPU of each server that the run starts; empty: the first visible one."
     )
     push: Literal["http", "nccl"] = Field(
-        default="http", description="Transport of the weights to servers; nccl: between two GPUs, without main memory."
+        default="http", description="Transport of the weights to servers; nccl: from GPU to GPU, without main memory."
     )
     timeout: Annotated[Float, Field(gt=0)] = Field(
         default=600.0, description="Maximum seconds for a server to start or return, and between its heartbeats."
@@ -42,15 +42,15 @@ class VllmConfig(Settings):
     def check(self, problems: Problems) -> None:
         for field in SERVER_ONLY:
             if self.mode != "server" and not self.is_default(field):
-                problems.add(field, f"is read with mode: server only, not with {self.mode}")
+                problems.add(field, f"needs mode: server, but mode is {self.mode}")
         if self.base_url is not None:
             if wrong := next((url for url in self.base_url if not _is_address(url)), None):
-                problems.add("base_url", f"has {wrong!r}; give http://HOST:PORT and no more")
+                problems.add("base_url", f"has {wrong!r}; give only http://HOST:PORT")
             if not len({*self.base_url}) == len(self.base_url) > 0:
-                problems.add("base_url", "needs addresses, each of them once")
+                problems.add("base_url", "needs at least one address, and each only once")
             for field in ("gpu_memory_utilization", "servers", "gpus"):
                 if not self.is_default(field):
-                    problems.add(field, "is for servers that are started here; one at base_url has its own")
+                    problems.add(field, "applies to servers that the run starts, not to those at base_url")
         if len(self.gpus) not in (0, self.servers):
             problems.add("gpus", f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each")
 
@@ -59,7 +59,7 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port is not None
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         return False
     return named and parts.scheme == "http" and parts.path in ("", "/") and not parts.query + parts.fragment
 
@@ -69,10 +69,10 @@ class RolloutConfig(Settings):
 
     engine: EngineName = Field(
         default="embedded",
-        description="Engine; embedded: fast, proven families; transformers: any architecture; vllm: vLLM.",
+        description="Engine; embedded: fast, for proven families; transformers: any architecture; vllm: vLLM.",
     )
-    vllm: VllmConfig = Field(default=VllmConfig(), description="Where vLLM runs.")
-    temperature: Annotated[Float, Field(ge=0)] = Field(default=1.0, description="Temperature of sampling; 0: greedy.")
+    vllm: VllmConfig = Field(default=VllmConfig(), description="Where and how vLLM runs.")
+    temperature: Annotated[Float, Field(ge=0)] = Field(default=1.0, description="Sampling temperature; 0: greedy.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(
         default=1.0, description="Nucleus: sample from the likeliest tokens with this total probability; 1: all."
     )
@@ -93,4 +93,4 @@ class RolloutConfig(Settings):
 
     def check(self, problems: Problems) -> None:
         if self.engine != "vllm" and not self.is_default("vllm"):
-            problems.add("vllm", f"is read by engine: vllm only, not {self.engine}")
+            problems.add("vllm", f"needs engine: vllm, but engine is {self.engine}")

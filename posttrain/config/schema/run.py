@@ -1,4 +1,4 @@
-"""Every setting of a run with its default and description, defined here only. Imports no torch."""
+"""Every setting of a run with its default and description. Does not import torch."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from posttrain.config.schema.training import (
     TrainingConfig,
 )
 
-# 1: runs from before the version was recorded. Code that has changed its results since then reads the run's version.
+# 1: runs from before the version was recorded. Code whose results have changed since then reads the run's version.
 BEHAVIOR_VERSION: Literal[2] = 2
 
 
@@ -37,10 +37,10 @@ class RunConfig(Settings):
     )
     behavior_version: Literal[1, 2] = Field(
         default=BEHAVIOR_VERSION,
-        description="Version of the rules for reading data and settings; a run keeps the one that it started with.",
+        description="Version of the rules for reading data and settings; a run keeps the version it started with.",
     )
     rewards: tuple[Reward, ...] = Field(
-        default=(), description="Rewards of completions, summed by weight; only online methods train on them."
+        default=(), description="Rewards for completions, weighted and summed; only online methods train on them."
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."
@@ -78,10 +78,10 @@ class RunConfig(Settings):
         self._check_evaluation(problems)
 
     def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
-        """Check `new_tokens` and `lora.modules_to_save`, and refuse what takes the published embeddings or layers."""
+        """Check `new_tokens` and `lora.modules_to_save`, and refuse settings that use the published weights instead."""
         new, saved, sharded = model.new_tokens, model.lora and model.lora.modules_to_save, "devices.strategy: fsdp"
         if len(set(new)) < len(new) or not all(token.strip() for token in new):
-            problems.add(f"models.{index}.new_tokens", "repeats a token or has a blank one")
+            problems.add(f"models.{index}.new_tokens", "repeats a token or contains a blank one")
         refused = {
             "model.load_in_4bit: true": model.load_in_4bit,
             f"{sharded} and model.lora" if new else sharded: self.devices.strategy == "fsdp" and model.lora is not None,
@@ -92,12 +92,12 @@ class RunConfig(Settings):
             problems.add(f"models.{index}.{name}", f"cannot be combined with {setting}")
 
     def unread(self) -> list[str]:
-        """Warnings about settings that are not read, but may be meant for other stages or be overridden: no error."""
+        """Warnings about settings that are not read. These may be meant for other stages or be overridden: no error."""
         method, training, lines = self.method, self.training, []
         if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
             lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
         if training.lr_scheduler_type == "constant" and training.warmup_steps not in (0, WARMUP_STEPS):
-            lines.append("training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has")
+            lines.append("training.warmup_steps is not read: constant has no warm-up, but constant_with_warmup does")
         return lines
 
     @property
@@ -125,15 +125,15 @@ class RunConfig(Settings):
 
     @property
     def best_metric(self) -> str | None:
-        """The metric of the best model, if one is kept."""
+        """The metric that selects the best model; None if none is kept."""
         if self.checkpoint.best_metric != "auto":
             return self.checkpoint.best_metric
         judged = self.method.head == "reward" and self.data.validation is not None and self.evaluates
         return "eval_accuracy" if judged else None
 
     def lower_is_better(self, metric: str) -> bool | None:
-        """Whether an evaluation's metric gets better as it falls; None if it is not known. Runs of version 1 went by
-        the name's last letters."""
+        """Whether a metric of an evaluation gets better as it falls; None if unknown. Runs of version 1 decide by
+        whether the name ends in `loss`."""
         known, direction = lower_is_better(metric), self.checkpoint.best_direction
         if direction != "auto" and (known is None or metric == self.best_metric):
             return direction == "lower"
@@ -141,11 +141,11 @@ class RunConfig(Settings):
             return metric.endswith("loss")
         suites = "|".join(re.escape(Path(entry.suite).stem) for entry in self.evaluation.suites)
         if suites and (known is None or re.fullmatch(rf"eval_({suites})(_low|_high)?", metric)):
-            return False  # scores
+            return False  # suites measure scores
         return known
 
     def _check_measured(self, problems: Problems, metric: str) -> None:
-        """Refuse a metric that only other methods or settings measure. Any other name may be a suite's."""
+        """Refuse a metric that only other methods or settings measure. An unknown name may be the metric of a suite."""
         sets = ["eval_"] if self.data.validation is not None else []
         sets += ["eval_" if d.name == "validation" else f"eval_{d.name}_" for d in self.evaluation.datasets]
         method, completions = self.method, OF_COMPLETIONS if self.samples else ()
@@ -161,7 +161,7 @@ class RunConfig(Settings):
         ):
             problems.add(
                 "checkpoint.best_metric",
-                f"is {metric}, which {method.type} does not measure with these settings; write one that it does: "
+                f"is {metric}, which {method.type} does not measure with these settings; choose one of "
                 + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
             )
 
@@ -179,7 +179,7 @@ class RunConfig(Settings):
         kind = self.method.kind
         pairs = kind == "pair"
         with_another = self.method.joins_completions and not pairs
-        example = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
+        example = "a pair" if pairs else "an example with another completion" if with_another else "an example"
         if self.training.tokens_per_pack < self.longest_example:
             problems.add(
                 "training.tokens_per_pack",
@@ -195,7 +195,7 @@ class RunConfig(Settings):
         if pairs and self.data.format not in PAIR_FORMATS:
             problems.add(
                 "data.format",
-                f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
+                f"is {self.data.format}, which has no pairs of completions; {self.method.type} needs one of "
                 f"{', '.join(sorted(PAIR_FORMATS))}",
             )
         if kind == "unpaired" and self.data.format not in LABELLED_FORMATS:
@@ -222,8 +222,8 @@ class RunConfig(Settings):
             if not self.is_default("rollout"):
                 problems.add(
                     "rollout",
-                    f"is read where completions are sampled: by online methods, by {method.type} only if rewards are "
-                    "set, for evaluation by completions",
+                    f"applies only where completions are sampled: in online methods, and with {method.type} only for "
+                    "evaluation with rewards",
                 )
             return
         if not self.rewards and method.needs_rewards:
@@ -231,12 +231,12 @@ class RunConfig(Settings):
         if method.head != "lm":
             problems.add(
                 "rewards" if self.rewards else "evaluation.datasets",
-                "are for completions, and a reward model writes none; leave it out",
+                "need completions, which a reward model does not generate; leave the rewards out",
             )
         if not online and not self._validates:
             problems.add(
                 "rewards",
-                f"score completions of validation prompts with {method.type}: set data.validation, e.g. "
+                f"with {method.type} only score completions of validation prompts: set data.validation, e.g. "
                 "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
             )
         if self._validates and not self._rewarded:
@@ -248,7 +248,7 @@ class RunConfig(Settings):
         check_rewards(problems, self.rewards)
         if online and rollout.temperature <= 0:
             problems.add(
-                "rollout.temperature", f"is 0, which has one completion of each prompt; {method.type} compares several"
+                "rollout.temperature", f"is 0: all completions of a prompt would be the same; {method.type} must sample"
             )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
@@ -262,8 +262,7 @@ class RunConfig(Settings):
         if minibatches > prompts:
             problems.add(
                 "method.num_minibatches",
-                f"is {minibatches}, more than the {prompts} prompts of a step (training.batch_size); give no more than "
-                "these",
+                f"is {minibatches}, but a step has only {prompts} prompts (training.batch_size); lower it",
             )
 
     def _check_evaluation(self, problems: Problems) -> None:
@@ -279,7 +278,7 @@ class RunConfig(Settings):
             problems.add(
                 "checkpoint.best_metric",
                 f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
-                "write one that is, e.g. eval_loss",
+                "choose a known metric, e.g. eval_loss",
             )
         if best is not None and self.evaluates:
             self._check_measured(problems, best)
@@ -295,13 +294,13 @@ class RunConfig(Settings):
         if evaluation.suites and self.method.head != "lm":
             problems.add(
                 "evaluation.suites",
-                f"ask a model that generates, and {self.method.type} trains one that scores: leave them out",
+                f"need a model that generates, but {self.method.type} trains one that scores: leave them out",
             )
         for name in ("num_generations", *SAMPLING):
             if not (self.samples and self._validates) and not evaluation.is_default(name):
                 problems.add(
                     f"evaluation.{name}",
-                    "is read where completions are sampled for validation prompts: set rewards and data.validation",
+                    "has no effect: it needs completions of validation prompts; set rewards and data.validation",
                 )
         if evaluation.num_generations != 1 and evaluation.sampling(self.rollout).temperature <= 0:
             problems.add(
@@ -312,8 +311,8 @@ class RunConfig(Settings):
             if dataset.template == "chat" and self.data.template not in ("chat", "none"):
                 problems.add(
                     f"evaluation.datasets.{index}.template",
-                    f"is chat, the tokenizer's own, which data.template: {self.data.template} replaces; save that "
-                    "template in a file, and name it here",
+                    f"is chat, the tokenizer's own template, which data.template: {self.data.template} replaces; save "
+                    "the tokenizer's template to a file and give that file here",
                 )
 
 

@@ -1,4 +1,4 @@
-"""A suite: the questions of an evaluation, how they are asked and how answers are graded. Imports no torch."""
+"""A suite: the questions of an evaluation, how they are asked and how answers are graded. Does not import torch."""
 
 from typing import Annotated, Literal
 
@@ -9,27 +9,27 @@ from posttrain.config.schema.data import Variables, check_template
 
 RULE = r"^[a-z][a-z0-9_]*$"
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
-LM_EVAL = "lm-eval:"  # prefix of lm-eval's tasks among names of suites
+LM_EVAL = "lm-eval:"  # prefix that marks lm-eval's tasks among the names of suites
 
 
 Alternatives = Annotated[tuple[Text, ...], OneOrMore, Field(min_length=1)]
 
 
 class SuiteConfig(Settings):
-    """One file of `posttrain/evaluation/suites/`, or of a user. Strings with `{name}` are filled with the fields of a
-    row; other braces stay as they are."""
+    """A suite, as in a file of `posttrain/evaluation/suites/` or of a user. `{name}` in strings is replaced by a field
+    of the row; other braces are left unchanged."""
 
     name: Word = Field(description="Name in tables, metrics (eval_{name}) and records.")
     about: Text = Field(default="a suite of the user", description="Short description of the questions.")
     source: Text = Field(description="Known data set, hub id, file or folder.")
     split: Text = Field(default="test", description="Split of a hub data set.")
     rows: Annotated[Text, Field(pattern=FUNCTION)] | None = Field(
-        default=None, description="module:function(source, split) that yields rows as dicts; null: as data.source."
+        default=None, description="module:function(source, split) that yields rows as dicts; null: as in data.source."
     )
     columns: dict[str, Alternatives] = Field(
         default={},
-        description="Fields from the columns of a row: for each, a column or a string with {column}; of several, the "
-        "first whose columns the row has.",
+        description="Fields made from the columns of a row: for each, a column or a string with {column}; of several, "
+        "the first whose columns the row has.",
     )
     kind: Literal["generate", "choices", "preference"] = Field(
         default="generate",
@@ -40,7 +40,7 @@ class SuiteConfig(Settings):
         default="{problem}", description="The question as a string, or a list of messages."
     )
     template: Text = Field(
-        default="auto", description="Template, as data.template; auto: the tokenizer's own if it has one, else none."
+        default="auto", description="Template, as in data.template; auto: the tokenizer's if it has one, or none."
     )
     chat_template_kwargs: Variables = Field(
         default={}, description="Variables of the chat template, e.g. {enable_thinking: false}."
@@ -53,22 +53,22 @@ class SuiteConfig(Settings):
         default="math", description="Rule that grades a completion, or module:function as in `rewards`; none: no grade."
     )
     options: dict[str, Text] = Field(
-        default={}, description="Arguments of the rule, each from a field of the row: {choices: options}."
+        default={}, description="Arguments of the rule, taken from fields of the row, e.g. {choices: options}."
     )
     metric: Word = Field(default="accuracy", description="Name of the mean score.")
     choices: tuple[Text, ...] = Field(
-        default=(), description="Continuations to compare; the answer is the number of one."
+        default=(), description="Continuations to compare; the answer is the number of the right one."
     )
     shots: Annotated[Int, Field(ge=0)] = Field(
         default=0,
-        description="Number of worked examples, {shots} in the prompt, from `shots_split` and the item's group.",
+        description="Number of worked examples for {shots} in the prompt, from `shots_split` and the item's group.",
     )
     shots_split: Text = Field(default="dev", description="Split of the worked examples.")
     items: Positive | None = Field(default=None, description="Number of items of the whole suite; null: unknown.")
     groups: Positive | None = Field(default=None, description="Number of groups of the whole suite; null: unknown.")
-    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions per prompt.")
     temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Sampling temperature; 0: greedy.")
-    max_completion_length: Positive = Field(default=1024, description="Longest completion in tokens.")
+    max_completion_length: Positive = Field(default=1024, description="Maximum number of tokens of a completion.")
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(default=(), description="Strings that end a completion.")
     outputs: Text | None = Field(
         default=None, description="File for the completions in AlpacaEval's format; null: none is written."
@@ -80,7 +80,7 @@ class SuiteConfig(Settings):
         if self.kind == "choices" and len(self.choices) <= 1:
             problems.add("choices", "needs two continuations or more to compare")
         if self.kind != "choices" and self.choices:
-            problems.add("choices", "is read with `kind: choices` only")
+            problems.add("choices", "has no effect without `kind: choices`")
         if self.rule != "none" and self.answer is not None and self.kind == "preference":
             problems.add("answer", "is not read with `kind: preference`: set it to null")
         for name in ("rows", "group", "id", "options", "shots"):
@@ -88,6 +88,6 @@ class SuiteConfig(Settings):
                 problems.add(name, "is not read with `kind: preference`")
         several = [name for name, columns in self.columns.items() if len(columns) > 1]
         if self.kind == "preference" and several:
-            problems.add("columns", "takes one column a field with `kind: preference`")
+            problems.add("columns", "takes only one column per field with `kind: preference`")
         if "{shots}" not in str(self.prompt) and self.shots:
             problems.add("shots", "is set, but the prompt has no {shots}")

@@ -26,11 +26,11 @@ class TrainingConfig(Settings):
         default=16, description="Number of examples (pairs, prompts) per step, over all devices."
     )
     tokens_per_pack: Positive = Field(
-        default=8192, description="Maximum tokens of a pack: determines memory and gradient accumulation."
+        default=8192, description="Maximum tokens per pack, which determine memory and gradient accumulation."
     )
     learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
-        description="Peak learning rate; null: the method's default for all weights or LoRA (see its page).",
+        description="Peak learning rate; null: the method's default for full fine-tuning or LoRA (see its page).",
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         default="cosine", description="Schedule of the learning rate; constant has no warm-up."
@@ -53,7 +53,7 @@ class TrainingConfig(Settings):
         description="Optimizer; adamw_8bit: 8-bit moments; adamw_cpu_offload: all but the weights in CPU memory.",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        default="auto", description="Whether to recompute activations in backward: slower, less memory."
+        default="auto", description="Whether to recompute activations in the backward pass: slower, less memory."
     )
 
     def check(self, problems: Problems) -> None:
@@ -69,10 +69,10 @@ class CheckpointConfig(Settings):
     save_total_limit: Positive | None = Field(default=2, description="Number of checkpoints to keep; null: all.")
     best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
         default="auto",
-        description="Metric for best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
+        description="Metric that selects best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
     )
     best_direction: Literal["auto", "higher", "lower"] = Field(
-        default="auto", description="Better direction of best_metric; auto: known for posttrain's metrics."
+        default="auto", description="Direction in which best_metric improves; auto: known for posttrain's metrics."
     )
     early_stopping_patience: Positive | None = Field(
         default=None,
@@ -85,14 +85,14 @@ class TrackingConfig(Settings):
 
     logging_steps: Positive = Field(default=10, description="Number of steps between lines of metrics.")
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
-        default=(), description="Trackers that get the metrics: any of tensorboard, wandb, trackio."
+        default=(), description="Trackers that receive the metrics: any of tensorboard, wandb, trackio."
     )
     logging_dir: Folder | None = Field(
-        default=None, description="Folder for the files of tensorboard and wandb, by run; null: the run folder."
+        default=None, description="Folder for the files of tensorboard and wandb, grouped by run; null: the run folder."
     )
     project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
-        default="auto", description="Mode of wandb; auto: WANDB_MODE, else online with a key, offline without."
+        default="auto", description="Mode of wandb; auto: WANDB_MODE, or online with a key and offline without."
     )
 
     def check(self, problems: Problems) -> None:
@@ -116,14 +116,14 @@ DEVICE_TYPES: tuple[DeviceType, ...] = get_args(DeviceType)
 class DevicesConfig(Settings):
     """Devices to train on."""
 
-    type: DeviceType = Field(default="auto", description="Type of device; auto: cuda, else mps, else cpu.")
+    type: DeviceType = Field(default="auto", description="Type of device; auto: the first available of cuda, mps, cpu.")
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
-        default=None, description="Numbers of the GPUs, e.g. [0]; several: a process for each; null: the visible ones."
+        default=None, description="Indices of the GPUs, e.g. [0]; several: a process for each; null: the visible ones."
     )
     strategy: Literal["auto", "ddp", "fsdp"] = Field(
         default="auto",
-        description="Sharing among processes; ddp: the batch; fsdp: also weights, gradients and optimizer "
-        "(FSDP2); auto: ddp.",
+        description="What the processes share; ddp: the batch; fsdp (FSDP2): also weights, gradients and "
+        "optimizer; auto: ddp.",
     )
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 

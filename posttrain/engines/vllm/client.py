@@ -1,7 +1,7 @@
 """The trainer's side of one vLLM server: started and stopped here, or at a configured address.
 
-It uses http.client: `interrupt` ends a request that another thread waits for by shutting down its socket, which httpx
-does not expose before the response begins; and tensors are sent from their own memory.
+It uses http.client for two reasons. `interrupt` aborts a request that another thread waits for by shutting down its
+socket, which httpx does not expose before the response begins. And tensors are sent without another copy.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from posttrain.engines.vllm.wire import Named, Sender
 
 PROGRAM = ["-m", "posttrain.engines.vllm.server"]
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
-POLL_S = 0.5  # between two checks whether a server has come back
-STOPPING_S = 3.0  # from the request to end until our server is killed
+POLL_S = 0.5  # seconds between two checks whether a server has come back
+STOPPING_S = 3.0  # seconds from the request to end until our server is killed
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class OwnServer(Child):
-    """A server that we start: on loopback, at any free port, with a key that only this process knows. Of the GPUs that
-    we see, it sees only number `gpu`. Raises EngineError if it does not start in time."""
+    """A server that we start: on loopback, at any free port, with a key that only this process knows. With `gpu`, the
+    server sees only our GPU with this index. Raises EngineError if it does not start in time."""
 
     def __init__(self, timeout: float, gpu: int | None = None):
         if find_spec("vllm") is None:
@@ -46,7 +46,7 @@ class OwnServer(Child):
         super().__init__(
             [sys.executable, *PROGRAM, "--port", "0", "--child", str(os.getpid())],
             environment=os.environ | {wire.KEY: self.key} | _visible(gpu),
-            session=True,  # Ctrl-C is for the trainer, which then stops it
+            session=True,  # Ctrl-C reaches only the trainer, which then stops the server
             grace=STOPPING_S,
         )
         try:
@@ -61,7 +61,7 @@ class OwnServer(Child):
             raise EngineError(f"the vLLM server did not start{reason}") from None
 
     def reason(self) -> str:
-        """The end of a message: its exit status, if it has ended, and the last line of its output."""
+        """Return the end of an error message: the exit status, if the server has ended, and its last line of output."""
         status, lines = self.status(1.0), self.last_words().splitlines()
         ended = "" if status is None else f" (it ended with status {status})"
         return ended + (f": {lines[-1].strip()}" if lines else "")
@@ -73,13 +73,13 @@ def _visible(gpu: int | None) -> dict[str, str]:
     seen = os.environ.get(VISIBLE)
     names = seen.split(",") if seen else []
     if seen is not None and gpu >= len(names):
-        raise ConfigError(f"rollout.vllm.gpus has {gpu}, and {VISIBLE} is {seen!r}: indices start at 0")
+        raise ConfigError(f"rollout.vllm.gpus has {gpu}, but {VISIBLE} is {seen!r}: give indices into it, from 0")
     return {VISIBLE: names[gpu] if names else str(gpu)}
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and the limits of its model; its owner announces it to the other ranks."""
+    """A server's URL and key, and the limits of its model. The server's owner announces them to the other ranks."""
 
     url: str
     key: str | None
@@ -88,10 +88,10 @@ class Address:
 
 
 class Server:
-    """One server, used by one rank: at `url`, or one that we start on the GPU number `gpu`.
+    """One server, as one rank uses it: at `url`, or, if that is None, started by us on the GPU with index `gpu`.
 
     Every wait ends after `settings.timeout` seconds without a heartbeat. Methods raise EngineLostError if the server
-    has died or restarted, EngineError if it is silent, refuses, or is of another version.
+    has died or restarted, EngineError if it is silent, refuses, or runs another version.
     """
 
     def __init__(self, settings: VllmConfig, url: str | None, gpu: int | None = None):
@@ -100,18 +100,18 @@ class Server:
         self.at = Address(url or "", os.environ.get(wire.KEY))
         self.process: OwnServer | None = None
         self.nccl: Sender | None = None
-        self.mark = ""  # of the last weights that it received from this rank
+        self.mark = ""  # the mark of the last weights that the server received from this rank
         self.deaths = 0
         self._open: set[HTTPConnection] = set()
 
     def start(self, model: Mapping[str, Any]) -> None:
-        """Start it, if it is ours, and give it the model."""
+        """Start the server, if it is ours, and send it the model."""
         if self.is_ours:
             self.process = OwnServer(self.settings.timeout, self.gpu)
             self.at = Address(self.process.url, self.process.key)
         try:
             self._check_versions()
-            # A server that we did not start has its own share of memory.
+            # A server that we did not start has its own limit on memory.
             share = self.settings.gpu_memory_utilization if self.is_ours else None
             shape = self._request("/model", {**model, "gpu_memory_utilization": share})
             self.at = Address(self.at.url, self.at.key, shape["vocabulary"], shape["positions"])
@@ -122,7 +122,7 @@ class Server:
             raise
 
     def revive(self, model: Mapping[str, Any]) -> None:
-        """Start it again, if it is ours, or else wait until it is back; then give it the model."""
+        """Restart the server, if it is ours; otherwise wait until it is back. Then send it the model."""
         self.mark = ""
         self.close()
         if not self.is_ours:
@@ -142,7 +142,7 @@ class Server:
                     count += 1
                 loaded = self._answer(connection, "/load", json.dumps({"mark": mark, "count": count}).encode())
         if loaded["mark"] != mark:
-            raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
+            raise EngineError(f"{self.where} loaded the weights {loaded['mark']!r}, but was sent {mark!r}")
         self.mark = mark
 
     def generate(self, mark: str, requests: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
@@ -150,7 +150,7 @@ class Server:
             body = json.dumps(wire.question(mark, requests, sampling)).encode()
             response = self._response(connection, "/generate", body)
             line: dict[str, Any] = {}
-            while "groups" not in line:  # lines before it are heartbeats
+            while "groups" not in line:  # the lines before it are heartbeats
                 text = response.readline()
                 if not text.endswith(b"\n"):
                     raise ConnectionError("the answer is incomplete")
@@ -159,7 +159,7 @@ class Server:
         return wire.answer_from(line)
 
     def interrupt(self) -> None:
-        """End the requests that other threads of this rank wait for."""
+        """Abort the requests that other threads of this rank wait for."""
         for connection in [*self._open]:
             if connection.sock is not None:
                 with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ class Server:
                 if time.monotonic() > until:
                     raise EngineError(
                         f"{self.where} has not come back within {self.settings.timeout:g} s (rollout.vllm.timeout): "
-                        f"{error}. Then continue with --resume"
+                        f"{error}. Start the server, then continue with --resume"
                     ) from error
                 time.sleep(POLL_S)
 
@@ -200,24 +200,24 @@ class Server:
         except EngineError as error:
             if other := self._plain_vllm():
                 raise EngineError(
-                    f"{self.where} is `vllm serve` of vLLM {other}, which takes no weights from a trainer: start "
+                    f"{self.where} is `vllm serve` of vLLM {other}, which cannot receive weights from a trainer: start "
                     f"posttrain's server there, with vLLM {' or '.join(VERSIONS)}: `{COMMAND}`"
                 ) from error
             raise
         protocol, vllm = health.get("protocol"), str(health.get("vllm", ""))
         if protocol != wire.PROTOCOL:
             raise EngineError(
-                f"{self.where} is of another version of posttrain: it speaks protocol {protocol}, and protocol "
+                f"{self.where} runs another version of posttrain: it speaks protocol {protocol}, but protocol "
                 f"{wire.PROTOCOL} is needed: install the same posttrain on both sides"
             )
         if not vllm.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise EngineError(
-                f"{self.where} has another version of vLLM: {vllm}, and {' or '.join(VERSIONS)} is needed: run "
-                "`pip install 'posttrain[vllm]'` there, and start the server again"
+                f"{self.where} has another version of vLLM: {vllm}, but {' or '.join(VERSIONS)} is needed: run "
+                "`pip install 'posttrain[vllm]'` there, and restart the server"
             )
 
     def _plain_vllm(self) -> str | None:
-        """The version of vLLM if its own server listens there."""
+        """Return the version of vLLM if vLLM's own server listens there, otherwise None."""
         with contextlib.suppress(EngineError), self._connected() as connection:
             connection.request("GET", "/version")
             response = connection.getresponse()
@@ -272,15 +272,15 @@ class Server:
             gone = f"{self.where} closed the connection: {error or type(error).__name__}"
             raise EngineLostError(gone + (self.process.reason() if self.process else "")) from error
         except (ValueError, KeyError) as error:
-            raise EngineError(f"{self.where} is not one of posttrain's: {error}. Start it with `{COMMAND}`") from error
+            raise EngineError(f"{self.where} is not a posttrain server: {error}. Start one with `{COMMAND}`") from error
         finally:
             self._open.discard(connection)
             connection.close()
 
 
 def side_by_side(servers: Sequence[Server], work: Callable[[Server], None]) -> None:
-    """Do `work` for every server, each in its own thread; a single one in this thread. Raises the first error after all
-    have ended; if this thread is interrupted, requests in flight are abandoned."""
+    """Run `work` for every server: each in its own thread, or, for a single server, in this thread. Raises the first
+    error after all threads have ended. If this thread is interrupted, requests in flight are aborted."""
     if len(servers) <= 1:
         for server in servers:
             work(server)

@@ -22,23 +22,23 @@ from posttrain.base.words import first_line
 from posttrain.engines.protocol import Request, Sampling, StopTexts
 from posttrain.models.families import positions_of
 
-VERSIONS = ("0.32",)  # of vLLM, whose internals change between versions
-MAX_ROWS = 256  # completions alive at a time
-CACHE_BYTES = 2 << 30  # of keys and values in main memory
-CPU_BLOCK = 32  # tokens per shared block of the cache; vLLM's default of 128 would share few prompts
+VERSIONS = ("0.32",)  # supported versions of vLLM, whose internals change between versions
+MAX_ROWS = 256  # maximum number of live completions
+CACHE_BYTES = 2 << 30  # maximum size of keys and values in main memory
+CPU_BLOCK = 32  # tokens per shared block of the cache; with vLLM's default of 128, few prompts would be shared
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model must be in this process to receive weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for logits processors
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model's positions: the last token needs none
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer runner has a different interface for logits processors
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one token more than the model has positions: the last token needs none
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process too
 }
-PATIENCE_S = 0.5  # how long a call waits for another call's step before it gives a heartbeat
-ARGUMENT = "posttrain"  # the name of a request's (sampling, seed, number), for processor.py
+PATIENCE_S = 0.5  # seconds that a call waits for another call's step before it sends a heartbeat
+ARGUMENT = "posttrain"  # the name under which processor.py finds a request's (sampling, seed, number)
 
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A completion without the version of its weights, which the engine adds."""
+    """A completion before the engine adds the version of its weights."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -46,23 +46,23 @@ class RawCompletion:
 
 
 def import_vllm() -> ModuleType:
-    """Raises ConfigError if vLLM is absent, does not load, or has an unsupported version."""
+    """Import vLLM. Raises ConfigError if it is not installed, does not load, or has an unsupported version."""
     for name, value in ENVIRONMENT.items():
         os.environ[name] = value
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     vllm = need("vllm", "vllm", "rollout.engine: vllm")
     if not vllm.__version__.startswith(VERSIONS):
         raise ConfigError(
-            f"rollout.engine: vllm works with vLLM {' and '.join(VERSIONS)}, and {vllm.__version__} is installed: "
+            f"rollout.engine: vllm works with vLLM {' and '.join(VERSIONS)}, but {vllm.__version__} is installed: "
             "pip install 'posttrain[vllm]'"
         )
     return vllm
 
 
 class Core:
-    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop strings.
+    """A model in vLLM. It has no weights until the first `load`. Stop strings need a `tokenizer`.
 
-    Several threads may call `generate`: their requests run together, in steps that any of them makes.
+    Several threads may call `generate`. Their requests run together, and any of the threads may run the next step.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Core:
         _check_model(vllm, config, architecture, beside_trainer)
         self.version: str = vllm.__version__
         self.tokenizer, self.mark = tokenizer, ""
-        self._lock, self._calls = threading.RLock(), 0  # of the engine, and the number of calls so far
+        self._lock, self._calls = threading.RLock(), 0  # the engine's lock, and the number of calls so far
         self._outputs: dict[int, list[Any]] = {}  # outputs of each running call, from steps of other calls
-        self.prefilled = 0  # prompt tokens that went through the model, for tests
+        self.prefilled = 0  # number of prompt tokens that went through the model, for tests
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             settings = config.to_dict() | {"architectures": [architecture]}
@@ -93,7 +93,7 @@ class Core:
                         skip_tokenizer_init=True,
                         load_format="dummy",
                         dtype=str(dtype).removeprefix("torch."),
-                        generation_config="vllm",  # without the model's own defaults
+                        generation_config="vllm",  # ignore the model's own defaults
                         enable_prefix_caching=True,  # a prompt is computed once for all its completions
                         logprobs_mode="processed_logits",
                         logits_processors=["posttrain.engines.vllm.processor:SamplingProcessor"],
@@ -106,7 +106,7 @@ class Core:
             except (ValueError, RuntimeError, AssertionError) as error:
                 raise ModelError(f"vLLM cannot run this {config.model_type}: {first_line(error)}") from error
             finally:
-                # vLLM replaces it in the whole process; the trainer keeps its own threads.
+                # vLLM replaces this function in the whole process, but the trainer must keep its threads.
                 torch.set_num_threads = set_num_threads
                 torch.set_num_threads(threads)
         setattr(import_module("vllm.v1.sample.sampler"), "batched_count_greater_than", _no_ranks)  # noqa: B010
@@ -137,7 +137,7 @@ class Core:
             except (KeyError, ValueError, AttributeError, RuntimeError) as error:
                 if is_out_of_memory(error):
                     raise
-                raise ModelError(f"vLLM does not take these weights: {first_line(error)}") from error
+                raise ModelError(f"vLLM rejects these weights: {first_line(error)}") from error
             reload.finalize_layerwise_reload(model, config.model_config)
             _repack_tied_head(model)
         missing = wanted - loaded
@@ -146,16 +146,16 @@ class Core:
                 f"vLLM was not given all weights of its model: {', '.join(sorted(missing)[:3])} are missing"
             )
         if not self.engine.reset_prefix_cache():
-            raise VitalSignError("vLLM keeps keys and values of the previous weights: its prefix cache was not reset")
+            raise VitalSignError("vLLM still has keys and values of the old weights: its prefix cache was not reset")
         self.engine.set_weight_version(mark)
         self.mark = mark
 
     def generate(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
     ) -> list[list[RawCompletion]]:
-        """The completions of each request. `tick` is called after every step.
+        """Return the completions of each request. `tick` is called after every step.
 
-        Raises VitalSignError when the weights are not those of `mark`.
+        Raises VitalSignError if the loaded weights are not those with the mark `mark`.
         """
         texts = StopTexts(sampling.stop, self.tokenizer)
         stops = set(sampling.stop_token_ids)
@@ -194,18 +194,19 @@ class Core:
     def _begin(
         self, mark: str, requests: Sequence[Request], sampling: Sampling, streamed: bool
     ) -> tuple[int, dict[str, tuple[int, int]]]:
-        """The number of a new call, and its requests as from `_submit`."""
+        """Begin a call. Return its number, and its requests as `_submit` returns them."""
         with self._lock:
             if not mark or mark != self.mark:
                 raise VitalSignError(
-                    f"vLLM holds other weights ({self.mark or 'none'}) than those asked for ({mark or 'none'})"
+                    f"vLLM holds different weights ({self.mark or 'none'}) from those requested ({mark or 'none'})"
                 )
             self._calls += 1
             self._outputs[self._calls] = []
             return self._calls, self._submit(self._calls, requests, sampling, streamed)
 
     def _step(self, call: int) -> list[Any]:
-        """Outputs of the call's requests: from steps of other calls, or else from a new step; empty while one runs."""
+        """Return outputs of the call's requests, from other calls' steps or otherwise from a new step. Return nothing
+        if another call's step is still running after PATIENCE_S."""
         if not self._lock.acquire(timeout=PATIENCE_S):
             return []
         try:
@@ -224,7 +225,7 @@ class Core:
     def _submit(
         self, call: int, requests: Sequence[Request], sampling: Sampling, streamed: bool
     ) -> dict[str, tuple[int, int]]:
-        """Submit the requests, one per completion; returns (index of the prompt, number of the completion) by name."""
+        """Submit one vLLM request per completion. Return (prompt index, completion number) by vLLM's request name."""
         params_of = import_module("vllm.sampling_params")
         kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
         common = replace(sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=())
@@ -249,10 +250,10 @@ class Core:
     def _check_versions(self, spans: Sequence[Any] | None) -> None:
         served = {span.version for span in spans or ()}
         if served - {self.mark}:
-            raise VitalSignError(f"vLLM sampled from weights {', '.join(served)}, and was given {self.mark}")
+            raise VitalSignError(f"vLLM sampled from the weights {', '.join(served)}, but was given {self.mark}")
 
     def close(self) -> None:
-        """Release its memory."""
+        """Shut vLLM down and release its memory."""
         if hasattr(self, "engine"):
             with self._lock:
                 self.engine.engine_core.shutdown()
@@ -263,32 +264,33 @@ class Core:
 
 
 def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, beside_trainer: bool) -> None:
-    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that changes the trainer."""
+    """Raise ModelError for a model that vLLM would refuse only during a step, or whose classes it would change in the
+    trainer's process."""
     kind, platform = config.model_type, import_module("vllm.platforms").current_platform
     registered = vllm.ModelRegistry.models.get(architecture)
     if beside_trainer and getattr(registered, "module_name", "transformers").endswith("transformers"):
         raise ModelError(
-            f"vLLM runs {kind} by transformers' own classes, and changes them in the whole process, the trainer's too: "
-            "set rollout.vllm: {mode: server}"
+            f"vLLM runs {kind} with transformers' classes and changes them in the whole process, including the "
+            "trainer: set rollout.vllm: {mode: server}"
         )
     if platform.is_cpu():
         sizes = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend.get_supported_head_sizes()
         if _head_size(config) not in sizes:
             raise ModelError(
-                f"vLLM cannot run this {kind}: its heads have {_head_size(config)} dimensions, and on a CPU vLLM takes "
-                f"{', '.join(map(str, sizes))}: set rollout.engine: embedded or transformers"
+                f"vLLM cannot run this {kind}: its heads have {_head_size(config)} dimensions, but on a CPU vLLM "
+                f"supports {', '.join(map(str, sizes))}: set rollout.engine: embedded or transformers"
             )
 
 
 def _no_ranks(x: Tensor, values: Tensor) -> Tensor:
-    """Replaces vLLM's ranks of the sampled tokens, which are not used and take 20 seconds to compile."""
+    """Replaces vLLM's function for the ranks of sampled tokens, which are not used and take 20 seconds to compile."""
     return torch.zeros_like(values[:, 0], dtype=torch.int64)
 
 
 def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[str, Any]:
-    """The engine's arguments that depend on memory."""
+    """Return the arguments of vLLM's engine that depend on memory."""
     if not import_module("vllm.platforms").current_platform.is_cpu():
-        return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: what fits
+        return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: as many tokens as fit
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
     longest = min((positions_of(config) or CACHE_BYTES) + 1, CACHE_BYTES // token_bytes - 2 * CPU_BLOCK)
@@ -305,7 +307,7 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """Pack again the copy of a tied head that vLLM multiplies by on a CPU, and does not update with the embedding."""
+    """Repack the copy of a tied head that vLLM uses on a CPU and does not update with the embedding."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and "Embedding" in type(method).__name__:

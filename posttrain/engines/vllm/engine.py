@@ -1,11 +1,11 @@
-"""The engine over vLLM, in this process or in servers: pushed weights are tagged, and requests name the tag.
+"""The engine that uses vLLM, in this process or in servers: pushed weights are tagged, and requests name the tag.
 
-Servers are shared by the ranks of a run. Each rank sends its own prompts to one server: that of its number modulo the
-number of servers. Where there are more servers than ranks, a rank has several, and deals its prompts out to them. A
+The ranks of a run share its servers. Each rank sends its prompts to the server whose number is the rank modulo the
+number of servers. If there are more servers than ranks, a rank has several and distributes its prompts among them. A
 server belongs to the first of its ranks, which starts it, pushes the weights to it, and replaces it if it dies.
 
-All ranks call the methods together. They all learn that a server was lost; its owner brings it back, with the same
-weights, before the missing completions are requested again.
+All ranks call the methods together. If a server is lost, all ranks learn of it, and its owner restores it with the same
+weights before the missing completions are requested again.
 """
 
 import copy
@@ -52,29 +52,29 @@ from posttrain.scoring import Scorer
 
 log = logging.getLogger("posttrain")
 
-# Of a server: the first rank of its machine (0 for a server at a configured address), and its number there.
+# Identifies a server: the first rank of its machine (0 if its address is configured), and its number on that machine.
 Key = tuple[int, int]
 Weights = Callable[[], Iterable[Named]]
 Generate = Callable[[Sequence[Request], Sampling], list[list[RawCompletion]]]
-Adapters = tuple[tuple[bool, tuple[str, ...]], ...]  # of each layer: whether they are off, and the active ones
+Adapters = tuple[tuple[bool, tuple[str, ...]], ...]  # per layer: whether its adapters are off, and the active ones
 Prove = Callable[[Generate], None]  # checks that the weights are those of the last push
 
 PROBE_TOKENS = 8
-AT_ONCE = 1024  # completions at a time, if the caller waits for finished ones
-# Maximum mean difference (nats) between engine and trainer over the probe's tokens that rounding explains.
+AT_ONCE = 1024  # maximum number of completions requested at a time, if the caller gives `finished`
+# Maximum mean difference (nats) between the log-probabilities of engine and trainer that rounding explains.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 class VllmEngine:
-    """Engine by vLLM, with the sampling of the other engines: in float32 the same seed gives the same tokens.
+    """Engine that uses vLLM, with the sampling of the other engines: in float32 the same seed gives the same tokens.
 
-    `load` copies the weights, with active adapters merged; when adapters are switched later, the weights are pushed
+    `load` copies the weights, with active adapters merged. If adapters are switched later, the weights are pushed
     again. Every push is verified: all of the model's weights arrived, the prefix cache was emptied, and a few sampled
-    tokens have the trainer's log-probabilities.
+    tokens have the same log-probabilities as in the trainer.
 
-    All ranks call every method together, `generate` also without prompts.
+    All ranks call every method together; a rank without prompts calls `generate` too.
 
-    Raises ModelError if vLLM cannot run the model, ConfigError if it is not installed, EngineError if its server
+    Raises ModelError if vLLM cannot run the model, ConfigError if vLLM is not installed, EngineError if its server
     fails, VitalSignError if it does not serve the weights it was given.
     """
 
@@ -88,8 +88,8 @@ class VllmEngine:
         ranks: Ranks = ALONE,
     ):
         self.tokenizer, self._ranks = tokenizer, ranks
-        self._scoring = threading.Lock()  # several servers may be proved side by side
-        with whole(policy):  # its dtype is then that of the computation
+        self._scoring = threading.Lock()  # several servers may be checked at the same time
+        with whole(policy):  # gathered weights have the dtype of the computation
             self.host = _host(settings or VllmConfig(), policy, tokenizer, ranks)
         self._run, self._pushes = ranks.gather(uuid.uuid4().hex[:12])[0], 0
         self._pushed: int | None = None  # fingerprint of the pushed weights with their adapters
@@ -107,7 +107,7 @@ class VllmEngine:
             self._push()
 
     def release(self) -> None:
-        """vLLM keeps its memory, which rollout.vllm.gpu_memory_utilization limits."""
+        """Do nothing: vLLM keeps its memory, which rollout.vllm.gpu_memory_utilization limits."""
 
     def close(self) -> None:
         """Stop the server, if we started one, and release memory."""
@@ -133,7 +133,7 @@ class VllmEngine:
             return []
         if adapters_of(self.policy) != self._adapters:
             if self._ranks.size > 1:
-                raise VitalSignError("adapters were switched without a push of the weights, on several ranks")
+                raise VitalSignError("adapters were switched on several ranks, but the weights were not pushed")
             self._push()
         at_once = max(1, len(requests) if finished is None else AT_ONCE // sampling.num_generations)
         groups: list[list[Completion]] = []
@@ -199,7 +199,7 @@ def _finite(sampled: list[list[RawCompletion]]) -> list[list[RawCompletion]]:
 def _host(
     settings: VllmConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None, ranks: Ranks
 ) -> "Core | Servers":
-    """vLLM in this process, or in servers."""
+    """Start vLLM in this process, or connect to servers."""
     base = base_of(policy)
     if settings.mode == "server":
         model: dict[str, Any] = {
@@ -211,8 +211,8 @@ def _host(
         return Servers(settings, model, ranks)
     if ranks.size > 1:
         raise ConfigError(
-            "rollout.vllm.mode: colocate does not run on several ranks, whose process group vLLM would take for its "
-            "own: set rollout.vllm: {mode: server}"
+            "rollout.vllm.mode: colocate does not work with several ranks, because vLLM would use their process group "
+            "as its own: set rollout.vllm: {mode: server}"
         )
     return Core(
         base.config,
@@ -225,7 +225,7 @@ def _host(
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | None:
-    """The text files that a tokenizer is saved as."""
+    """Return the text files of a saved tokenizer, by name; None without a tokenizer."""
     if tokenizer is None:
         return None
     with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
@@ -237,7 +237,7 @@ def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | Non
 class Servers:
     """The servers of a run, as one rank sees them. `model` is the body of /model (wire.py).
 
-    Raises EngineError if a server is absent at the start, of another version, silent, or lost too often.
+    Raises EngineError if a server is absent at the start, runs another version, is silent, or is lost too often.
     """
 
     def __init__(self, settings: VllmConfig, model: Mapping[str, Any], ranks: Ranks):
@@ -253,7 +253,7 @@ class Servers:
         }
         self._owned = {key: server for key, server in self._mine.items() if key[1] % size == index}
         self._mark = ""
-        self._weights: Weights = tuple  # of the last `load`, and their proof
+        self._weights: Weights = tuple  # the weights of the last `load`; `_prove` checks each push
         self._prove: Prove = lambda generate: None
         try:
             self._exchange(lambda: side_by_side([*self._owned.values()], lambda server: server.start(model)))
@@ -264,7 +264,7 @@ class Servers:
         self.positions = min(server.at.positions for server in self._mine.values())
 
     def load(self, mark: str, weights: Weights, prove: Prove) -> None:
-        """Push the weights to every server, once, and let `prove` check each."""
+        """Push the weights once to every server, and check each server with `prove`."""
         self._mark, self._weights, self._prove = mark, weights, prove
         lost: dict[Key, str] = {}
 
@@ -281,7 +281,7 @@ class Servers:
         self._bring_back(self._ranks.together(work))
 
     def generate(self, mark: str, requests: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
-        """The completions of this rank's requests."""
+        """Return the completions of this rank's requests."""
         keys = [*self._mine]
         groups: list[list[RawCompletion] | None] = [None] * len(requests)
 
@@ -321,7 +321,7 @@ class Servers:
         self._prove(partial(server.generate, self._mark))
 
     def _exchange(self, work: Callable[[], None]) -> None:
-        """Do the owner's work; then all ranks learn where the servers are."""
+        """Do the work of this rank as owner; then exchange the servers' addresses among all ranks."""
 
         def done() -> dict[Key, Address]:
             work()
@@ -333,7 +333,7 @@ class Servers:
                     self._mine[key].at = address
 
     def _bring_back(self, lost: Sequence[Mapping[Key, str]]) -> bool:
-        """Replace the servers that any rank has lost, and push the weights to them again; whether any was lost."""
+        """Replace the servers that any rank has lost, and push the weights to them. Return whether any was lost."""
         reasons = {key: reason for reported in lost for key, reason in reported.items()}
         if not reasons:
             return False
@@ -346,11 +346,11 @@ class Servers:
             server.deaths += 1
             if server.deaths > self._settings.max_restarts:
                 raise EngineError(
-                    f"{reason}. It was lost {server.deaths} times, and rollout.vllm.max_restarts is "
-                    f"{self._settings.max_restarts}: look into its memory and its log, then continue with --resume"
+                    f"{reason}. The server was lost {server.deaths} times, but rollout.vllm.max_restarts is "
+                    f"{self._settings.max_restarts}: check its memory and its log, then continue with --resume"
                 )
-            how = "it is started again" if server.is_ours else f"waiting {self._settings.timeout:g} s for it to return"
-            log.warning("%s: %s, and the missing completions are requested again", reason, how)
+            how = "restarting it" if server.is_ours else f"waiting {self._settings.timeout:g} s for it to return"
+            log.warning("%s: %s, then the missing completions are requested again", reason, how)
             try:
                 server.revive(self._model)
                 self._push(server)
@@ -361,29 +361,29 @@ class Servers:
 
 
 def adapters_of(policy: nn.Module) -> Adapters:
-    """The active adapters of each layer; empty without any."""
+    """Return the active adapters of each layer; empty for a model without adapters."""
     layers = (module for module in policy.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
     return tuple((bool(layer.disable_adapters), tuple(layer.active_adapters)) for layer in layers)
 
 
 @torch.no_grad()
 def fingerprint(policy: nn.Module) -> int:
-    """A checksum that almost surely changes when any bit of a weight does."""
+    """Return a checksum that almost surely changes when any bit of a weight changes."""
     return seed_of(*(int(bits(parameter).sum(dtype=torch.int64)) for parameter in policy.parameters()))
 
 
 @torch.no_grad()
 def weights_of(policy: nn.Module) -> Iterator[Named]:
-    """Every weight of the model once, with active adapters merged into a copy.
+    """Yield every weight of the model once, with active adapters merged into a copy.
 
-    Merged layers are computed one at a time, on demand; the policy is not changed. Raises ModelError for quantised
+    Merged layers are computed one at a time, on demand. The policy is not changed. Raises ModelError for quantised
     weights.
     """
     base = base_of(policy)
     if getattr(base, "is_quantized", False):
         raise ModelError(
-            "vLLM needs unquantised weights, and this model's are quantised (load_in_4bit, or posttrain quantize): set "
-            "rollout.engine: embedded"
+            "vLLM needs unquantised weights, but this model's weights are quantised (load_in_4bit, or posttrain "
+            "quantize): set rollout.engine: embedded"
         )
     wrapped = {
         name: module
@@ -402,7 +402,7 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
 
 
 def _as_switched(module: BaseTunerLayer | ModulesToSaveWrapper) -> nn.Module:
-    """The layer without PEFT."""
+    """Return the layer without PEFT's wrapper, with active adapters merged."""
     if isinstance(module, ModulesToSaveWrapper):
         on = not module.disable_adapters and module.active_adapters
         return module.modules_to_save[module.active_adapters[0]] if on else module.original_module

@@ -1,8 +1,8 @@
 """Our sampling inside vLLM, so that filters, random streams and log-probabilities equal those of the other engines.
 
-vLLM samples greedy tokens and returns their processed logits. This processor samples each row's token, sets all other
-logits to minus infinity, and sets the token's logit to its log-probability: vLLM then takes this token and returns its
-log-probability. Imported by vLLM itself, in the process of the engine.
+vLLM decodes greedily and returns the processed logit of each token. This processor samples each row's token, sets all
+other logits to minus infinity, and sets the token's logit to its log-probability. So vLLM takes this token and returns
+its log-probability. vLLM imports this module in the engine's process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampledRow:
 
     sampling: Sampling
     stream: tuple[int, int]
-    sampled: list[int]  # vLLM's own list, which grows
+    sampled: list[int]  # the tokens sampled so far, in a list that vLLM extends
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class Alike:
 
     sampling: Sampling
     rows: list[SampledRow]
-    index_B: Tensor  # in vLLM's batch
+    index_B: Tensor  # indices of the rows in vLLM's batch
     key_B2: Tensor
 
 

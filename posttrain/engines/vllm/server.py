@@ -1,9 +1,9 @@
 """vLLM as a server for the engine: `python -m posttrain.engines.vllm.server --port 8001`.
 
 The trainer sends it the model's configuration, and the weights after every step (wire.py). Completions that several
-ranks request at once are generated together. It listens on loopback unless --host gives another address, which needs a
-key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides: whoever may push weights may also fill this
-machine's memory. With --child it ends with its parent.
+ranks request at once are generated together. The server listens on loopback unless --host gives another address. That
+needs a key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides, because whoever may push weights may also
+fill this machine's memory. With --child the server ends with its parent.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from posttrain.engines.vllm.wire import Receiver
 
 IDLE = 600.0  # seconds that a connection may be silent
 BEAT = 1.0  # seconds of work between two heartbeats
-LARGEST = 1 << 34  # bytes of one request
+LARGEST = 1 << 34  # maximum bytes of one request
 
 
 class Desk:
-    """The server's state between requests: the model, and its end of NCCL. Used by several threads."""
+    """The server's state between requests: the model, and the NCCL receiver. Several threads use it."""
 
     def __init__(self, vllm_version: str, gpu_memory_utilization: float):
         self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization
         self.core: Core | None = None
         self.receiver = Receiver()
-        self._changing = threading.Lock()  # the model
+        self._changing = threading.Lock()  # held while the model changes
 
     def health(self) -> dict[str, Any]:
         mark = self.core.mark if self.core is not None else ""
@@ -72,7 +72,7 @@ class Desk:
         return {"mark": body["mark"]}
 
     def nccl(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Check for NCCL, join the trainer, or receive weights from it (wire.py)."""
+        """Check that NCCL is available, join the trainer, or receive weights from the trainer (wire.py)."""
         with self._changing:
             if body.get("check"):
                 self.receiver.check()
@@ -99,7 +99,7 @@ class Desk:
 
 
 def _tokenizer(files: dict[str, str] | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of its saved files."""
+    """Load a tokenizer from the contents of its saved files, by name."""
     if files is None:
         return None
     with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.arrived: dict[str, torch.Tensor] = {}  # weights that came by this connection, and are not loaded yet
+        self.arrived: dict[str, torch.Tensor] = {}  # weights that arrived over this connection and are not loaded yet
 
     def do_GET(self) -> None:
         self._answer(lambda: self.desk.health() if self.path == "/health" else self._unknown())
@@ -129,8 +129,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         if not self._allowed() or length > LARGEST:
-            self.close_connection = True  # the body stays unread
-            refusal = EngineError("the server refuses this: the key differs, or the request is too large")
+            self.close_connection = True  # the body is not read
+            refusal = EngineError("the server refuses the request: its key differs, or it is too large")
             self._send(wire.failure(refusal))
             return
         data = bytearray(length)
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.desk.load(body, arrived)
 
     def _stream(self, body: dict[str, Any]) -> None:
-        """Lines: a heartbeat every second while the engine makes steps, then the answer."""
+        """Send lines: a heartbeat every second while the engine runs steps, then the answer."""
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.key is None or hmac.compare_digest(sent.encode(), f"Bearer {self.key}".encode())
 
     def _unknown(self) -> dict[str, Any]:
-        raise EngineError(f"the server has no {self.path}: it is another version of posttrain")
+        raise EngineError(f"the server has no {self.path}: it runs another version of posttrain")
 
     def _send(self, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
@@ -202,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No log: a push is hundreds of requests."""
+        """Log nothing, because a push makes hundreds of requests."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -219,10 +219,11 @@ class _Server(ThreadingHTTPServer):
 
 
 def server_at(host: str, port: int, key: str | None, desk: Desk) -> HTTPServer:
-    """A server that is bound but does not serve yet. Raises ConfigError for a public address without a key."""
+    """Return a server that is bound but does not serve yet. Raises ConfigError for a public address without a key, and
+    if the address cannot be used."""
     if not key and not is_loopback(host):
         raise ConfigError(
-            f"--host {host} is reachable from other machines: set {wire.KEY} to a secret, also for the trainer"
+            f"--host {host} is reachable from other machines: set {wire.KEY} to a secret, here and for the trainer"
         )
     try:
         return _Server((host, port), type("BoundHandler", (Handler,), {"desk": desk, "key": key or None}))
@@ -235,9 +236,9 @@ def main() -> None:
         prog="python -m posttrain.engines.vllm.server", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8001, help="0: any that is free")
+    parser.add_argument("--port", type=int, default=8001, help="0: any free port")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
-    parser.add_argument("--child", type=int, metavar="PID", help="end with this parent")
+    parser.add_argument("--child", type=int, metavar="PID", help="end when this parent process ends")
     arguments = parser.parse_args()
     if arguments.child is not None:
         end_with_parent(arguments.child)

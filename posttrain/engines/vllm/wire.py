@@ -1,20 +1,20 @@
-"""The protocol of client and server: JSON, and the bytes of tensors; no format that can run code.
+"""The protocol of client and server: JSON and the bytes of tensors, no format that can run code.
 
     GET  /health     -> {protocol, vllm, mark}
     POST /model      {architecture, config, dtype, tokenizer, gpu_memory_utilization} -> {vocabulary, positions}
     POST /tensor     a tensor's bytes, with the header X-Tensor: {name, dtype, shape, crc32} -> {}
-    POST /load       {mark, count}: the tensors sent before, by the same connection, are the weights -> {mark}
+    POST /load       {mark, count}: load the tensors that were sent over the same connection -> {mark}
     POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark}
-    POST /generate   {mark, requests, sampling} -> a line {} each second of work; finally a line {groups}
+    POST /generate   {mark, requests, sampling} -> a line {} for each second of work, finally a line {groups}
 
-A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer except /generate's is
-one JSON object. Requests are handled side by side, and need `Authorization: Bearer KEY` if a key is set.
+A failure is {error: {kind, message}}, where kind is a class of base.errors. Every answer, except to /generate, is one
+JSON object. Requests are handled concurrently, and need `Authorization: Bearer KEY` if a key is set.
 
-By NCCL, weights go from the trainer's GPU to the server's, from memory to memory, and their names over HTTP. The two
-sides form a communicator of two, by vLLM's PyNcclCommunicator: the trainer makes NCCL's unique id and sends it with the
-request to join, so that only those who may push weights may join. The server loads each tensor as it arrives. NCCL's
-calls cannot be interrupted: the trainer enqueues them on another stream, and waits for it no longer than the deadline,
-so that a run whose server has died can still be saved.
+With NCCL, weights go directly from the trainer's GPU to the server's GPU, and only their names go over HTTP. The two
+sides form a communicator of two with vLLM's PyNcclCommunicator. The trainer creates NCCL's unique id and sends it with
+the request to join, so that only clients that may push weights can join. The server loads each tensor as it arrives.
+NCCL's calls cannot be interrupted. So the trainer enqueues them on a separate stream and does not wait for that stream
+beyond the deadline. A run whose server has died can therefore still be saved.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PROTOCOL = 2
 KEY = "POSTTRAIN_SERVER_KEY"  # environment variable, on both sides
 TENSOR_HEADER = "X-Tensor"
 TRAINER, SERVER, BOTH = 0, 1, 2  # ranks of the communicator, and their number
-CHECK_S = 0.05  # between two checks whether the tensors have left
+CHECK_S = 0.05  # seconds between two checks whether the tensors were sent
 Post = Callable[[Mapping[str, Any]], dict[str, Any]]
 Named = tuple[str, Tensor]  # a weight with its name
 
 
 def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
-    """The header and the bytes."""
-    # A copy: the storage of gathered weights is released afterwards, which a numpy view of it would prevent.
+    """Return the header and the bytes of a tensor."""
+    # A copy, because the storage of gathered weights is released afterwards, and a numpy view would prevent that.
     whole = tensor.detach().to("cpu", copy=True).contiguous()
     data = memoryview(whole.flatten().view(torch.uint8).numpy().data)
     dtype = str(whole.dtype).removeprefix("torch.")
@@ -57,7 +57,7 @@ def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
 
 
 def tensor_from_wire(header: str, data: bytearray) -> tuple[str, Tensor]:
-    """Raises EngineError if the bytes differ from those that were sent."""
+    """Return the name and the tensor. Raises EngineError if the bytes differ from those that were sent."""
     facts = json.loads(header)
     if zlib.crc32(data) != facts["crc32"]:
         raise EngineError(f"the weight {facts['name']} arrived damaged: its checksum differs")
@@ -66,7 +66,7 @@ def tensor_from_wire(header: str, data: bytearray) -> tuple[str, Tensor]:
 
 
 def question(mark: str, requests: Sequence[Request], sampling: Sampling) -> dict[str, Any]:
-    """The body of /generate."""
+    """Return the body of a request to /generate."""
     rows = [{"tokens": list(r.tokens), "seed": r.seed, "limits": list(r.limits)} for r in requests]
     return {"mark": mark, "requests": rows, "sampling": asdict(sampling)}
 
@@ -80,7 +80,7 @@ def question_from(body: Mapping[str, Any]) -> tuple[str, list[Request], Sampling
 
 
 def answer(groups: Sequence[Sequence[RawCompletion]]) -> dict[str, Any]:
-    """The last line of /generate."""
+    """Return the last line of an answer from /generate."""
     return {"groups": [[asdict(completion) for completion in group] for group in groups]}
 
 
@@ -103,18 +103,18 @@ def raise_failure(line: Mapping[str, Any], where: str) -> None:
 
 
 def _library() -> Any:
-    """vLLM's binding of NCCL. Raises ConfigError without a GPU, vLLM, or NCCL."""
+    """Return vLLM's binding of NCCL. Raises ConfigError without a GPU, vLLM, or NCCL."""
     if not torch.cuda.is_available():
-        raise ConfigError("rollout.vllm.push: nccl needs a GPU here, and there is none: set push: http")
+        raise ConfigError("rollout.vllm.push: nccl needs a GPU here, but there is none: set push: http")
     need("vllm", "vllm", "rollout.vllm.push: nccl")
     try:
         return import_module("vllm.distributed.device_communicators.pynccl_wrapper").NCCLLibrary()
     except OSError as error:
-        raise ConfigError(f"rollout.vllm.push: nccl needs the library NCCL: {error}; set push: http") from error
+        raise ConfigError(f"rollout.vllm.push: nccl needs the NCCL library: {error}; set push: http") from error
 
 
 def _joined(unique_id: bytes, rank: int) -> Any:
-    """The communicator. Returns when both sides have joined."""
+    """Return the communicator as soon as both sides have joined."""
     pynccl = import_module("vllm.distributed.device_communicators.pynccl")
     device = torch.device("cuda", torch.cuda.current_device())
     return pynccl.PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, BOTH, device)
@@ -133,7 +133,7 @@ class Sender:
         self._stream = torch.cuda.Stream()
 
     def send(self, mark: str, weights: Callable[[], Iterable[Named]]) -> dict[str, Any]:
-        """Broadcast the weights; returns the server's answer. Raises EngineError if they do not leave in time."""
+        """Broadcast the weights and return the server's answer. Raises EngineError if they are not sent in time."""
         # Adapters are merged twice, once for the shapes, so that only one merged layer is in memory at a time.
         described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights()]
         with self._request({"mark": mark, "tensors": described}) as answer:
@@ -141,7 +141,7 @@ class Sender:
                 whole = tensor.detach().contiguous()
                 self._stream.wait_stream(torch.cuda.current_stream())
                 self._group.broadcast(whole, TRAINER, self._stream)
-                whole.record_stream(self._stream)  # its memory is not reused before it has left
+                whole.record_stream(self._stream)  # its memory is not reused before it is sent
             sent = torch.cuda.Event()
             sent.record(self._stream)
             answer.until(sent.query)
@@ -156,7 +156,7 @@ class Sender:
 
 
 class _Answer:
-    """A request that another thread sends, while this one takes part in the exchange that it starts."""
+    """A request that another thread sends, while this thread takes part in the exchange that the request starts."""
 
     def __init__(self, send: Callable[[], dict[str, Any]], where: str, timeout: float):
         self._send, self._where, self._timeout = send, where, timeout
@@ -181,7 +181,7 @@ class _Answer:
             self._failed = error
 
     def while_waiting(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, which may block, from another thread."""
+        """Run `work`, which may block, in another thread, and return its result."""
         results: list[Any] = []
         device = torch.cuda.current_device()
 
@@ -193,16 +193,16 @@ class _Answer:
         thread.start()
         self.until(lambda: not thread.is_alive())
         if not results:
-            raise EngineError(f"{self._where} and this process could not connect by NCCL: set rollout.vllm.push: http")
+            raise EngineError(f"this process cannot connect to {self._where} by NCCL: set rollout.vllm.push: http")
         return results[0]
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait; raises the server's error, or EngineError after the deadline."""
+        """Wait until `holds()` is true. Raises the server's error, or EngineError after the deadline."""
         while not holds():
             self._raise()
             if time.monotonic() > self._until:
                 raise EngineError(
-                    f"{self._where} does not receive by NCCL within {self._timeout:g} s (rollout.vllm.timeout): set "
+                    f"{self._where} did not answer by NCCL within {self._timeout:g} s (rollout.vllm.timeout): set "
                     "rollout.vllm.push: http"
                 )
             time.sleep(CHECK_S)
@@ -226,9 +226,9 @@ class Receiver:
         self._group = _joined(base64.b64decode(unique_id), SERVER)
 
     def tensors(self, described: Iterable[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as they arrive. Always read all of them: the trainer waits for that."""
+        """Yield the tensors as they arrive. Always read all of them, because the trainer waits for that."""
         if self._group is None:
-            raise EngineError("the server has not joined a communicator of NCCL: it is another version of posttrain")
+            raise EngineError("the server has not joined an NCCL communicator: it runs another version of posttrain")
         for name, dtype, shape in described:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._group.device)
             self._group.broadcast(tensor, TRAINER)

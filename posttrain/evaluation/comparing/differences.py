@@ -1,4 +1,4 @@
-"""Differences between the sides of a comparison: the items that both have, tests on these, and verdicts in words.
+"""Differences between the sides of a comparison: the items that both sides have, tests on these items, and verdicts.
 
 No item is dropped without being counted.
 """
@@ -37,10 +37,10 @@ Answers = Mapping[str, Sequence[Answer]]  # by item
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The items that two sides both have, in A's order.
+    """The items that both sides have, in A's order.
 
-    `left_out` counts the items that are not compared, by reason; `other_prompts` are items whose prompts differ though
-    their right answers are the same: another template, chat format or tokenizer.
+    `left_out` counts the items that are not compared, by reason; `other_prompts`: items whose prompts differ although
+    their right answers are the same, because of another template, chat format or tokenizer.
     """
 
     items: Sequence[str]
@@ -58,10 +58,10 @@ class Shared(Matched):
 
 
 def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
-    """Two items are the same if their ids and their prompts are. With `by_id` the id is enough.
+    """Match the items that have the same id and the same prompt; with `by_id`, the id is enough.
 
-    Prompts that differ are those of another template if all such items have the same right answer on both sides: a few
-    equal ones, such as the letter B of two different questions, prove nothing.
+    Prompts that differ are attributed to another template if all these items have the same right answer on both sides.
+    A few equal answers, such as the letter B of two different questions, prove nothing.
     """
     both = [item for item in a if item in b]
     answers = {item: [*a[item], *b[item]] for item in both}
@@ -83,7 +83,7 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
 
 
 def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
-    """The items of two sides that are the same (`matched`) and graded on both."""
+    """The items of `matched` that are graded on both sides."""
     same = matched(a, b, by_id)
     items, left_out = [], Counter(same.left_out)
     a_C: list[float] = []
@@ -105,7 +105,7 @@ def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An item on which the two sides differ, with an answer of each: for the better side its best, else its worst."""
+    """An item on which the two sides differ, with the best answer of the better side and the worst of the other."""
 
     item: str
     prompt: str
@@ -145,7 +145,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """B - A on the items that both have. `p_adjusted` is Holm's (1979), for all differences of the suite."""
+    """B - A on the items that both sides have. `p_adjusted`: adjusted for all differences of the suite (Holm 1979)."""
 
     a: str
     b: str
@@ -157,7 +157,7 @@ class Difference:
     p_adjusted: float
     floor: float | None  # difference that seeds alone exceed in 5 % of comparisons; None: not known
     flips: Sequence[Flip]
-    shown: bool  # a difference is shown: significant, and above the noise over seeds where that is known
+    shown: bool  # whether a difference is shown: significant, and above the noise over seeds if that is known
 
     @property
     def better(self) -> str | None:
@@ -181,13 +181,13 @@ class Comparison:
     sides: Sequence[Side]
     suites: Sequence[Suite]
     options: CompareOptions
-    left_out: Mapping[str, str] = field(default_factory=dict)  # suite -> why it is not compared for all
+    left_out: Mapping[str, str] = field(default_factory=dict)  # suite -> why it is not compared for all sides
 
 
 def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites: Sequence[str] = ()) -> Comparison:
-    """Compare the sides on every scored suite that two of them have, or on those of `suites`.
+    """Compare the sides on every scored suite that at least two of them have, or only on those in `suites`.
 
-    Raises RunError if there is none, or none on which two sides have a graded item in common."""
+    Raises RunError if there is no such suite, or none on which two sides have a graded item in common."""
     options = options or CompareOptions()
     having: dict[str, list[Side]] = {}
     for side in sides:
@@ -208,7 +208,9 @@ def compare(sides: Sequence[Side], options: CompareOptions | None = None, suites
         raise problems[0]
     if not compared:
         have = "; ".join(f"{side.name}: {', '.join(side.suites()) or 'none'}" for side in sides)
-        raise RunError(f"there is no scored suite that two of these have in common ({have}): evaluate them on the same")
+        raise RunError(
+            f"there is no scored suite that two of these have in common ({have}): evaluate them on the same suite"
+        )
     return Comparison(sides, compared, options, left_out)
 
 
@@ -245,7 +247,7 @@ def _tested(
     pairs = shared(ours, theirs, options.by_id)
     if not pairs.items:
         why = ", ".join(f"{count:,} {reason}" for reason, count in pairs.left_out.items())
-        hint = "; give --by-id if their ids alone say which are the same" if "another question" in why else ""
+        hint = "; if equal ids mean equal items, give --by-id" if "another question" in why else ""
         raise RunError(f"{key}: {a.name} (A) and {b.name} (B) have no graded item in common ({why}){hint}")
     paired = paired_difference(pairs.a_C, pairs.b_C, options.confidence)
     binary = pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}
@@ -266,7 +268,7 @@ def _with_p(difference: Difference, p_adjusted: float, options: CompareOptions) 
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p-values adjusted so that an error in any of them is as rare as in a single one (Holm 1979)."""
+    """Adjust p-values so that an error in any of them is as rare as in a single test (Holm 1979)."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
@@ -282,7 +284,7 @@ def _warnings(
         yield f"{name} differs: {shown}"
     for name, value in values.items():
         if value.ungraded:
-            yield f"{name}: {counted(value.ungraded, 'answer')} not graded, which are in no mean"
+            yield f"{name}: {counted(value.ungraded, 'answer')} not graded, and not in the mean"
     for one in differences:
         if one.items.left_out:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in one.items.left_out.items())
@@ -291,13 +293,13 @@ def _warnings(
         if one.items.other_prompts:
             count = counted(len(one.items.other_prompts), "prompt")
             yield (
-                f"{count} of {one.b} and {one.a} differ, such as item {one.items.other_prompts[0]}'s: another template "
-                "or chat format is part of what is compared"
+                f"{count} of {one.b} and {one.a} differ, such as that of item {one.items.other_prompts[0]}: the "
+                "comparison includes the effect of another template or chat format"
             )
 
 
 def verdict(difference: Difference) -> str:
-    """The result of a comparison, in a sentence."""
+    """The result of a comparison, in a sentence or two."""
     value, low, high = difference.paired.value, difference.paired.low, difference.paired.high
     a, b, is_shown = difference.a, difference.b, difference.shown
     if is_shown and value < 0:  # from the better side
@@ -309,9 +311,10 @@ def verdict(difference: Difference) -> str:
         return f"{difference.better} is better than {a if difference.better == b else b} by {amount}."
     none = f"No difference shown between {b} and {a}: {amount}."
     if difference.floor is not None and abs(value) <= difference.floor:
-        return f"{none} Seeds alone may make up to {difference.floor:.3f}."
-    smallest = difference.paired.smallest
-    return none if smallest is None else f"{none} One of {smallest:.3f} would have been detected in 80 % of cases."
+        return f"{none} Seeds alone may cause up to {difference.floor:.3f}."
+    if (smallest := difference.paired.smallest) is None:
+        return none
+    return f"{none} A difference of {smallest:.3f} would have been detected in 80 % of cases."
 
 
 def p_text(p: float) -> str:

@@ -26,7 +26,7 @@ RESULT = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class JudgedItem:
-    """An item with a completion of each side, and the judge's preference, from the side of B."""
+    """An item with a completion of each side, and the judge's preference, as seen from B."""
 
     item: str
     a: Answer
@@ -38,7 +38,8 @@ class JudgedItem:
 class Judged:
     """How often a judge prefers B's completions to A's.
 
-    `p` is from the exact test of equally many wins and losses, `p_adjusted` is Holm's for all differences of the suite.
+    `p`: exact test that wins and losses are equally likely. `p_adjusted`: adjusted for all differences of the suite
+    (Holm).
     """
 
     suite: str
@@ -57,10 +58,10 @@ class Judged:
 def judge(
     sides: Sequence[Side], settings: JudgeSettings, options: CompareOptions, suites: Sequence[str] = ()
 ) -> list[Judged]:
-    """Compare the completions of the other sides with those of the first side, on the suites that both have.
+    """Compare the completions of every further side with those of the first side, on the suites that both have.
 
     The judge compares the first completion of every item that both sides have; `suites` limits the suites. Raises
-    RunError if no two sides have completions of the same items, RewardError if the judge cannot be asked.
+    RunError if no two sides have completions of the same items, RewardError if no request to the judge can be made.
     """
     tasks = []
     for side in sides[1:]:
@@ -83,7 +84,7 @@ def judge(
 
 
 def _written(answers: Answers) -> Answers:
-    """The items whose first completion was generated, though it may be empty."""
+    """The items whose first completion was generated, even if it is empty."""
     return {item: several for item, several in answers.items() if several[0].completion or several[0].finish_reason}
 
 
@@ -141,22 +142,22 @@ def sentences(judged: Sequence[Judged]) -> Iterator[str]:
         verdicts = facts.wins + facts.losses + facts.ties
         yield (
             f"Position bias: {facts.agree:,} of {counted(verdicts, 'verdict')} are the same in both orders; "
-            f"{facts.first:,} follow the first place, {facts.second:,} the second ({p_text(facts.bias_p)})."
+            f"{facts.first:,} follow the first position, {facts.second:,} the second ({p_text(facts.bias_p)})."
         )
         if one.left_out:
             yield "Not judged: " + ", ".join(f"{count:,} {reason}" for reason, count in one.left_out.items()) + "."
 
 
 def judged_facts(one: Judged) -> dict[str, Any]:
-    """For JSON, with both completions of every item."""
+    """A judge's preferences for JSON, with both completions of every item."""
     summary = {**asdict(one.summary), "win_rate": one.summary.win_rate if one.low is not None else None}
     facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "p_adjusted", "shown")}
     return {**facts, **summary, "not_judged": dict(one.left_out), "items": list(map(_item_facts, one.items))}
 
 
 def _item_facts(one: JudgedItem) -> dict[str, Any]:
-    """`result` is B's. `a_first` and `b_first`: which of the two is better by the question in which A, or B, is first;
-    `replies` are the judge's in this order. In the pair that the judge compared, B was the first."""
+    """`result` is B's. `a_first` and `b_first`: the judge's verdict when A, or B, is shown first. `replies`: its
+    replies in the same order. In the pair that the judge compared, B was the first."""
     names = {"a": "b", "b": "a", "tie": "tie", None: None}
     preference = one.preference
     return {
@@ -189,6 +190,6 @@ def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[Section]
 
 
 def _words(one: Preference, about: Judged) -> str:
-    """The verdict, and the reply to each question, with the side that it calls assistant A."""
+    """The verdict, and the reply to each question, with the name of the side that was assistant A."""
     replies = [f"[A is {name}] {reply}" for name, reply in zip((about.b, about.a), one.replies, strict=True)]
     return "\n\n".join([one.result or f"no verdict: {one.reason}", *replies])

@@ -24,12 +24,12 @@ from posttrain.runs.provenance import now
 
 FORMAT = 1
 FLIPS_SHOWN = 50  # on the page, in each direction; compare.json has all
-FEW = 4  # degrees of freedom of the noise over seeds, below which it is hardly known: Student's t is 3.2 to 12.7
+FEW = 4  # degrees of freedom below which the noise over seeds is hardly known: Student's t is 3.2 to 12.7
 HOW = """\
-A difference is that of the mean scores of the items that both sides answered, item by item. It is shown if its test, \
-adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
-explanation. Detectable: the difference that would have been detected in 80 % of cases."""
-INTERVALS = "Coloured: a difference is shown. Ticks: single runs. Grey band: what seeds alone make."
+A difference is the mean, over the items that both sides answered, of the difference between their scores. It is shown \
+if it is significant after adjustment for the number of differences (Holm) and, where several seeds were run, larger \
+than the noise over seeds. Detectable: the difference that would have been detected in 80 % of cases."""
+INTERVALS = "Coloured: a difference is shown. Ticks: single runs. Grey band: what seeds alone may cause."
 
 
 def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()) -> None:
@@ -45,7 +45,7 @@ def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()
             console.print(f"note: {line}")
         console.print()
     for key, why in comparison.left_out.items():
-        console.print(f"note: {key} is not compared for all: {why}")
+        console.print(f"note: {key} is not compared for all sides: {why}")
     if judged:
         console.print(judged_table(judged, percent))
         for line in sentences(judged):
@@ -71,7 +71,7 @@ def values_table(suite: Suite, percent: str) -> Table:
 
 
 def differences_table(suite: Suite, percent: str) -> Table:
-    """The differences; each against the first side, or between any two."""
+    """A table of the differences: each side against the first, or every two sides."""
     firsts, adjusted = {difference.a for difference in suite.differences}, len(suite.differences) > 1
     about = f"against {next(iter(firsts))}" if len(firsts) == 1 else "difference"
     shown = numbers_table(about, "mean", f"{percent} interval", "won/lost/tied", "p", "detectable")
@@ -99,16 +99,16 @@ def notes(suite: Suite) -> Iterator[str]:
     yield f"test: {tests}{several}"
     if suite.noise:
         noise = suite.noise
-        few = "; more seeds would lower what seeds alone may make" if noise.freedom < FEW else ""
+        few = "; more seeds would narrow what seeds alone may cause" if noise.freedom < FEW else ""
         degrees = counted(noise.freedom, "degree")
         yield f"seeds: standard deviation {noise.deviation:.4f} over {noise.runs} runs ({degrees} of freedom){few}"
     else:
-        yield "seeds: one run each, so how much runs differ by their seeds alone is not known"
+        yield "seeds: one run each, so the noise over seeds is not known"
     yield from suite.warnings
 
 
 def as_json(comparison: Comparison, judged: Sequence[Judged] = ()) -> dict[str, Any]:
-    """The whole comparison, with the texts of every item that flipped."""
+    """The whole comparison, with both answers to every item that flipped."""
     return {
         "format": FORMAT,
         "posttrain": __version__,
@@ -171,7 +171,7 @@ def _flip(flip: Flip) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
-    """Write `compare.json`, `compare.svg` and `compare.html` to the folder. Raises RunError if they cannot be."""
+    """Write `compare.json`, `compare.svg` and `compare.html` to the folder. Raises RunError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -180,7 +180,7 @@ def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -
     picture = folder / "compare.svg"
     if comparison.suites:
         write_drawings(picture, [figure for suite in comparison.suites for figure in intervals_of(suite)])
-    else:  # an earlier comparison's
+    else:  # left by an earlier comparison
         picture.unlink(missing_ok=True)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
     page = [*sections(comparison), *judged_sections(judged, _percent(comparison))]
@@ -222,7 +222,7 @@ def intervals_of(suite: Suite) -> Iterator[Drawing]:
 
 
 def _flipped(suite: Suite, difference: Difference) -> Iterator[pages.Table]:
-    """The items that one of the two answered better, each way, with both answers."""
+    """The items that one side answered better than the other, in each direction, with both answers."""
     for better, worse, wins in ((difference.b, difference.a, True), (difference.a, difference.b, False)):
         flips = [flip for flip in difference.flips if (flip.b_score > flip.a_score) == wins]
         more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(flips) > FLIPS_SHOWN else ""

@@ -1,5 +1,5 @@
-"""What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers; and
-the sides of a comparison: a source each, or several runs that differ by their seed alone."""
+"""The sources of a comparison, read as answers: evaluation folders, runs, and files with scored, graded or generated
+rows. Sources are grouped into sides: a side is one source, or several runs that differ only in their seed."""
 
 import json
 import math
@@ -25,7 +25,7 @@ REWARD = "reward on "  # before the name of a run's validation set
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A suite's answers, the name of their score, and settings that they were made with (sampling …)."""
+    """A suite's answers, the name of their score, and the settings that produced them (sampling …)."""
 
     metric: str
     answers: Sequence[Answer]
@@ -34,7 +34,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One path. `settings` identifies a run's settings except its seed; None if it is not a run's."""
+    """One path. `settings`: a run's settings without the seed, as a string; None if the path is not of a run."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ def read_source(path: str) -> Source:
     if folder.is_file():
         return Source(folder.name.partition(".")[0], path, read_rows(folder))
     if not folder.is_dir():
-        raise RunError(f"there is no file or folder {folder}; a model of the hub needs suites to compare on: --suite")
+        raise RunError(f"there is no file or folder {folder}; a model of the hub needs suites to compare on (--suite)")
     if is_evaluation(folder):
         if step is not None:
             raise RunError(f"{folder} is an evaluation: @{step} names a step of a run")
@@ -85,14 +85,16 @@ def _at_step(path: str) -> tuple[Path, int | None]:
 
 
 def _evaluated(folder: Path) -> Path | None:
-    """The evaluation folder of a run's final model, or of the only one of its models that was evaluated.
+    """The evaluation folder of a run's final model, or else of the only model of the run that was evaluated.
 
-    Raises RunError if there are several, and none of the final model."""
+    Raises RunError if several models were evaluated, but not the final one."""
     found = sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
     final = next((path for path in found if path.name == "final"), None)
     if final is None and len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise RunError(f"{folder} has evaluations of {names}, none of its final model: name one, such as {found[-1]}")
+        raise RunError(
+            f"{folder} has evaluations of {names}, but not of its final model: name one, such as {found[-1]}"
+        )
     return final or next(iter(found), None)
 
 
@@ -109,7 +111,7 @@ def _above(folder: Path) -> Path:
 
 
 def _name(folder: Path) -> str:
-    """The run's name for an evaluation in its folder, else that of the model that was evaluated."""
+    """The run's name if the evaluation is in a run folder, otherwise the name of the evaluated model."""
     if (_above(folder) / "run.json").is_file():
         return _above(folder).name + ("" if folder.name == "final" else f"/{folder.name}")
     return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
@@ -135,7 +137,7 @@ def _rewards(run: Path) -> str:
 
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
-    """The suites of an evaluation folder. Raises RunError unless all of their answers are there, each once."""
+    """The suites of an evaluation folder. Raises RunError unless all their answers are present, each exactly once."""
     summary, by_key = read_summary(folder), {}
     for answer in read_answers(folder):
         by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
@@ -144,8 +146,8 @@ def _evaluation(folder: Path) -> dict[str, Scores]:
         answers = by_key.get(key, [])
         if len(answers) != facts.get("answers", len(answers)) or not answers:
             raise RunError(
-                f"{folder} is incomplete: answers.jsonl has {counted(len(answers), 'answer')} of {key}, summary.json "
-                f"counts {facts.get('answers', 0):,}: run the same `posttrain eval` again"
+                f"{folder} is incomplete: answers.jsonl has {counted(len(answers), 'answer')} of {key}, but "
+                f"summary.json counts {facts.get('answers', 0):,}: run the same `posttrain eval` again"
             )
         twice, times = Counter((one.item, one.sample) for one in answers).most_common(1)[0]
         if times > 1:
@@ -158,7 +160,7 @@ def _evaluation(folder: Path) -> dict[str, Scores]:
 
 
 def _validation(run: Path, step: int | None) -> dict[str, Scores]:
-    """The rewards of a run's validation completions at a step, by default the last; a suite per validation set."""
+    """The rewards of a run's validation completions at `step` (None: the last), as a suite per validation set."""
     with StoredRun(run, looking=True) as stored:
         every = stored.evaluations()
     by_step = read_validation(every)
@@ -199,10 +201,10 @@ def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[
 
 
 def read_rows(file: Path) -> dict[str, Scores]:
-    """The rows of a file as a suite: `pairs` that `posttrain score` scored, `rows` that `posttrain grade` graded, or
-    `completions` of `posttrain generate`, which have no score and are for a judge.
+    """Read the rows of a file as a suite: `pairs` of `posttrain score`, `rows` of `posttrain grade`, or `completions`
+    of `posttrain generate`, which have no score and are for a judge.
 
-    Rows that cannot be read, or have no score, are not graded. Raises DataError if no row is one of these.
+    Rows that cannot be read or have no score are not graded. Raises DataError if no row is of one of these kinds.
     """
     from posttrain.data.readers import read_files  # imports torch
 
@@ -222,7 +224,7 @@ def read_rows(file: Path) -> dict[str, Scores]:
 
 
 def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
+    """A scored pair, right if chosen scores above rejected. Its prompt is the pair, which both models share."""
     from posttrain.evaluation.items import pair_text  # imports torch
 
     facts = {"prompt": pair_text(row) if {"chosen", "rejected"} & row.keys() else "", "completion": ""}
@@ -273,7 +275,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side: its runs, and the suites that all of them have."""
+    """One side of a comparison: its sources, and the suites that all of them have."""
 
     name: str
     sources: Sequence[Source]
@@ -300,7 +302,7 @@ class Side:
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
-    """NAME=PATH as (NAME, PATH); a path alone, even one with an equals sign, as (None, path)."""
+    """Split NAME=PATH into (NAME, PATH). A path alone, even one with an equals sign, gives (None, path)."""
     name, equals, path = argument.partition("=")
     if not equals or not name or not path or "/" in name or Path(argument).expanduser().exists():
         return None, argument
@@ -308,9 +310,9 @@ def split_name(argument: str) -> tuple[str | None, str]:
 
 
 def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
-    """The sides, in order: sources of one name are one side; without names, runs whose settings differ by the seed.
+    """Group sources into sides, in order: sources with the same name, or unnamed runs that differ only in the seed.
 
-    If that would leave one side, every source is its own: two seeds of one method can be compared, too.
+    If this would give a single side, every source is a side, so that two seeds of one method can be compared, too.
     Raises RunError if fewer than two sides are left.
     """
     grouped: dict[tuple[str, object], list[Source]] = {}
@@ -320,13 +322,13 @@ def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
         grouped.setdefault(("name", name) if name is not None else alike, []).append(source)
     for key, sources in list(grouped.items()):
         seeds = [source.seed for source in sources]
-        if key[0] == "settings" and len(set(seeds)) < len(seeds):  # one run's checkpoints or steps
+        if key[0] == "settings" and len(set(seeds)) < len(seeds):  # checkpoints or steps of one run
             del grouped[key]
             grouped |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
     if len(grouped) == 1 and named[0][0] is None:
         grouped = {("source", number): [source] for number, (_, source) in enumerate(named)}
     if len(grouped) < 2:
-        raise RunError(f"there is one side only, {named[0][0]}: name at least two, such as a=RUN b=RUN")
+        raise RunError(f"there is only one side, {named[0][0]}: name at least two, such as a=RUN b=RUN")
     order = {id(source): number for number, (_, source) in enumerate(named)}
     sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in grouped.items()]
     return _distinct(sorted(sides, key=lambda side: order[id(side.sources[0])]))
@@ -343,7 +345,7 @@ def _side_name(key: tuple[str, object], sources: Sequence[Source]) -> str:
 
 
 def _distinct(sides: Sequence[Side]) -> list[Side]:
-    """The sides with distinct names: where several have one name, each gets its path, or a number."""
+    """Make the names of the sides distinct: sides with the same name are named by their paths, or numbered."""
     distinct = []
     for number, side in enumerate(sides):
         same = [other for other in sides if other.name == side.name]
@@ -355,7 +357,7 @@ def _distinct(sides: Sequence[Side]) -> list[Side]:
 
 
 def settings_that_differ(sides: Sequence[Side], key: str) -> Mapping[str, Sequence[object]]:
-    """Settings of a suite's answers that are not the same for all sides, with their values, by name; seeds aside."""
+    """Settings of a suite's answers, except seeds, that are not the same for all sides: values by name."""
     settings: list[dict[str, object]] = []
     for side in sides:
         facts: dict[str, object] = {}

@@ -1,20 +1,21 @@
-"""Attention of one new token of each completion to the keys of its prompt and its own keys; each key is read once.
+"""Attention of one new token per completion to the keys of its prompt and to its own keys; each key is read once.
 
-Padded batched products (engines/attention.py) read every prompt and every completion up to the longest, and write and
-read scores in float32. Here a program keeps the queries of all completions of a prompt that share a key head, and
-streams a part of the prompt's keys; another does so with a completion's own keys. The parts are joined by their maxima
-and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in a fixed order. A step reads
+Padded batched products (engines/attention.py) read every prompt and completion up to the length of the longest, and
+write and read scores in float32. Here, a program keeps the queries of all completions of a prompt that share a key
+head, and streams a part of the prompt's keys. Another program does the same with a completion's own keys. The parts are
+joined by their maxima and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in a fixed order. A step
+reads
 
     2 (sum of prompts' lengths + sum of completions' lengths) K d numbers,
 
 that is, every key and value once, up to the actual lengths. Sizes are those of the padded tensors, and lengths are
-read from tensors, so a recorded step (CUDA graph) serves all lengths up to these sizes.
+read from tensors, so one captured CUDA graph serves all lengths up to these sizes.
 
 Shapes: R completions, G prompts of up to M completions, K heads of keys, each for r heads of queries, of size d. A
 holder of keys is a prompt or a completion.
 """
 
-# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
+# Type checkers do not know how Triton launches kernels: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import torch
@@ -39,10 +40,10 @@ def _part(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, to the base 2.
+    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score, sum of p (p: powers of 2).
 
-    Query i of the holder is that of head i % r of the row row_HM[i // r]. Its position is at_R of that row, counted in
-    the holder's columns; with a window it sees only keys less than `window` columns before it.
+    Query i of the holder belongs to head i % r of the row row_HM[i // r]. Its position is the row's entry in at_R,
+    counted in the holder's columns. With a window, it sees only keys less than `window` columns before it.
     """
     holder, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     index = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
@@ -149,9 +150,10 @@ def decode_attention(
 ) -> Tensor:
     """Keys and values (G, K, P, d) and (R, K, L, d), with any strides -> (R, K, r, d).
 
-    The new token of row R is the last of `age_R` own keys, already written, at `column_R` = age_R - 1, and at
-    `position_R` of its sequence; `length_G` has the prompts' lengths. `group_R`, `member_R` and `row_GM` map rows to
-    completions of prompts; an entry of `row_GM` without a completion may name any row. `row_R1` has the rows' numbers.
+    The key of each row's new token is already written: it is the last of the row's `age_R` own keys, in the column
+    `column_R` = age_R - 1, at `position_R` of its sequence. `length_G`: the prompts' lengths. `group_R`, `member_R` and
+    `row_GM` map rows to completions of prompts; an entry of `row_GM` without a completion may name any row. `row_R1`:
+    the rows' numbers.
     """
     rows, _, each, size = query_RKrd.shape
     prompt = _attend(query_RKrd, prompt_key, prompt_value, row_GM, length_G, position_R, scale, softcap, window)
@@ -177,7 +179,7 @@ def _attend(
     softcap: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each split, the sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
+    """Return, per split, sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
     (holders, members), (_, heads, columns, size), each = row_HM.shape, key.shape, query.shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()
     queries = min(MOST_QUERIES, max(FEWEST_QUERIES, triton.next_power_of_2(members * each)))

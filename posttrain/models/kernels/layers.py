@@ -1,13 +1,13 @@
 """The operations of models/lean.py in Triton: inputs and outputs pass through memory once, in any dtype.
 
-PyTorch runs each as a chain of three to ten kernels with float32 intermediates. The kernels compute in float32 and
-round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last place.
-All sums have a fixed order: weights' gradients are summed by a fixed number of programs and then joined.
+PyTorch runs each operation as a chain of three to ten kernels with float32 intermediates. The kernels here compute in
+float32 and round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the
+last place. All sums have a fixed order: weights' gradients are summed by a fixed number of programs and then joined.
 
 Shapes: a tensor (..., W) is contiguous rows of W numbers.
 """
 
-# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
+# Type checkers do not know how Triton launches kernels: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import torch
@@ -37,7 +37,7 @@ def _rms_norm_gradients(
     x, weight, rstd, grad_y, grad_x, grad_weight, rows, width, blocks,
     WEIGHT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients from `blocks` blocks of rows; grad_weight (programs, width) is float32."""
+    """Compute the gradients of `blocks` blocks of rows; grad_weight (programs, width) is float32."""
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((WIDTH,), tl.float32)
@@ -97,7 +97,7 @@ def _swiglu_gradients(gate, up, grad_y, grad_gate, grad_up, y, size, AGAIN: tl.c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / sqrt(mean(x^2) + eps), float32."""
+    """Return the norm, and 1 / sqrt(mean(x^2) + eps) in float32."""
     x = x.contiguous()
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
@@ -123,7 +123,7 @@ def rms_norm_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x rotated by the angles, or back with sign -1: x (..., T, H, d), cos and sin (..., T, 1, d)."""
+    """Rotate x by the angles, or back if `sign` is -1: x (..., T, H, d), cos and sin (..., T, 1, d)."""
     x, turns = x.contiguous(), (*x.shape[:-2], 1, x.shape[-1])
     cos, sin, y = cos.expand(turns).contiguous(), sin.expand(turns).contiguous(), torch.empty_like(x)
     rows, half = x.numel() // x.shape[-1], x.shape[-1] // 2
@@ -147,7 +147,7 @@ def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, 
 
 
 def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by gate and up, and y recomputed, in one pass."""
+    """Return the gradients with respect to gate and up, and the recomputed y, in one pass."""
     return _gradients(gate, up, grad_y, again=True)
 
 
@@ -163,7 +163,7 @@ def _gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool) -> tuple[T
 
 
 def _rows_of(width: int, rows: int) -> tuple[int, dict[str, int]]:
-    """The number of blocks of these rows, and the block's sizes: complete rows, padded to a power of two."""
+    """Return the number of blocks for these rows, and a block's sizes: complete rows, padded to a power of two."""
     wide = triton.next_power_of_2(width)
     each = max(1, ELEMENTS // wide)
     return triton.cdiv(rows, each), {"ROWS": each, "WIDTH": wide}

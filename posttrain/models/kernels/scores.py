@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states and the LM head: logits stay in registers.
+"""Log-probabilities and entropies computed from hidden states and the LM head, with logits only in registers.
 
 The softmax is computed online, block by block of the vocabulary (Milakov and Gimelshein, arXiv 1805.02867): for each
 row a program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - m) (l - m), all float32, so that
@@ -6,13 +6,13 @@ row a program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - 
     logprob = l[target] - m - log z        entropy = log z - s / z
 
 The vocabulary is divided among programs, whose m, z and s are joined at the end. Backward recomputes the logits.
-Their gradients are written to memory, a chunk of rows at a time and in the model's dtype: cuBLAS multiplies them with
-hidden states and weights at full speed and in a fixed order of sums, unlike atomic additions.
+Their gradients are written to memory, a chunk of rows at a time and in the model's dtype. cuBLAS then multiplies them
+with hidden states and weights at full speed and, unlike atomic additions, with a fixed order of sums.
 
-Shapes: N rows, D hidden size, V vocabulary, S splits of it.
+Shapes: N rows, D hidden size, V vocabulary, S splits of the vocabulary.
 """
 
-# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
+# Type checkers do not know how Triton launches kernels: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import functools
@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Bytes of shared memory -> sizes of a block of logits and of its sums. All GPUs with bfloat16 have the first; with the
-# second an H200 takes two thirds of the time (docs/gpu.md).
+# Block sizes of logits and of their sums, by the bytes of shared memory that they need. All GPUs with bfloat16 have
+# enough for the first; with the second, an H200 takes two thirds of the time (docs/gpu.md).
 BLOCKS: dict[int, dict[str, int]] = {
     64 << 10: {"ROWS": 128, "WORDS": 128, "INNER": 64, "num_warps": 8, "num_stages": 2},
     144 << 10: {"ROWS": 128, "WORDS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
@@ -40,7 +40,7 @@ def _logits(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of float32 logits divided by the temperature, (ROWS, WORDS), and the cap's slope: 1 without a cap."""
+    """Return a block of float32 logits divided by the temperature, (ROWS, WORDS), and the cap's slope (1: no cap)."""
     inner = tl.arange(0, INNER)
     total = tl.zeros((ROWS, WORDS), tl.float32)
     for start in range(0, dim, INNER):
@@ -75,7 +75,7 @@ def _forward(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """m, z and s of ROWS rows over `blocks` blocks of the vocabulary, and the logits of the targets among them."""
+    """Compute m, z and s of ROWS rows over `blocks` blocks of the vocabulary, and logits of the targets in them."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     aim = tl.load(target + row, mask=row < size, other=-1)
@@ -113,7 +113,7 @@ def _gradient(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradients by h W^T + b, the logits before the cap and the temperature."""
+    """Compute a block of the gradients with respect to h W^T + b, the logits before the cap and the temperature."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     here = row < size
@@ -144,14 +144,15 @@ def scores(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log of the softmax's denominator, log-probability, entropy, and 1 if the target is the mode: (N) float32.
+    """Return the log of the softmax's denominator, log-probability, entropy, and 1 if the target is the mode, all (N)
+    float32.
 
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
     size, words, block = len(hidden_ND), len(weight_VD), block_on(hidden_ND.device)
     row_blocks, word_blocks = triton.cdiv(size, block["ROWS"]), triton.cdiv(words, block["WORDS"])
-    blocks = max(1, word_blocks * row_blocks // PROGRAMS)  # of the vocabulary, for one program
+    blocks = max(1, word_blocks * row_blocks // PROGRAMS)  # number of vocabulary blocks per program
     splits = triton.cdiv(word_blocks, blocks)
     highest_SN, total_SN, along_SN = torch.empty(3, splits, size, device=hidden_ND.device).unbind()
     chosen_N = torch.empty(size, device=hidden_ND.device)
@@ -183,9 +184,10 @@ def logits_gradient(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The gradient by h W^T + b, from those by the outputs of `scores`: (N, V), in the dtype of the weights."""
+    """Return the gradient with respect to h W^T + b, (N, V), in the dtype of the weights, from the gradients with
+    respect to the outputs of `scores`."""
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    # Kernels read contiguous numbers; autograd's gradient of a sum is one number, expanded.
+    # Kernels read contiguous numbers, but autograd's gradient of a sum is one expanded number.
     grads = [None if grad_N is None else grad_N.contiguous() for grad_N in (grad_logprob_N, grad_entropy_N)]
     grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
     block = block_on(hidden_ND.device)
@@ -200,13 +202,13 @@ def logits_gradient(
 
 @functools.cache
 def block_on(device: torch.device) -> dict[str, int]:
-    """The largest of BLOCKS that fits the device, with an eighth left for the kernel's own."""
+    """Return the largest of BLOCKS that fits the device, with an eighth more memory left for the kernel itself."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
     return BLOCKS[max((need for need in BLOCKS if 9 * need // 8 <= shared), default=min(BLOCKS))]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous rows."""
+    """Return the tensor with contiguous rows."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
