@@ -1,7 +1,8 @@
 """Child processes that exchange lines with this program, with deadlines, and never outlive it.
 
-A child ends when its standard input closes, which also happens when this program is killed. For this, the child reads
-its input to the end or calls `end_with_parent`. Grading workers run hostile code; grading/process.py starts them.
+A child ends when its standard input closes, which also happens when this program is killed. For this to work, the
+child must read its input to the end or call `end_with_parent`. Grading workers run hostile code; grading/process.py
+starts them.
 """
 
 import atexit

@@ -63,7 +63,7 @@ def _switches() -> frozenset[str]:
 
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for every setting to a verb. The verb's parameter `flags` receives the given ones by dotted path."""
+    """Give a verb a flag for every setting. The verb's parameter `flags` receives the given ones by dotted path."""
     verb = with_options(verb)
     own = [parameter for parameter in signature(verb).parameters.values() if parameter.name != "flags"]
     paths = {path.replace(".", "__"): path for path in short_names()}

@@ -113,7 +113,7 @@ class Template:
 
     @property
     def has_tags(self) -> bool:
-        """Whether the template writes a solution's working between tags, so that tags in the data are removed."""
+        """Whether the template puts its own tags around a solution's working; then tags in the data are removed."""
         return self.name in ("tags", "r1_zero") and self.strip_think is not None
 
     def compose(self, working: str, answer: str) -> str:

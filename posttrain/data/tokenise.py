@@ -147,7 +147,7 @@ class Tokeniser:
     def _examples(
         self, rows: Sequence[Row], texts: Texts, completion_only_loss: bool | None
     ) -> list[Trained | RowError]:
-        """SFT examples with the loss weights of their messages; `completion_only_loss` is None without a prompt."""
+        """SFT examples with loss weights; `completion_only_loss`: None for rows without a prompt."""
         turns = self.writer.assistants(rows, texts)
         read, weights = self._read(rows, texts), self.writer.weights(texts)
         out: list[Trained | RowError] = []

@@ -41,8 +41,8 @@ class EmbeddedEngine:
 
     At most `max_rows` completions are live. Their keys and values, and those of their prompts, take at most
     `cache_bytes` (None: the device's default). `static`: whether steps have few shapes and, on a GPU, are captured as
-    CUDA graphs (decode.py); None: only on a GPU. The memory of static steps is kept between calls, with room for
-    prompts of `longest_prompt` tokens.
+    CUDA graphs (decode.py); None: only on a GPU. Memory for static steps is kept between calls, and has room for
+    prompts of at least `longest_prompt` tokens.
     """
 
     def __init__(

@@ -223,8 +223,8 @@ def paired_difference(
     is that of Bonett & Price (2012), which adds one prompt won and one lost: it keeps its coverage for few prompts and
     few differences, and never has zero width.
 
-    The smallest detectable difference is (z_{confidence} + z_{power}) · SE (Miller 2024, eq. 9), with the standard
-    error of the interval.
+    The smallest detectable difference is (z_{confidence} + z_{power}) · SE (Miller 2024, eq. 9), where SE is the
+    standard error from which the interval was computed.
 
     Raises ValueError if there is no prompt.
     """

@@ -2,7 +2,8 @@
 
 Two rows are nearly equal if the Jaccard index of their sets of word 5-grams is at least 0.8. Candidates come from
 MinHash (Broder 1997) with locality-sensitive hashing: 64 minima in 16 bands of 4, so that a pair at 0.8 is a candidate
-with probability 1 - (1 - 0.8^4)^16 = 0.9998. The index of each candidate is then computed: no pair below 0.8 is joined.
+with probability 1 - (1 - 0.8^4)^16 = 0.9998. The exact Jaccard index of each candidate pair is then computed, so only
+pairs at 0.8 or above are grouped.
 
 A word of a question is covered if it is in an n-gram (13 words, as in GPT-3, arXiv 2005.14165, appendix C) that a
 training row also contains. The report counts the questions with any such n-gram, and those with 80 % or more of their

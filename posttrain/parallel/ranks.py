@@ -9,8 +9,9 @@ the whole step, so the sums are exact: the number of ranks only changes the orde
         ranks.sum_(gradients)
         metrics = ranks.together(lambda: scored(mine))     # every rank's result, or the error of one
 
-gloo sends every number through the loopback interface. Ranks on the CPU of one machine sum in shared memory instead
-(`SharedSums`): each rank writes its numbers where all can read them, sums one part, and writes the sums for the others.
+Between ranks on one machine, gloo sends every number through the loopback interface. Ranks on the CPU of one machine
+sum in shared memory instead (`SharedSums`): each rank writes its numbers where all can read them, sums one part, and
+writes the sums for the others.
 """
 
 from __future__ import annotations

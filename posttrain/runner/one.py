@@ -142,7 +142,7 @@ class Order:
 
 
 def follow(ranks: Ranks) -> int:
-    """Train the runs that the first rank orders, until there are no more. Returns the exit status.
+    """Train each run that the first rank announces, until there are no more. Returns the exit status.
 
     This rank's log records why a run ended. The first rank reports the reason to the user; a lost rank is also reported
     by the first rank of each other machine.

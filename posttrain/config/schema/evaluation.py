@@ -62,7 +62,7 @@ class EvaluationDataset(Settings):
     max_rows: Positive | None = Field(default=None, description="Number of rows to use, from the start; null: all.")
     format: Format | None = Field(default=None, description="Format of the rows; null: data.format.")
     columns: dict[str, Text] | None = Field(
-        default=None, description="Column names in the data; null: data.columns, or none if format is set."
+        default=None, description="Column names in the data; null: those of data.columns, unless `format` is set."
     )
     template: Text | None = Field(default=None, description="Template; null: data.template.")
     rewards: tuple[Reward, ...] | None = Field(

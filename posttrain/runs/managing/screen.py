@@ -93,7 +93,8 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class RunsApp(App[None]):
-    """The runs below a folder. Errors are shown as messages at the bottom; runs change only when a key is pressed."""
+    """The runs below a folder. Errors are shown as messages at the bottom; the app modifies a run only when a key is
+    pressed."""
 
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
