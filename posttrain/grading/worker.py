@@ -1,7 +1,8 @@
 """One grading worker: `python -m posttrain.grading.worker`. Its arguments are modules to import first.
 
 If the first argument is `--fork`, the process is a template: it imports the modules and forks workers on request
-(`process.py`).
+(`process.py`). If the first module is a `module:function`, workers run that function instead of grading
+(posttrain/environments/worker.py).
 
 A worker reads jobs from stdin and writes replies to stdout, one JSON object per line:
 
@@ -31,6 +32,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, BinaryIO
 
@@ -60,7 +62,7 @@ def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
             in_force.append("no writable files, no programs")
         if network and "no network" not in in_force:
             in_force.append("no TCP")
-    return in_force + _limits(memory_bytes, files_open="no writable files, no programs" not in in_force)
+    return in_force + limits(memory_bytes, files_open="no writable files, no programs" not in in_force)
 
 
 def allow_cpu_seconds(seconds: float) -> None:
@@ -82,7 +84,8 @@ def die_with_parent() -> None:
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def _limits(memory_bytes: int, files_open: bool) -> list[str]:
+def limits(memory_bytes: int, files_open: bool) -> list[str]:
+    """Limit this process's memory and, with `files_open`, the growth of its open files; returns what is in force."""
     if resource is None:
         return []
     in_force = []
@@ -151,16 +154,16 @@ def main() -> None:
     _silence()
     failure = _load(sys.argv[1:])
     if failure:
-        _say(replies, {"failed": failure})
+        say(replies, {"failed": failure})
     else:
-        _serve(jobs, replies)
+        _body(sys.argv[1:])(jobs, replies)
 
 
 def _load(modules: list[str]) -> str | None:
     """Import modules and warm them up. Returns the error, if any."""
     try:
         for module in modules:
-            warm_up = getattr(importlib.import_module(module), "warm_up", None)
+            warm_up = getattr(importlib.import_module(module.partition(":")[0]), "warm_up", None)
             if warm_up is not None:
                 warm_up()
     except Exception as error:
@@ -168,23 +171,36 @@ def _load(modules: list[str]) -> str | None:
     return None
 
 
+def _body(modules: list[str]) -> Callable[..., None]:
+    """What a worker does: the function that the first module names, else grading."""
+    module, _, function = (modules or [""])[0].partition(":")
+    return getattr(importlib.import_module(module), function) if function else _serve
+
+
 def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
     """Grade jobs until stdin ends. `template`: the id of the process that this worker was forked from."""
     in_force = isolate()
-    if template is not None:
-        die_with_parent()
-        if os.getppid() != template:
-            return
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-    _say(replies, {"ready": in_force})
+    if not end_with(template):
+        return
+    say(replies, {"ready": in_force})
     for line in jobs:
         job = json.loads(line)
         allow_cpu_seconds(job["deadline"])
         reply = grade(job, replies)
         retire = reply.pop("retire", False) or peak_of_process() > RETIRE_BYTES
-        _say(replies, reply | ({"retire": True} if retire else {}))
+        say(replies, reply | ({"retire": True} if retire else {}))
         if retire:
             return
+
+
+def end_with(template: int | None) -> bool:
+    """End this process when its parent ends. Returns False if `template`, which forked it, has ended already."""
+    if template is not None:
+        die_with_parent()
+        if os.getppid() != template:
+            return False
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    return True
 
 
 # --- the template -----------------------------------------------------------------------------------------------------
@@ -224,9 +240,9 @@ def _be_a_template(modules: list[str]) -> None:
                 break
             jobs, replies = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
             link = socket.socket(fileno=descriptors[2])
-            pid = 0 if failure else _fork(jobs, replies, {*watched, *links, ring, link})
+            pid = 0 if failure else _fork(_body(modules), jobs, replies, {*watched, *links, ring, link})
             if failure:
-                _say(replies, {"failed": failure})
+                say(replies, {"failed": failure})
             jobs.close()
             replies.close()
             _tell(link, pid)
@@ -240,7 +256,7 @@ def _be_a_template(modules: list[str]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _fork(jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
+def _fork(body: Callable[..., None], jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
     """In the template, return the process id of a new worker; in the worker, never return."""
     template = os.getpid()
     pid = os.fork()
@@ -250,7 +266,7 @@ def _fork(jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for other in others:
         other.close()
-    _serve(jobs, replies, template)
+    body(jobs, replies, template)
     os._exit(0)
 
 
@@ -283,7 +299,7 @@ def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
             _check_gold(job["rule"], job["gold"], json.dumps(job["options"], sort_keys=True))
         except BadGold as error:
             return {"verdict": "bad_gold", "reason": str(error)[:EXTRACTED_CHARACTERS]}
-        _say(replies, {"gold": True})
+        say(replies, {"gold": True})
         judged = rule.judge(job["completion"], job["gold"], **job["options"])
         extracted = judged.extracted
         return {
@@ -315,7 +331,7 @@ def _silence() -> None:
         os.dup2(nothing, descriptor)
 
 
-def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
+def say(replies: BinaryIO, reply: dict[str, Any]) -> None:
     try:
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()

@@ -1,0 +1,22 @@
+"""The settings of an environment."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.config.schema.base import Float, Settings, Text
+
+
+class EnvironmentConfig(Settings):
+    """A class whose instances a model acts in over several turns."""
+
+    name: Text = Field(description="Name; the column `environment` of a row chooses one of several by it.")
+    class_: Text = Field(alias="class", description="Class, FILE.py:CLASS or module:CLASS.")
+    args: dict[str, Any] = Field(default={}, description="Arguments of the class.")
+    contract: Literal["tools", "messages"] = Field(
+        default="tools",
+        description="Contract; tools: public methods are tools, as in TRL; messages: `step` answers a message.",
+    )
+    timeout: Annotated[Float, Field(gt=0)] = Field(
+        default=30.0, description="Maximum seconds of a call of the environment; then its episode ends."
+    )

@@ -1,0 +1,43 @@
+"""Environments, in which a model acts over several turns by calling tools or sending messages (docs/environments.md).
+
+A class needs no base class: `reset(**row)` and tools are enough, as in TRL. `Environment` names what it may have
+besides. An instance lives in a process of its own for one episode.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Environment", "Step"]
+
+
+class Environment:
+    """Base of an environment whose public methods are tools, `contract: tools`.
+
+    A tool needs type hints and a Google docstring, from which its JSON schema is made; it may be async. `get_reward()`
+    without arguments, if defined, returns the episode's reward, or None if there is none.
+    """
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin an episode with the columns of a row. The string, if any, is added to the last user message."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether the episode has ended; asked after each turn."""
+        return False
+
+    def turn_rewards(self) -> list[float]:
+        """A reward for each turn of the model so far; empty: none."""
+        return []
+
+    def close(self) -> None:
+        """Release what `reset` has opened."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment of `contract: messages` answers to a message."""
+
+    messages: list[dict[str, Any]]
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,210 @@
+"""The process of one episode's environment: started from a template, it answers requests until it is ended.
+
+It reads requests from stdin and writes a reply to each, one JSON object per line (`serve` runs in a process that
+posttrain/grading/worker.py starts):
+
+    {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"], "describe": …}
+                                       {"name": Class, "tools": [names or schemas], "rewards": whether it has any}
+    {"reset": {column: value}}         {"messages": […], "done": …}; a string of `contract: tools` is one user message
+    {"call": NAME, "arguments": {…}}   {"result": text, "failed": whether it raised, "done": …}
+    {"step": message}                  {"messages": […], "reward": …, "done": …, "metrics": {…}}
+    {"end": true}                      {"reward": …, "turn_rewards": […], "state": pickled attributes in base64}
+
+An exception of `reset`, `step` or `get_reward` is `{"error": text}`: the episode has no verdict. That of a tool is the
+tool's result, as in TRL. What the class prints is discarded.
+"""
+
+import asyncio
+import base64
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from posttrain.base.terminal import visible
+from posttrain.grading.worker import end_with, limits, say
+
+MEMORY_BYTES = 2_000_000_000  # of address space, beyond what the imports reserve if that is more
+RESULT_CHARACTERS = 1_000_000  # of a tool's result; more is cut and counted as a failure
+STATE_BYTES = 10_000_000  # of an environment's attributes
+NOT_TOOLS = ("reset", "get_reward", "done", "turn_rewards", "close", "step")
+
+
+def serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
+    """Answer requests until stdin ends."""
+    limits(MEMORY_BYTES, files_open=False)
+    if not end_with(template):
+        return
+    say(replies, {"ready": []})
+    episode = Episode()
+    for line in jobs:
+        say(replies, episode.answer(json.loads(line)))
+
+
+class Episode:
+    """An environment of one episode, with its tools."""
+
+    def __init__(self) -> None:
+        self.environment: Any = None
+        self.tools: dict[str, Callable[..., Any]] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to a request."""
+        kind = next(iter(request))
+        try:
+            match kind:
+                case "make":
+                    return self._make(request)
+                case "reset":
+                    return self._reset(request["reset"])
+                case "call":
+                    return self._call(request["call"], request["arguments"])
+                case "step":
+                    return self._step(request["step"])
+                case _:
+                    return self._end()
+        except Exception as error:
+            return {"error": f"{kind}: {described(error)}"}
+
+    def _make(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["make"] is not None:
+            self.environment = _named(request["make"])(**request["args"])
+        if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
+            raise TypeError("an environment needs a method `reset`")
+        functions = [_named(name) for name in request["tools"]]
+        if request["contract"] == "tools" and self.environment is not None:
+            names = (name for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction))
+            functions += [getattr(self.environment, n) for n in names if n not in NOT_TOOLS and not n.startswith("_")]
+        for function in functions:
+            if function.__name__ in self.tools:
+                raise TypeError(f"two tools are called {function.__name__}")
+            self.tools[function.__name__] = function
+        return {
+            "name": type(self.environment).__name__,
+            "tools": [_schema(function) if request.get("describe") else function.__name__ for function in functions],
+            "rewards": hasattr(self.environment, "get_reward"),
+        }
+
+    def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        given = None if self.environment is None else self._awaited(self.environment.reset(**row))
+        return {"messages": _messages(given), "done": self._is_done()}
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        failed = False
+        try:
+            if name not in self.tools:
+                raise ValueError(f"there is no tool {name}; there are {', '.join(self.tools) or 'none'}")
+            result = self._awaited(self.tools[name](**arguments))
+            if isinstance(result, list) and any(isinstance(part, Mapping) and "type" in part for part in result):
+                result = _text_of(result)
+        except Exception as error:
+            failed, result = True, {"error": str(error)}
+        text = visible(str(result))
+        if len(text) > RESULT_CHARACTERS:
+            failed, text = True, text[:RESULT_CHARACTERS]
+        return {"result": text, "failed": failed, "done": self._is_done()}
+
+    def _step(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._awaited(self.environment.step(message))
+        metrics = {str(name): float(value) for name, value in dict(step.metrics).items()}
+        reward = _number(step.reward, "reward")
+        return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics}
+
+    def _end(self) -> dict[str, Any]:
+        get_reward = getattr(self.environment, "get_reward", None)
+        reward = None if get_reward is None else self._awaited(get_reward())
+        turns = list(getattr(self.environment, "turn_rewards", list)())
+        reply = {
+            "reward": None if reward is None else _number(reward, "get_reward()"),
+            "turn_rewards": [_number(value, "turn_rewards()") for value in turns],
+            "state": _pickled(self.environment),
+        }
+        with contextlib.suppress(Exception):
+            self._awaited(getattr(self.environment, "close", lambda: None)())
+        return reply
+
+    def _is_done(self) -> bool:
+        return bool(getattr(self.environment, "done", lambda: False)())
+
+    def _awaited(self, value: Any) -> Any:
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+def described(error: BaseException) -> str:
+    """An exception in a line."""
+    return visible(f"{type(error).__name__}: {error}")[:500]
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema  # takes seconds, and only the first instance is described
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        raise TypeError(
+            f"{function.__name__} cannot be a tool: {error} It needs type hints and a Google docstring with Args; a "
+            "method that is no tool begins with an underscore"
+        ) from error
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """Messages as plain text: of a string one of the user, of None none."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise TypeError(f"{type(given).__name__} is neither a string nor a list of messages")
+    if given and all(isinstance(part, Mapping) and "type" in part and "role" not in part for part in given):
+        return [{"role": "user", "content": _text_of(given)}]  # content blocks
+    messages = [dict(message) for message in given]
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            message["content"] = _text_of(message["content"])
+    return messages
+
+
+def _text_of(parts: list[Any]) -> str:
+    """The text of content blocks. Raises TypeError for others, such as images."""
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise TypeError(f"a content block of type {kind} is not supported: posttrain trains on text alone")
+    return "".join(str(part["text"]) for part in parts)
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise TypeError(f"{what} is {value!r:.60}; a finite number is needed")
+    return number
+
+
+def _pickled(environment: Any) -> str:
+    """The attributes of an environment. Raises TypeError, with its name, for one that cannot be pickled."""
+    attributes = {} if environment is None else dict(getattr(environment, "__dict__", {}))
+    for name, value in attributes.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"its attribute {name} cannot be pickled for rewards ({error}): delete it in close-down code, or keep "
+                "it in a module"
+            ) from None
+    data = pickle.dumps(attributes)
+    if len(data) > STATE_BYTES:
+        raise TypeError(f"its attributes take {len(data):,} bytes; at most {STATE_BYTES:,} are kept for rewards")
+    return base64.b64encode(data).decode()
