@@ -28,6 +28,7 @@ from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache, Room
+from posttrain.engines.live import Live
 from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.lean import lean
@@ -338,6 +339,8 @@ def test_families_that_are_not_packed_or_recurrent(family):
     policy, reference = policy_of(family), make(family)
     with pytest.raises(ModelError, match=r"rollout\.engine: transformers"):
         EmbeddedEngine(policy)
+    with pytest.raises(ModelError, match="the embedded engine (needs packed attention|caches only keys and values)"):
+        Live(policy, None, lambda events: None)
     groups = TransformersEngine(policy).generate(PROMPTS, replace(SAMPLED, temperature=0.0, num_generations=1))
     for prompt, [completion] in zip(PROMPTS, groups, strict=True):
         logits = reference(torch.tensor([prompt + completion.tokens])).logits[0, len(prompt) - 1 : -1]

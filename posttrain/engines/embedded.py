@@ -63,17 +63,7 @@ class EmbeddedEngine:
 
     def load(self, policy: nn.Module, version: int) -> None:
         """Use `policy` from now on. Its weights are not copied; if it is the same module, only the version changes."""
-        base = base_of(policy)
-        if not is_packed(base):
-            raise ModelError(
-                f"the embedded engine needs packed attention, but this {base.config.model_type} has "
-                f"{base.config._attn_implementation}: set rollout.engine: transformers"
-            )
-        if is_recurrent(base):
-            raise ModelError(
-                f"the embedded engine caches only keys and values, but layers of this {base.config.model_type} have a "
-                "recurrent state: set rollout.engine: transformers"
-            )
+        refuse_unsupported(base_of(policy))
         self.policy, self.version = policy, version
 
     def release(self) -> None:
@@ -158,6 +148,20 @@ class EmbeddedEngine:
             self.close()
             self._kept = Kept(self.policy, device)
         return self._kept.memory(sampling, room, tokens), room
+
+
+def refuse_unsupported(base: PreTrainedModel) -> None:
+    """Raise ModelError for a model of a family that the engine does not run."""
+    if not is_packed(base):
+        raise ModelError(
+            f"the embedded engine needs packed attention, but this {base.config.model_type} has "
+            f"{base.config._attn_implementation}: set rollout.engine: transformers"
+        )
+    if is_recurrent(base):
+        raise ModelError(
+            f"the embedded engine caches only keys and values, but layers of this {base.config.model_type} have a "
+            "recurrent state: set rollout.engine: transformers"
+        )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError, EngineError, PosttrainError
 from posttrain.engines.cache import CACHE_BYTES, Room, cache_tokens
 from posttrain.engines.decode import DecodeState, Stepper
-from posttrain.engines.embedded import evaluating
+from posttrain.engines.embedded import evaluating, refuse_unsupported
 from posttrain.engines.generation import Generation, Group, Memory, Slot, groups_of
 from posttrain.engines.protocol import Completion, Request, Sampling, StopTexts, checked_requests
 from posttrain.engines.sampling import sample_tokens
@@ -238,7 +238,8 @@ class Live:
     `max_waiting` prompts wait. A request's tokens depend on its seed, not on other requests; in float32 they equal the
     tokens of EmbeddedEngine. A request may name an adapter of a PEFT model.
 
-    Raises ModelError for a model whose rotary embedding depends on the lengths in a batch (`check_positions`).
+    Raises ModelError for a model that the embedded engine does not run, and for one whose rotary embedding depends on
+    the lengths in a batch (`check_positions`).
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Live:
         cache_bytes: int | None = None,
     ):
         base = base_of(policy)
+        refuse_unsupported(base)
         self.policy, self.tokenizer, self.deliver, self.max_waiting = policy, tokenizer, deliver, max_waiting
         positions = positions_of(base.config)
         # The last sampled token is not fed, so it needs no position.
