@@ -339,7 +339,7 @@ def test_families_that_are_not_packed_or_recurrent(family):
     policy, reference = policy_of(family), make(family)
     with pytest.raises(ModelError, match=r"rollout\.engine: transformers"):
         EmbeddedEngine(policy)
-    with pytest.raises(ModelError, match="the embedded engine (needs packed attention|caches only keys and values)"):
+    with pytest.raises(ModelError, match=r"the embedded engine (needs packed attention|caches only keys and values)"):
         Live(policy, None, lambda events: None)
     groups = TransformersEngine(policy).generate(PROMPTS, replace(SAMPLED, temperature=0.0, num_generations=1))
     for prompt, [completion] in zip(PROMPTS, groups, strict=True):
