@@ -210,7 +210,7 @@ class Environments:
 
 def _state(data: str, title: str) -> Any:
     """An environment's attributes as an object of a class of the same name, for rewards to read."""
-    state = type(title, (), {})()
+    state: Any = type(title, (), {})()
     state.__dict__.update(pickle.loads(base64.b64decode(data)))
     return state
 
