@@ -7,6 +7,7 @@ are removed, the last rows move into the gaps, and new prompts enter when a comp
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from posttrain.engines.cache import FEWEST_COLUMNS, Room, cache_tokens
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopTexts, checked_requests
-from posttrain.engines.turns import Conversing, Follow
+from posttrain.engines.turns import Conversing, Follow, Turn
 from posttrain.models.families import (
     base_of,
     check_positions,
@@ -84,11 +85,8 @@ class EmbeddedEngine:
         limits: Sequence[Sequence[int]] | None = None,
         finished: Finished | None = None,
     ) -> list[list[Completion]]:
-        base = base_of(self.policy)
-        head = head_layer(base)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
-        )
+        base, head = base_of(self.policy), head_layer(self.policy)
+        requests = self._checked(prompts, sampling, seeds, limits)
         if not requests:
             return []
         check_positions(base.config, max(request.longest for request in requests))
@@ -112,11 +110,8 @@ class EmbeddedEngine:
         longest: int,
     ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
-        base = base_of(self.policy)
-        head = head_layer(base)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
-        )
+        base, head = base_of(self.policy), head_layer(self.policy)
+        requests = self._checked(prompts, sampling, seeds, limits)
         if not requests:
             return
         check_positions(base.config, longest)
@@ -127,7 +122,23 @@ class EmbeddedEngine:
             rows = max(1, min(self.max_rows, replies, tokens // (longest + own)))
             room = Room(rows, rows, min(sampling.num_generations, rows), longest, max(FEWEST_COLUMNS, own))
             memory = Memory.of(room, Stepper(self.policy, sampling, head.weight.device))
-            Conversing(memory, room, requests, self.version, rows_step, texts, follow).run()
+            Conversing(memory, room, requests, self.version, rows_step, texts, follow, self._next).run()
+
+    def _checked(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        limits: Sequence[Sequence[int]] | None,
+    ) -> list[Request]:
+        base = base_of(self.policy)
+        return checked_requests(
+            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
+        )
+
+    def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
+        """The request of a conversation's next reply."""
+        return self._checked([tokens], replace(sampling, num_generations=1), [turn.seed], [[turn.limit]])[0]
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from posttrain.base.errors import DataError
 from posttrain.engines.attention import HIDDEN
 from posttrain.engines.cache import Cache, Room
 from posttrain.engines.generation import Generation, Group, Memory, Slot
@@ -97,11 +98,12 @@ class Conversing(Generation):
         rows_step: int,
         texts: StopTexts,
         follow: Follow,
+        request_of: Callable[[Sequence[int], Turn, Sampling], Request],
     ):
         super().__init__(memory, room, requests, version, rows_step, texts)
-        self.follow, self.texts = follow, texts
+        self.follow, self.request_of, self.texts = follow, request_of, texts
         self.pending: dict[Future[Turn | None], Past] = {}
-        self.pasts: dict[int, Past] = {}  # by the id of a waiting group
+        self.pasts: dict[Group, Past] = {}  # of groups that continue a conversation
 
     def run(self) -> None:
         """Generate until every conversation has ended."""
@@ -122,23 +124,29 @@ class Conversing(Generation):
             past, turn = self.pending.pop(future), future.result()
             if turn is None:
                 continue
-            request = Request(past.index, [*past.tokens, *turn.tokens], turn.seed, (turn.limit,))
-            group = Group(request, range(1), self.stepper.sampling, self.texts)
-            self.pasts[id(group)] = past
+            group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
+            self.pasts[group] = past
             self.waiting.append(group)
+
+    def _request(self, past: Past, turn: Turn) -> Request:
+        """The request of the next reply. Raises DataError for one that the room does not hold."""
+        tokens = [*past.tokens, *turn.tokens]
+        if len(tokens) > self.room.prompt_columns or turn.limit > self.room.own_columns:
+            raise DataError(
+                f"a conversation of prompt {past.index} has {len(tokens)} tokens before a reply of up to {turn.limit}; "
+                f"there is room for {self.room.prompt_columns} and {self.room.own_columns}: end it before, or give "
+                "`longest` and the first limits the sizes of the longest conversation"
+            )
+        return replace(self.request_of(tokens, turn, self.stepper.sampling), index=past.index)
 
     def ended(self, row: Slot, completion: Completion) -> None:
         group = row.group
-        past = self.pasts.get(id(group))
+        past = self.pasts.pop(group, None)
         index, number = group.request.index, row.number if past is None else past.number
-        future = self.follow(index, number, completion)
-        if future is None:
-            self.pasts.pop(id(group), None)
-            return
-        tokens = [*group.request.tokens, *completion.tokens]
-        own = len(completion.tokens) - 1  # the last one has not been fed
-        self.pending[future] = Past(index, number, tokens, self._copied(group, self.rows.index(row), own))
-        self.pasts.pop(id(group), None)
+        if (future := self.follow(index, number, completion)) is not None:
+            tokens = [*group.request.tokens, *completion.tokens]
+            own = len(completion.tokens) - 1  # the last one has not been fed
+            self.pending[future] = Past(index, number, tokens, self._copied(group, self.rows.index(row), own))
 
     def _copied(self, group: Group, row: int, own: int) -> dict[int, tuple[Tensor, Tensor]]:
         length = len(group.request.tokens)
@@ -152,7 +160,7 @@ class Conversing(Generation):
 
     def prefill(self, fresh: list[Group]) -> Tensor:
         """The last hidden states (G, D): prompts are run, conversations are resumed."""
-        resumed = [number for number, group in enumerate(fresh) if id(group) in self.pasts]
+        resumed = [number for number, group in enumerate(fresh) if group in self.pasts]
         begun = [number for number in range(len(fresh)) if number not in resumed]
         parts = [super().prefill([fresh[number] for number in begun])] if begun else []
         if resumed:
@@ -162,12 +170,12 @@ class Conversing(Generation):
     def _resumed(self, groups: Sequence[Group]) -> Tensor:
         seen, new, positions = [], [], []
         for group in groups:
-            past = self.pasts[id(group)]
+            past = self.pasts[group]
             known = len(past.tokens) - 1
             for index, (keys, values) in past.layers.items():
                 layer = self.cache.layers[index]
                 layer.prompt_key[group.slot, :, :known], layer.prompt_value[group.slot, :, :known] = keys, values
-            self.pasts[id(group)] = replace(past, layers={})
+            self.pasts[group] = replace(past, layers={})
             seen.append(known)
             new.append(list(group.request.tokens)[known:])
             positions += range(known, len(group.request.tokens))
