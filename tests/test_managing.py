@@ -643,7 +643,7 @@ def test_what_a_killed_command_leaves_is_finished_or_undone_by_the_next(here, ru
         names = {path.name for path in Path("runs").iterdir()} | {
             path.name for path in Path("runs/.snapshots").iterdir()
         }
-        assert not any(re.search(r"\\.(?:tmp|old)-", name) for name in names), (step, names)
+        assert not any(re.search(r"\.(?:tmp|old)-", name) for name in names), (step, names)
         assert not list(Path("runs").rglob("renaming.json"))
         if words[0] == "rename":
             new, old = Path("runs/other"), Path("runs/toy")

@@ -251,9 +251,9 @@ class Attributes(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in PLAIN.get(module, ()):
             return super().find_class(module, name)
-        if module in self._modules and "." not in name:  # a dotted name reaches into what the module imports
+        if module in self._modules:
             found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
+            if isinstance(found, type) and found.__module__ == module:  # not what the module imports
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} is neither plain data nor a class of the environment's file")
 
