@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, get_args
 
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
 from posttrain.base.files import settle
+from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
 from posttrain.runs.atomic import cannot_write, recover, write_file
@@ -34,7 +35,7 @@ from posttrain.runs.folder import (
 )
 from posttrain.runs.logs import RunLog
 from posttrain.runs.metrics import MetricsFile, read_metrics
-from posttrain.runs.provenance import environment, now, redact, redact_yaml
+from posttrain.runs.provenance import environment, now, redact_yaml
 
 LOGS = "logs"  # folder for the output of the ranks after the first
 State = Literal["running", "finished", "interrupted", "failed"]
