@@ -41,7 +41,7 @@ from posttrain.evaluation.items import Item
 from posttrain.models.files import adapter_stops
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward
-from posttrain.runs.inputs import dated
+from posttrain.runs.inputs import as_recorded
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -959,20 +959,23 @@ def test_a_resumed_run_writes_the_date_of_its_start(version, scratch_model, tmp_
     assert facts.get("date") == (date.today().isoformat() if version == 2 else None)
     assert load(tmp_path / "run/config.yaml").config.data.date is None, "what was set, stays"
     if version == 1:
-        assert dated(config, tmp_path / "run") == config
+        assert as_recorded(config, tmp_path / "run").data == config.data
         return
     run = json.loads((tmp_path / "run/run.json").read_text())
-    run["provenance"]["date"] = "2020-05-17"  # as if it had begun then
+    run["provenance"] |= {"date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123}}  # as if begun then
     (tmp_path / "run/run.json").write_text(json.dumps(run))
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RunError, match="the training data differs"):
         runner.train(config, resume=True)  # it has today's text in its checkpoint
     shutil.rmtree(tmp_path / "run/checkpoint-1")
     assert runner.train(config, resume=True) == 0, "from the start, on the date of its start"
-    assert json.loads((tmp_path / "run/run.json").read_text())["provenance"]["date"] == "2020-05-17"
+    again = json.loads((tmp_path / "run/run.json").read_text())["provenance"]
+    assert {name: again[name] for name in ("date", "resolved")} == {
+        "date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123},
+    }  # fmt: skip
     saved = AutoTokenizer.from_pretrained(tmp_path / "run/final")
     assert saved.chat_template == DATED, "inference writes its own date"
-    of_run = dated(load(tmp_path / "run/config.yaml").config, tmp_path / "run")
+    of_run = as_recorded(load(tmp_path / "run/config.yaml").config, tmp_path / "run")
     [(tokens, _), *_] = sequences(prepare_run(of_run, saved).train[0].trees[0])
     assert saved.decode(tokens).startswith("17 May 2020\n")
     assert main(["sample", str(tmp_path / "run"), "--prompts", "1", "-n", "2", "--max-completion-length", "2"]) == 0

@@ -25,6 +25,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.planning.largest import largest_step, with_completions
 from posttrain.rollout import _fitting
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import read_run
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.job import router_weight
 
@@ -347,6 +348,9 @@ def test_planned_completions_are_divided_as_sampled_ones(feeds_last):
         assert len(pack(planned, size, feeds_last)) == -(-5 // ((size - 3) // (5 if feeds_last else 4)))
 
 
+ROUTERS = "method.router_aux_loss_coef"
+
+
 def test_which_coefficient(tmp_path, shared, mixture, capsys):
     """null is the config's own, in runs of behaviour version 1 none; a dense model is refused at the start."""
     settings = {
@@ -365,6 +369,8 @@ def test_which_coefficient(tmp_path, shared, mixture, capsys):
     assert metrics(none, "loss") == metrics(off, "loss") and not metrics(none, "aux_loss") + metrics(off, "aux_loss")
     asked = run(tmp_path, "name=asked", "behavior_version=1", "method.router_aux_loss_coef=0.3", **settings)
     assert metrics(asked, "loss") == pytest.approx([loss], abs=1e-6)
+    recorded = [read_run(folder).provenance["resolved"].get(ROUTERS) for folder in (own, none, off)]
+    assert recorded == [0.3, None, None]
     for folder in (own, none, off, asked):  # a plan packs what the run did
         config = load(folder / "config.yaml").config
         data, [model] = prepare_run(config, load_tokenizer(config.models[0])), config.models

@@ -46,6 +46,7 @@ def facts_of(run: RunSummary) -> list[tuple[str, str]]:
     facts += [(name.replace("_", " "), _number(value)) for name, value in run.counters.items()]
     facts += [("check", f"{check.outcome}: {check.what} ({check.found})") for check in run.checks]
     facts += [(name, str(run.provenance[name])) for name in ("command", "folder", "host") if run.provenance.get(name)]
+    facts += [(name, _number(value)) for name, value in (run.provenance.get("resolved") or {}).items()]
     if run.facts:
         versions = run.provenance.get("versions") or {}
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
