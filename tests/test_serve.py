@@ -709,8 +709,10 @@ TOKENIZED = [
 
 @pytest.mark.parametrize(
     ("route", "body", "work"),
-    [*((*request, work) for request in TOKENIZED for work in ("__call__", "decode"))]
-    + [("/reward", {"prompt": "Once", "completion": " upon"}, "__call__")],
+    [
+        *((*request, work) for request in TOKENIZED for work in ("__call__", "decode")),
+        ("/reward", {"prompt": "Once", "completion": " upon"}, "__call__"),
+    ],
 )
 def test_others_are_answered_while_the_tokenizer_works(url, route, body, work, monkeypatch):
     """It encodes or decodes until another request has been answered."""

@@ -233,7 +233,7 @@ async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[li
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        text, before = await policy.in_thread(lambda: Pieces(policy.tokenizer).whole(tokens)), None
+        text, before = await policy.in_thread(lambda ids: Pieces(policy.tokenizer).whole(ids), tokens), None
         if form.alternatives is not None:
             scores = await policy.scores(tokens, form.alternatives, body.model)
             before = await policy.in_thread(replies.prompt_logprobs, tokens, scores)
