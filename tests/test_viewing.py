@@ -257,6 +257,32 @@ def write(folder: Path, steps: dict[int, list[StoredRollout]], after: int = 0) -
     store.close()
 
 
+def test_why_and_the_page_name_the_same_largest_group(tmp_path, capsys, monkeypatch):
+    """By push: the advantages of prompt 0 are the largest, but its tokens were certain, and prompt 1's were clipped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "runs/saved"
+    shutil.copytree(SAVED, folder)
+    (folder / "rollouts.sqlite").unlink()
+    rollouts = []
+    for prompt, (advantage, logprob, clipped) in enumerate(
+        [(9.0, -1e-4, 0), (5.0, -1.0, 1), (1.0, -1.0, 0), (2.0, -1.0, 0)]
+    ):
+        made = rollout(prompt, 0, "a", advantage)
+        given = {"old_logprobs": logprob, "new_logprobs": logprob, "advantages": advantage, "clipped": clipped}
+        arrays = {name: np.full(3, value) for name, value in given.items()}
+        rollouts.append(replace(made, arrays=made.arrays | arrays))
+    store = RolloutStore(folder, GIB, 0)
+    store.add(2, 0.5, [StoredPrompt(row, f"question {row}", [1], {}) for row in range(4)], rollouts)
+    store.flush()
+    store.close()
+    assert main(["why", str(folder), "--step", "2"]) == 0
+    table = capsys.readouterr().out.partition("share of the push")[2]
+    in_terminal = re.findall(r"^ *(\d+) +\d+ .* (\d+%)", table, re.MULTILINE)
+    page = str(rendered(rollouts_page, Viewer(folder.parent), "?run=saved&step=2"))
+    on_page = re.findall(r">prompt (\d)</a>.*?> (\d+%)</span>", page, re.DOTALL)
+    assert in_terminal == on_page == [("3", "67%"), ("2", "33%"), ("0", "0%"), ("1", "0%")]
+
+
 @pytest.fixture
 def indexed(tmp_path) -> Index:
     run = tmp_path / "run"
