@@ -595,6 +595,21 @@ def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys)
         pass
 
 
+def test_a_key_on_the_command_line_is_visible_to_others(stories, monkeypatch, capsys):
+    """Which the command says, naming the variable; a key in the variable opens the same addresses without a word."""
+    served = []
+    monkeypatch.setattr(listening, "run", lambda start, app_of, socket, ready: (socket.close(), served.append(app_of)))
+    command = ["serve", str(stories), "--host", "0.0.0.0", "--port", "0"]
+    notice = "--api-key is visible to other users of this machine: set POSTTRAIN_API_KEY instead"
+    for flags, variable, noticed in ((["--api-key", "k"], "", True), ([], "k", False)):
+        monkeypatch.setenv("POSTTRAIN_API_KEY", variable)
+        assert main([*command, *flags]) == 0
+        assert (notice in capsys.readouterr().err) == noticed
+        assert served.pop()(Host(None, None, ())).key == "k"
+    monkeypatch.setenv("POSTTRAIN_API_KEY", "")
+    assert main(command) == 2 and "set POSTTRAIN_API_KEY, or give --api-key" in capsys.readouterr().err
+
+
 def test_text_of_a_whole_completion_is_the_streamed_one(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokens = tokenizer("a little girl", add_special_tokens=False).input_ids
