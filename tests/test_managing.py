@@ -377,7 +377,8 @@ def test_a_run_that_is_named_by_a_link_is_opened(family, runs, capsys):
     archived, shown = [], []
     for name in ("runs/whole/dpo", "stage", "linked/whole/dpo"):
         shown.append(runs("show", name).partition("state")[2])
-        assert main(["report", name, "--output", "report.html", "--overwrite"]) == 0 and "<html" in Path("report.html").read_text()
+        assert main(["report", name, "--output", "report.html", "--overwrite"]) == 0
+        assert "<html" in Path("report.html").read_text()
         runs("export", name, "-o", f"{len(archived)}.tar")
         with tarfile.open(f"{len(archived)}.tar") as archive:
             archived.append({(member.name, member.type, member.size) for member in archive})

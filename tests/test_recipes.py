@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import recipes, runner
@@ -146,6 +147,37 @@ def test_references_agree(tmp_path, shared, variant):
         assert metrics(again, "loss") == losses
         assert "computing the reference" in (folder / "training.log").read_text()
         assert "computing the reference" not in (again / "training.log").read_text()
+
+
+@pytest.mark.parametrize(("loss_type", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0)])
+def test_a_reference_free_loss_is_that_of_the_policys_log_probabilities(tmp_path, shared, loss_type, smoothing):
+    """DPO's formula without a reference, by hand: with D = log pi(chosen) - log pi(rejected), -log sigmoid(0.3 D)."""
+    path, beta, said = shared / "models/stories260K", 0.3, "Once upon a time, there"
+    ends = [
+        (" was a cat.", " were many dogs in a house."),
+        (" lived a girl.", " was nothing."),
+        (" was a big tree.", "."),
+    ]
+    rows = [{"prompt": said, "chosen": chosen, "rejected": rejected} for chosen, rejected in ends]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer(said).input_ids
+
+    def logprob(text: str) -> torch.Tensor:
+        ids = torch.tensor([*tokenizer(said + text).input_ids, tokenizer.eos_token_id])
+        assert ids[: len(prompt)].tolist() == prompt
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :].sum()
+
+    with torch.no_grad():
+        difference = beta * torch.stack([logprob(chosen) - logprob(rejected) for chosen, rejected in ends])
+    losses = (1 - smoothing) * -logsigmoid(difference) + smoothing * -logsigmoid(-difference)
+    want = (losses if loss_type == "sigmoid" else (1 - difference).relu()).mean()
+    method = {"reference_free": True, "beta": beta, "loss_type": loss_type, "label_smoothing": smoothing}
+    data = {"source": str(tmp_path / "rows.jsonl"), "format": "auto"}
+    folder = run(tmp_path, **dpo(shared, path, method=method, data=data, training={"batch_size": 3, "max_steps": 1}))
+    assert metrics(folder, "loss") == pytest.approx([float(want)], rel=1e-5)
+    assert metrics(folder, "rewards/margins") == pytest.approx([float(difference.mean())], rel=1e-4)
 
 
 def test_lora_checkpoints_hold_the_adapter_only_and_load_with_peft(tmp_path, shared):
