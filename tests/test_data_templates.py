@@ -882,11 +882,12 @@ def test_the_cache_follows_the_variables(tmp_path):
     """Each value of a variable has its own tokens and its own key; equal values share one."""
     turns = [{"role": role, "content": f"<think>{role[0]}</think>4"} for role in ("user", "assistant") * 2]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    given: dict
     for given in ({"preserve_thinking": True}, {}, {"preserve_thinking": False}, {"preserve_thinking": True}):
         tokenizer = byte_tokenizer(KEEPS)
         data = DataConfig(source=str(tmp_path / "rows.jsonl"), chat_template_kwargs=given)
         [(tokens, _)] = sequences(prepare(data, tokenizer, "sft", cache_dir=tmp_path).train[0].trees[0])
-        want = byte_tokenizer(KEEPS).apply_chat_template(turns, tokenize=False, **given)
+        want = str(byte_tokenizer(KEEPS).apply_chat_template(turns, tokenize=False, **given))
         assert tokenizer.decode(tokens) == want
         assert want.count("<think>a") == (2 if given.get("preserve_thinking") else 1)
     assert len([*(tmp_path / "data").iterdir()]) == 3

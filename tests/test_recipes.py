@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain import recipes, runner
 from posttrain.base.errors import ConfigError, PosttrainError, RunError
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.methods import METHODS
 from posttrain.training.best import Best
@@ -178,6 +179,27 @@ def test_a_reference_free_loss_is_that_of_the_policys_log_probabilities(tmp_path
     folder = run(tmp_path, **dpo(shared, path, method=method, data=data, training={"batch_size": 3, "max_steps": 1}))
     assert metrics(folder, "loss") == pytest.approx([float(want)], rel=1e-5)
     assert metrics(folder, "rewards/margins") == pytest.approx([float(difference.mean())], rel=1e-4)
+
+
+def test_a_settings_file_a_model_rows_and_the_output_folder_may_be_links(tmp_path, shared, monkeypatch):
+    """What the command line names is opened, whatever it leads to; a resume through the link finds the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Path("real").mkdir()
+    rows = "".join(json.dumps({"prompt": "Once", "completion": f" upon {n}"}) + "\n" for n in range(4))
+    Path("real/rows.jsonl").write_text(rows)
+    settings = {
+        "name": "run", "output_dir": "runs", "model": "model", "method": "sft", "training": {"batch_size": 2},
+        "data": {"source": "rows.jsonl", "template": "none"}, "checkpoint": {"save_steps": 1},
+    }  # fmt: skip
+    Path("real/settings.json").write_text(json.dumps(settings))
+    links = {"model": shared / "models/stories260K", "runs": "real", "rows.jsonl": "real/rows.jsonl"}
+    for name, target in {**links, "settings.json": "real/settings.json"}.items():
+        Path(name).symlink_to(target)
+    assert main(["train", "settings.json", "--max-steps", "1"]) == 0
+    assert main(["train", "--resume", "runs/run", "--max-steps", "2"]) == 0
+    assert metrics(Path("real/run"), "step")[-1] == 2 and Path("real/run/checkpoint-1").is_dir()
+    assert main(["score", "runs/run/final", "rows.jsonl", "-o", "scores.jsonl"]) == 0
+    assert len(Path("scores.jsonl").read_text().splitlines()) == 4
 
 
 def test_lora_checkpoints_hold_the_adapter_only_and_load_with_peft(tmp_path, shared):

@@ -270,7 +270,7 @@ def test_why_and_the_page_name_the_same_largest_group(tmp_path, capsys, monkeypa
         made = rollout(prompt, 0, "a", advantage)
         given = {"old_logprobs": logprob, "new_logprobs": logprob, "advantages": advantage, "clipped": clipped}
         arrays = {name: np.full(3, value) for name, value in given.items()}
-        rollouts.append(replace(made, arrays=made.arrays | arrays))
+        rollouts.append(replace(made, arrays={**made.arrays, **arrays}))
     store = RolloutStore(folder, GIB, 0)
     store.add(2, 0.5, [StoredPrompt(row, f"question {row}", [1], {}) for row in range(4)], rollouts)
     store.flush()
