@@ -272,17 +272,20 @@ def runs_of(sums_home, mixture):
         "dpo": built_in | {"method": {"type": "dpo"}},
         "dpo-lora": built_in | {"method": {"type": "dpo"}, "model": {"lora": {"r": 2}}},
         "orpo": built_in | {"method": {"type": "orpo"}},
+        "cpo": built_in | {"method": {"type": "cpo"}},
         "simpo": built_in | {"method": {"type": "simpo"}},
         "reward": built_in | {"method": {"type": "reward"}},
         "kto": kto | {"method": {"type": "kto"}},
         "grpo": online | {"method": {"type": "grpo", "num_generations": 3, "num_minibatches": 2}},
         "rloo": online | {"method": {"type": "rloo", "num_generations": 3}},
+        "reinforce_plus_plus": online | {"method": {"type": "reinforce_plus_plus", "num_generations": 3}},
         "ppo": online | {"method": {"type": "ppo", "num_generations": 2, "num_ppo_epochs": 1, "num_minibatches": 1}},
         "distill": {"data": sums, "rollout": online["rollout"], "method": teacher},
     }
 
 
-METHODS = ["sft", "dpo", "dpo-lora", "orpo", "simpo", "reward", "kto", "grpo", "rloo", "ppo", "distill"]
+METHODS = ["sft", "dpo", "dpo-lora", "orpo", "cpo", "simpo", "reward", "kto"]
+METHODS += ["grpo", "rloo", "reinforce_plus_plus", "ppo", "distill"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -307,7 +310,7 @@ def test_every_method_adds_the_loss(tmp_path, sums_home, mixture, name):
             (without, "loss"), (with_it, "aux_loss"), (with_it, "loss"))), strict=True):  # fmt: skip
             assert whole == pytest.approx(plain + 0.5 * aux, abs=2e-5) and 1 < aux < 8
     assert len(with_it["router/load_max"]) == 2
-    if name in ("grpo", "rloo", "ppo"):  # the sequences of the step, by transformers
+    if name in ("grpo", "rloo", "reinforce_plus_plus", "ppo"):  # the sequences of the step, by transformers
         model = AutoModelForCausalLM.from_pretrained(mixture)
         with StoredRun(tmp_path / "at-0.5") as stored:
             prompts = {one["prompt_index"]: one["tokens"].tolist() for one in stored.prompts(1)}
