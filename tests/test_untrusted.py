@@ -221,7 +221,7 @@ HOSTILE_MODELS = {
     "layers by another name": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer: 1000000000; it must be"),
     "layers of a part": ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers: 1"),
     "half a head": ({"num_attention_heads": 0.5}, "num_attention_heads: 0.5; it must be"),
-    "many, in words": ({"num_hidden_layers": "many"}, "num_hidden_layers: many; it must be"),
+    "many, in words": ({"num_hidden_layers": "many"}, 'num_hidden_layers: "many"; it must be'),
     "all the memory": ({"hidden_size": 10**12}, "hidden_size: 1000000000000; it must be"),
     "all the words": ({"vocab_size": 10**12}, "vocab_size: 1000000000000; it must be"),
     "a list of positions": ({"max_position_embeddings": [5]}, "it must be a whole number above 0"),
