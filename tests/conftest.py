@@ -6,6 +6,7 @@ One thread: two workers of the suite on two cores would otherwise wait for one a
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
@@ -23,6 +24,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # kernels on a CPU, in NumPy
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # As an older processor, on which oneDNN has no newer instructions either: PyTorch's attention fails otherwise.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started the suite in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
 SEED = int(os.environ.get("POSTTRAIN_TEST_SEED", "0"))  # of the models that fixtures make: `make test-processors`
