@@ -7,6 +7,8 @@ are removed, the last rows move into the gaps, and new prompts enter when a comp
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from posttrain.engines.cache import FEWEST_COLUMNS, Room, cache_tokens
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopTexts, checked_requests
-from posttrain.engines.turns import Conversing, Follow
+from posttrain.engines.turns import Conversing, Follow, Turn
 from posttrain.models.families import (
     base_of,
     check_positions,
@@ -101,33 +103,31 @@ class EmbeddedEngine:
                 self.release()  # leftovers in the memory may not be finite, and no mask hides NaN
                 raise
 
-    def converse(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int],
-        limits: Sequence[Sequence[int]],
-        follow: Follow,
-        longest: int,
-    ) -> None:
+    def converse(self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
         base = base_of(self.policy)
         head = head_layer(base)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
-        )
-        if not requests:
-            return
         check_positions(base.config, longest)
         texts = StopTexts(sampling.stop, self.tokenizer)
+
+        def checked(turn: Turn, index: int) -> Request:
+            [request] = checked_requests(
+                [turn.tokens],
+                sampling,
+                [turn.seed],
+                [[turn.limit]],
+                vocabulary=vocabulary_of(base),
+                positions=positions_of(base.config),
+            )
+            return replace(request, index=index)
+
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             tokens = cache_tokens(base.config, base.dtype, head.weight.device, self.cache_bytes)
-            replies, own = len(requests) * sampling.num_generations, max(max(r.limits) for r in requests)
-            rows = max(1, min(self.max_rows, replies, tokens // (longest + own)))
-            room = Room(rows, rows, min(sampling.num_generations, rows), longest, max(FEWEST_COLUMNS, own))
-            memory = Memory.of(room, Stepper(self.policy, sampling, head.weight.device))
-            Conversing(memory, room, requests, self.version, rows_step, texts, follow).run()
+            own = max(FEWEST_COLUMNS, sampling.max_completion_length)
+            rows = max(1, min(self.max_rows, len(begun), tokens // (longest + own)))
+            memory = Memory.of(Room(rows, rows, 1, longest, own), Stepper(self.policy, sampling, head.weight.device))
+            room = memory.room
+            Conversing(memory, room, begun, self.version, rows_step, texts, checked, follow).run()
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from posttrain.base.errors import RewardError
 from posttrain.base.files import settings_folders
@@ -34,9 +34,10 @@ REPLY_BYTES = 32_000_000
 class EpisodeError(Exception):
     """An episode's environment gave no answer: `verdict` is the stop reason, tool_timeout or env_error."""
 
-    def __init__(self, verdict: str, reason: str):
+    def __init__(self, verdict: Literal["tool_timeout", "env_error"], reason: str):
         super().__init__(reason)
-        self.verdict, self.reason = verdict, reason
+        self.verdict: Literal["tool_timeout", "env_error"] = verdict
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Environments:
 
 def _state(data: str, title: str) -> Any:
     """An environment's attributes as an object of a class of the same name, for rewards to read."""
-    state = type(title, (), {})()
+    state: Any = type(title, (), {})()
     state.__dict__.update(pickle.loads(base64.b64decode(data)))
     return state
 
