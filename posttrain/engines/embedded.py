@@ -103,7 +103,9 @@ class EmbeddedEngine:
                 self.release()  # leftovers in the memory may not be finite, and no mask hides NaN
                 raise
 
-    def converse(self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int) -> None:
+    def converse(
+        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+    ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
         base = base_of(self.policy)
         head = head_layer(base)

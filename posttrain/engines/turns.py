@@ -2,10 +2,10 @@
 
     converse(engine, begun, sampling, follow=follow, longest=…)
 
-`begun` has a future for each conversation: a `Turn` whose tokens are its prompt, or None. `follow` is called for every reply. It
-returns None at the end of a conversation, or a future of the turn that follows: the tokens after the reply, which were
-not sampled, and the seed and the limit of the next reply. A conversation whose future is not done yet holds no place in
-the engine, so a slow tool delays no other conversation.
+`begun` has a future for each conversation, of None or of a `Turn` whose tokens are the prompt. `follow` is called for
+every reply. It returns None at the end of a conversation, or a future of the turn that follows: the tokens after the
+reply, which were not sampled, and the seed and the limit of the next reply. A conversation whose future is not done yet
+holds no place in the engine, so a slow tool delays no other conversation.
 
 The embedded engine keeps the keys and values of a conversation between its turns, so each token is computed once, and
 once for all conversations with the same prompt. Other engines get the whole conversation as a prompt again (vLLM finds
@@ -219,4 +219,6 @@ def converse(
 class Conversational(Protocol):
     """An engine that keeps conversations between their turns."""
 
-    def converse(self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int) -> None: ...
+    def converse(
+        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+    ) -> None: ...
