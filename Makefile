@@ -83,7 +83,7 @@ build/old/.installed: pyproject.toml constraints-old.txt
 	touch $@
 
 # The suite with the kernels that older processors get, in PyTorch and in oneDNN, and other weights of the fixtures' models:
-# no outcome of a test may depend on how a processor rounds.
+# no outcome of a test may depend on how a processor rounds. Each run has kernels of its own.
 test-processors: .venv/.installed-dev
 	ATEN_CPU_CAPABILITY=default POSTTRAIN_TEST_SEED=1 $(SUITE)
 	ATEN_CPU_CAPABILITY=avx2 POSTTRAIN_TEST_SEED=2 $(SUITE)

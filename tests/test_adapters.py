@@ -384,6 +384,40 @@ def test_odd_fields_of_an_adapter_are_one_sentence(field, scratch_model, tmp_pat
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+ODD_OF_MODELS = [
+    ("tokenizer_config.json", "model_max_length", ["1e30", -5, [1], True, float("nan")], "a number above 0"),
+    *(
+        (file, "eos_token_id", [[[1]], "2", True, 10**9], "a token id or a list of them")
+        for file in ("config.json", "generation_config.json")
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "field", "values", "rule"), ODD_OF_MODELS)
+def test_odd_fields_of_a_model_are_one_sentence(file, field, values, rule, scratch_model, tmp_path, capsys):
+    """In the model's own files, by the commands that read it; the large number that transformers writes is none."""
+    folder = tmp_path / "model"
+    shutil.copytree(scratch_model, folder)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    settings = [
+        f"model.path={folder}",
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        f"output_dir={tmp_path}",
+        "method=sft",
+    ]
+    commands = [[command, str(folder), str(tmp_path / "rows.jsonl")] for command in ("score", "generate")]
+    config = json.loads((folder / file).read_text())
+    for value in values:
+        (folder / file).write_text(json.dumps(config | {field: value}))
+        shown = f'"{value}"' if isinstance(value, str) else value
+        for command in (*commands, ["train", *settings]):
+            assert main(command) == 1
+            [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+            assert said.endswith(f"{file} says {field}: {shown}; it must be {rule}")
+    (folder / file).write_text(json.dumps(config | {"model_max_length": 10**30} if "tok" in file else config))
+    assert main(commands[0]) == 0
+
+
 ENDS = {
     "the head": {"target_modules": ["q_proj", "lm_head"]},
     "the embeddings": {"target_modules": ["q_proj", "embed_tokens"]},

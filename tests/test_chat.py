@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from test_serve import serving
+from test_serve import THINKS, serving, with_template
 
 from posttrain.base.errors import DataError, EngineError
 from posttrain.cli import main
@@ -19,7 +21,9 @@ from posttrain.cli.serve import _answer
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.data import prepare
 from posttrain.models.load import load_tokenizer
+from posttrain.serving import client, listening
 from posttrain.serving.client import Client, ModelServer, ModelServers, Talk
+from posttrain.serving.host import Host
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,30 @@ def test_commands_of_the_terminal(url, stories, capsys, tmp_path):
     _answer(talk, "/back")
     with pytest.raises(Exception, match="nothing to save"):
         _answer(talk, "/save x")
+
+
+def test_chat_gives_its_server_the_variables_of_the_template(stories, tmp_path, monkeypatch, capsys):
+    """From the flag of `chat` to that of `serve`, and from there into what the model reads."""
+    served = []
+
+    @contextmanager
+    def in_this_process(model, options):
+        with monkeypatch.context() as patch:
+            patch.setattr(listening, "run", lambda start, app_of, socket, ready: (socket.close(), start()))
+            patch.setattr(Host, "start", served.append)
+            assert main(["serve", model, "--port", "0", *options]) == 0
+        with serving(Path(model), template=served[-1].template, variables=served[-1].variables) as address:
+            yield SimpleNamespace(client=Client(address))
+
+    monkeypatch.setattr(client, "ModelServer", in_this_process)
+    model = with_template(stories, tmp_path / "model", THINKS)
+    for flags, end in (
+        ([], "assistant:"),
+        (["--chat-template-kwargs", "{enable_thinking: false}"], "assistant: (now)"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("/prompt\n"))
+        assert main(["chat", str(model), "--terminal", *flags]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(end)
 
 
 def test_what_a_model_says_is_inert(capsys):

@@ -332,7 +332,8 @@ def test_a_resume_without_the_settings_file_says_which_secrets_it_lacks(run, tmp
         status, _, err = run("train", "--resume", str(tmp_path))
         assert status == 0, err
         said = (
-            "config.yaml has *** in place of secrets in data.chat_template_kwargs.user.api_key: give the settings file"
+            "config.yaml has *** in place of secrets; give the settings file with --resume if the run needs "
+            "data.chat_template_kwargs.user.api_key"
         )
         assert (said in err) == (key == "***")
     assert len(written) == 2

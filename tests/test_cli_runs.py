@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_cli_config import processor_time
 
 from posttrain.base.errors import RunError
 from posttrain.base.words import in_units
@@ -169,8 +170,9 @@ def test_runs_answer_in_half_a_second(here):
         seconds, torch = json.loads(done.stderr.replace("False", "false").replace("True", "true"))
         took.append(seconds)
         assert not torch and "run-39" in done.stdout
-    print("seconds:", took)
-    assert min(took) < 0.5
+    imports = processor_time("-c", "import pydantic, rich, typer, yaml")  # tells a slow machine
+    print("seconds:", took, imports)
+    assert min(took) < max(0.5, 4 * imports)
 
 
 # Started anew: a run that made no step keeps no one from its name

@@ -9,7 +9,8 @@ import trl
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
-from posttrain.data.codec import PROBE_TOOLS, Call, Codec, Reply, tool_calls
+from posttrain.data.calls import PROBE_TOOLS, Call, TaggedGrammar, read_calls, tool_calls
+from posttrain.data.codec import Codec, Reply
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WEATHER = {
@@ -209,3 +210,14 @@ def test_arguments_survive_any_json(codec, tokenizer):
     call = json.dumps({"name": "weather", "arguments": arguments}, ensure_ascii=False)
     reply = codec.parse(ids_of(tokenizer, f"<tool_call>\n{call}\n</tool_call><|im_end|>"))
     assert reply.calls == (Call("weather", arguments),)
+
+
+def test_a_hostile_reply_is_read_in_time_that_its_length_allows():
+    """Without a bound on names each opening scans the rest: 4 s for these 2,000, and 25 times as long for five times as
+    many. Counted in characters that the grammar may look at, not in seconds."""
+    grammar = TaggedGrammar("<function=", "", ">\n<parameter=", ">\n", "\n</parameter", ">\n</function>")
+    text = "<function=" * 10_000
+    calls, kept, malformed = read_calls(text, grammar, {})
+    assert (calls, kept, malformed) == ([], text, 10_000)
+    named = f"<function={'n' * 201}>\n</function>"
+    assert read_calls(named, grammar, {}) == ([], named, 1), "names end at 200 characters"

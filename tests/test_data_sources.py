@@ -255,6 +255,35 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
     assert '"y": null' in old[0] and texts("rows.jsonl", behavior_version=1) != old
 
 
+def test_keys_that_are_null_in_json_lines_are_as_if_they_were_not_there(tmp_path):
+    """Written out by hand, at every depth of tools and of calls; a null in a list stays."""
+
+    def nulls(value):
+        if isinstance(value, list):
+            return [nulls(item) for item in value]
+        return {**{key: nulls(item) for key, item in value.items()}, "gone": None} if isinstance(value, dict) else value
+
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}<|im_end|>"
+    texts = []
+    for name, change in (("without", lambda value: value), ("with", nulls)):
+        rows = [
+            {
+                "messages": [
+                    {key: change(value) if key == "tool_calls" else value for key, value in message.items()}
+                    for message in row["messages"]
+                ],
+                **({"tools": change(row["tools"])} if "tools" in row else {}),
+            }
+            for row in CALLING
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert ("gone" in (tmp_path / f"{name}.jsonl").read_text()) == (name == "with")
+        data = DataConfig(source=str(tmp_path / f"{name}.jsonl"), max_length=10_000)
+        train = prepare(data, byte_tokenizer(template), "sft", cache_dir=tmp_path / "cache").train
+        texts.append([byte_tokenizer().decode(train[index].trees[0].tokens) for index in range(len(CALLING))])
+    assert texts[0] == texts[1] and "[null]" in texts[0][1] and "gone" not in "".join(texts[1])
+
+
 def test_folders_of_save_to_disk(tmp_path, caplog):
     import datasets
 

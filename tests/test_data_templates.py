@@ -41,7 +41,7 @@ from posttrain.evaluation.items import Item
 from posttrain.models.files import adapter_stops
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward
-from posttrain.runs.inputs import dated
+from posttrain.runs.inputs import as_recorded
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -870,6 +870,52 @@ def test_a_run_saves_its_variables_where_all_find_them(scratch_model, tmp_path, 
     assert "trained with `enable_thinking=false`" in (tmp_path / "out/README.md").read_text()
 
 
+# As in Qwen's later templates: the thinking of earlier turns is left out unless the variable is true.
+KEEPS = CHATML.replace(
+    "message.content +",
+    "(message.content if loop.last or preserve_thinking is defined and preserve_thinking "
+    "else message.content.split('</think>') | last) +",
+)
+
+
+def test_the_cache_follows_the_variables(tmp_path):
+    """Each value of a variable has its own tokens and its own key; equal values share one."""
+    turns = [{"role": role, "content": f"<think>{role[0]}</think>4"} for role in ("user", "assistant") * 2]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    given: dict
+    for given in ({"preserve_thinking": True}, {}, {"preserve_thinking": False}, {"preserve_thinking": True}):
+        tokenizer = byte_tokenizer(KEEPS)
+        data = DataConfig(source=str(tmp_path / "rows.jsonl"), chat_template_kwargs=given)
+        [(tokens, _)] = sequences(prepare(data, tokenizer, "sft", cache_dir=tmp_path).train[0].trees[0])
+        want = str(byte_tokenizer(KEEPS).apply_chat_template(turns, tokenize=False, **given))
+        assert tokenizer.decode(tokens) == want
+        assert want.count("<think>a") == (2 if given.get("preserve_thinking") else 1)
+    assert len([*(tmp_path / "data").iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "without"),
+    [
+        (["generate"], "1 of 1 rows have no usable prompt"),
+        (["sample"], "the chat template fails: TemplateError: not given"),
+        (["eval", "--suite", "gsm8k", "--data"], "2 the chat template fails"),
+    ],
+    ids=["generate", "sample", "eval"],
+)
+def test_the_flag_gives_the_template_its_variables(command, without, scratch_model, tmp_path, capsys):
+    """With a template that cannot be rendered without them."""
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(scratch_model, model)
+    needs = "{% if preserve_thinking is not defined or not preserve_thinking %}{{ raise_exception('not given') }}"
+    (model / "chat_template.jinja").write_text(needs + "{% endif %}" + CHATML)
+    rows.write_text(json.dumps({"question": "2+2?", "answer": "#### 4"}) + "\n")
+    asked = [command[0], str(model), *command[1:], str(rows), "-n", "2", "--max-completion-length", "2"]
+    for value in ("true", "false"):
+        more = ["-o", str(tmp_path / value)] if command[0] != "sample" else []
+        main([*asked, *more, "--chat-template-kwargs", f"{{preserve_thinking: {value}}}"])
+        assert (without in " ".join("".join(capsys.readouterr()).split())) == (value == "false")
+
+
 THINKS = CHATML.replace(
     "<|im_start|>assistant\\n' }}",
     "<|im_start|>assistant\\n' }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
@@ -912,6 +958,21 @@ def test_the_date_of_a_template_is_that_of_the_settings_in_every_rendering(tmp_p
         with pytest.raises(ValueError, match="must be a date such as 2026-01-31"):
             DataConfig(source="x", date=wrong)
     assert DataConfig(source="x", date=date(2026, 1, 31)).date == "2026-01-31", "as YAML reads it"
+
+
+@pytest.mark.parametrize("day", ["2020-05-17", None])
+def test_explore_and_plan_show_the_date_of_the_template(day, scratch_model, tmp_path, capsys):
+    """The date of the settings, or today's; none for a template without one."""
+    shutil.copytree(scratch_model, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+2?", "completion": "4"}) + "\n")
+    settings = [f"model.path={tmp_path / 'model'}", f"data.source={tmp_path / 'rows.jsonl'}", "method=sft"]
+    settings += [f"data.date={day}"] if day else []
+    shown = f"the chat template writes the date, {day or date.today()} in this run (data.date)"
+    for template, times in ((DATED, 1), (CHATML, 0)):
+        (tmp_path / "model/chat_template.jinja").write_text(template)
+        for command in ("explore", "plan"):
+            assert main([command, *settings]) == 0
+            assert " ".join(capsys.readouterr().out.split()).count(shown) == times, command
 
 
 def test_dates_of_suites_and_reward_models(base_model, scratch_model, tmp_path):
@@ -959,20 +1020,23 @@ def test_a_resumed_run_writes_the_date_of_its_start(version, scratch_model, tmp_
     assert facts.get("date") == (date.today().isoformat() if version == 2 else None)
     assert load(tmp_path / "run/config.yaml").config.data.date is None, "what was set, stays"
     if version == 1:
-        assert dated(config, tmp_path / "run") == config
+        assert as_recorded(config, tmp_path / "run").data == config.data
         return
     run = json.loads((tmp_path / "run/run.json").read_text())
-    run["provenance"]["date"] = "2020-05-17"  # as if it had begun then
+    run["provenance"] |= {"date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123}}  # as if begun then
     (tmp_path / "run/run.json").write_text(json.dumps(run))
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RunError, match="the training data differs"):
         runner.train(config, resume=True)  # it has today's text in its checkpoint
     shutil.rmtree(tmp_path / "run/checkpoint-1")
     assert runner.train(config, resume=True) == 0, "from the start, on the date of its start"
-    assert json.loads((tmp_path / "run/run.json").read_text())["provenance"]["date"] == "2020-05-17"
+    again = json.loads((tmp_path / "run/run.json").read_text())["provenance"]
+    assert {name: again[name] for name in ("date", "resolved")} == {
+        "date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123},
+    }  # fmt: skip
     saved = AutoTokenizer.from_pretrained(tmp_path / "run/final")
     assert saved.chat_template == DATED, "inference writes its own date"
-    of_run = dated(load(tmp_path / "run/config.yaml").config, tmp_path / "run")
+    of_run = as_recorded(load(tmp_path / "run/config.yaml").config, tmp_path / "run")
     [(tokens, _), *_] = sequences(prepare_run(of_run, saved).train[0].trees[0])
     assert saved.decode(tokens).startswith("17 May 2020\n")
     assert main(["sample", str(tmp_path / "run"), "--prompts", "1", "-n", "2", "--max-completion-length", "2"]) == 0

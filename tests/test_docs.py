@@ -31,6 +31,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from conftest import int8_is_wrong
 from test_compare import answered, evaluation
 from test_presets import LABELLED, LOCAL, PAIRS
 from test_serve import serving
@@ -316,6 +317,8 @@ def flags_exist(arguments: list[str], run) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+    if page.stem == "quantize" and int8_is_wrong():
+        pytest.skip("PyTorch multiplies 8-bit integers wrongly here")
     in_a_folder(tmp_path, monkeypatch)
     follow(page, Reader(page, shared, scratch_model, capsys))
 
@@ -327,6 +330,8 @@ def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatc
     ids=lambda p: p.name,
 )
 def test_all_of_a_page_runs(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+    if page.stem == "quantize" and int8_is_wrong():
+        pytest.skip("PyTorch multiplies 8-bit integers wrongly here")
     in_a_folder(tmp_path, monkeypatch)
     follow(page, Reader(page, shared, scratch_model, capsys, trains_all=True))
 

@@ -1,16 +1,21 @@
 """Processes of environments: what they answer, and that nothing a class or a tool does reaches beyond its episode."""
 
 import os
+import pickle
+import signal
 import sys
 import threading
 import time
+from collections import Counter
+from datetime import date
 from operator import methodcaller
 
+import numpy as np
 import pytest
 
 from posttrain.base.errors import RewardError
 from posttrain.config.schema.environments import EnvironmentConfig
-from posttrain.environments.process import Environments, EpisodeError
+from posttrain.environments.process import Attributes, Environments, EpisodeError
 
 CODE = '''
 import asyncio, os, time
@@ -77,6 +82,22 @@ class Counter:
     def secret(self) -> str:
         """Read an environment variable."""
         return str(os.environ.get("MY_API_KEY"))
+
+    def junk(self) -> str:
+        """Write to every open file, so to the replies too."""
+        for number in range(3, 30):
+            try:
+                os.write(number, b"no json\\n")
+            except OSError:
+                pass
+        return "x"
+
+    def odd(self) -> str:
+        """Return what has no text."""
+        class Odd:
+            def __str__(self):
+                raise ValueError("no text")
+        return Odd()
 
     def _private(self):
         pass
@@ -157,7 +178,7 @@ def made(tmp_path, monkeypatch):
 def test_an_episode_from_reset_to_reward(made):
     environments = made(tools=[":search"], args={"start": 2})
     kind = environments.kinds["e"]
-    names = ["search", "add", "colours", "eat", "fail", "flood", "hang", "later", "leave", "secret"]
+    names = ["search", "add", "colours", "eat", "fail", "flood", "hang", "junk", "later", "leave", "odd", "secret"]
     assert [tool["function"]["name"] for tool in kind.tools] == names and kind.rewards and kind.title == "Counter"
     process = environments.start("e")
     assert process.ask({"reset": {"goal": 5}}, 5) == {
@@ -174,6 +195,7 @@ def test_an_episode_from_reset_to_reward(made):
         ("_private", {}, "{'error': 'there is no tool _private;", True),
         ("colours", {}, "\\x1b[31mred\\x00\\ud800", False),
         ("secret", {}, "None", False),
+        ("odd", {}, "{'error': 'no text'}", True),
     ):
         reply = process.ask({"call": name, "arguments": arguments}, 5)
         assert reply["result"].startswith(result) and reply["failed"] == failed, reply
@@ -197,6 +219,7 @@ def test_each_episode_has_a_fresh_instance_of_its_own(made):
     [
         ("hang", "tool_timeout", "no answer within 0.3 s"),
         ("leave", "env_error", "its process has ended with status 7"),
+        ("junk", "env_error", "its reply is not valid"),
     ],
 )
 def test_a_hang_and_a_crash_end_only_their_own_episode(made, tool, verdict, reason):
@@ -294,3 +317,50 @@ def test_tools_alone(made):
     process = environments.start(None)
     assert process.ask({"reset": {"x": 1}}, 5) == {"messages": [], "done": False}
     assert environments.end(process, None)[0] is None
+
+
+def test_a_stopped_process_ends_a_long_request_at_its_deadline(made):
+    """A pipe holds 64 KB, so the request is not yet written when the deadline comes."""
+    process = made().start("e")
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EpisodeError, match=r"no answer within 0\.5 s") as raised:
+        process.ask({"reset": {"goal": "x" * 1_000_000}}, 0.5)
+    assert raised.value.verdict == "tool_timeout"
+    process.end()
+
+
+def test_a_start_that_fails_frees_its_place(made, monkeypatch):
+    environments = made(workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(environments._template, "fork", lambda: os.open("/no/such/file", 0))
+        with pytest.raises(RewardError, match="the processes of environments do not start"):
+            environments.start("e")
+    environments.start("e").end()
+
+
+class Hostile:
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __reduce__(self):
+        return self.made
+
+
+@pytest.mark.parametrize("value", [Hostile(os.system, "true"), Hostile(eval, "1"), sys.exit])
+def test_attributes_are_plain_data_and_classes_of_the_file(value):
+    """The process worked on what a model wrote: its pickle may come from there."""
+    with pytest.raises(pickle.UnpicklingError, match="neither plain data nor a class"):
+        Attributes(pickle.dumps({"a": value}), {"my_world"}).load()
+    plain = {"a": [1, {2.5}, "x", None, (b"y",)], "b": Counter("ab"), "c": np.arange(3), "d": date(2026, 1, 2)}
+    read = Attributes(pickle.dumps(plain), set()).load()
+    assert read.keys() == plain.keys() and read["c"].tolist() == [0, 1, 2] and read["b"] == plain["b"]
+
+
+def test_a_dotted_name_does_not_reach_into_what_a_file_imports(made):
+    environments = made()
+    [module] = environments._modules
+    for name in ("os.system", "os", "time"):
+        hostile = b"\x80\x04" + pickle.SHORT_BINUNICODE + bytes([len(module)]) + module.encode()
+        hostile += pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() + pickle.STACK_GLOBAL + pickle.STOP
+        with pytest.raises(pickle.UnpicklingError, match="neither plain data nor a class"):
+            Attributes(hostile, environments._modules).load()

@@ -4,7 +4,10 @@ Weights are scaled up after random initialisation, so that attention is far from
 the usual small initialisation a wrong mask hides below the tolerance.
 """
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -419,6 +422,21 @@ def test_packed_weights_multiply_alike(bias):
             x = torch.randn(shape)
             torch.testing.assert_close(linear(layer, x), layer(x))
     assert weight_of(layer) is layer.weight
+
+
+def test_weights_are_packed_only_as_one_dnn_may_multiply():
+    """It may be limited to older instructions than the processor's, without bfloat16."""
+    code = (
+        "import torch\n"
+        "from posttrain.models.matmul import PACKED_DTYPES, linear, packed_weights\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(256, 320), torch.nn.Linear(320, 300)).bfloat16()\n"
+        "layer, x = model[0], torch.randn(16, 256).bfloat16()\n"
+        "assert torch.bfloat16 not in PACKED_DTYPES\n"
+        "with torch.no_grad(), packed_weights(model, model[1]):\n"
+        "    torch.testing.assert_close(linear(layer, x).float(), layer(x).float(), rtol=0.02, atol=0.02)\n"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.skipif(not PACKS or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs oneDNN's bfloat16")

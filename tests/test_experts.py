@@ -25,6 +25,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.planning.largest import largest_step, with_completions
 from posttrain.rollout import _fitting
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import read_run
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.job import router_weight
 
@@ -271,17 +272,20 @@ def runs_of(sums_home, mixture):
         "dpo": built_in | {"method": {"type": "dpo"}},
         "dpo-lora": built_in | {"method": {"type": "dpo"}, "model": {"lora": {"r": 2}}},
         "orpo": built_in | {"method": {"type": "orpo"}},
+        "cpo": built_in | {"method": {"type": "cpo"}},
         "simpo": built_in | {"method": {"type": "simpo"}},
         "reward": built_in | {"method": {"type": "reward"}},
         "kto": kto | {"method": {"type": "kto"}},
         "grpo": online | {"method": {"type": "grpo", "num_generations": 3, "num_minibatches": 2}},
         "rloo": online | {"method": {"type": "rloo", "num_generations": 3}},
+        "reinforce_plus_plus": online | {"method": {"type": "reinforce_plus_plus", "num_generations": 3}},
         "ppo": online | {"method": {"type": "ppo", "num_generations": 2, "num_ppo_epochs": 1, "num_minibatches": 1}},
         "distill": {"data": sums, "rollout": online["rollout"], "method": teacher},
     }
 
 
-METHODS = ["sft", "dpo", "dpo-lora", "orpo", "simpo", "reward", "kto", "grpo", "rloo", "ppo", "distill"]
+METHODS = ["sft", "dpo", "dpo-lora", "orpo", "cpo", "simpo", "reward", "kto"]
+METHODS += ["grpo", "rloo", "reinforce_plus_plus", "ppo", "distill"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -306,7 +310,7 @@ def test_every_method_adds_the_loss(tmp_path, sums_home, mixture, name):
             (without, "loss"), (with_it, "aux_loss"), (with_it, "loss"))), strict=True):  # fmt: skip
             assert whole == pytest.approx(plain + 0.5 * aux, abs=2e-5) and 1 < aux < 8
     assert len(with_it["router/load_max"]) == 2
-    if name in ("grpo", "rloo", "ppo"):  # the sequences of the step, by transformers
+    if name in ("grpo", "rloo", "reinforce_plus_plus", "ppo"):  # the sequences of the step, by transformers
         model = AutoModelForCausalLM.from_pretrained(mixture)
         with StoredRun(tmp_path / "at-0.5") as stored:
             prompts = {one["prompt_index"]: one["tokens"].tolist() for one in stored.prompts(1)}
@@ -347,6 +351,9 @@ def test_planned_completions_are_divided_as_sampled_ones(feeds_last):
         assert len(pack(planned, size, feeds_last)) == -(-5 // ((size - 3) // (5 if feeds_last else 4)))
 
 
+ROUTERS = "method.router_aux_loss_coef"
+
+
 def test_which_coefficient(tmp_path, shared, mixture, capsys):
     """null is the config's own, in runs of behaviour version 1 none; a dense model is refused at the start."""
     settings = {
@@ -365,6 +372,8 @@ def test_which_coefficient(tmp_path, shared, mixture, capsys):
     assert metrics(none, "loss") == metrics(off, "loss") and not metrics(none, "aux_loss") + metrics(off, "aux_loss")
     asked = run(tmp_path, "name=asked", "behavior_version=1", "method.router_aux_loss_coef=0.3", **settings)
     assert metrics(asked, "loss") == pytest.approx([loss], abs=1e-6)
+    recorded = [read_run(folder).provenance["resolved"].get(ROUTERS) for folder in (own, none, off)]
+    assert recorded == [0.3, None, None]
     for folder in (own, none, off, asked):  # a plan packs what the run did
         config = load(folder / "config.yaml").config
         data, [model] = prepare_run(config, load_tokenizer(config.models[0])), config.models

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from posttrain.evaluation.rules import gsm8k, gsm8k_flexible
 from posttrain.functional import parse_gsm8k_response, parse_mmlu_response
+from posttrain.grading.verdict import Judgement
 
 EXAMPLE = {"subject": "virology", "question": "How many?", "options": ["100", "1", "10", "unknown"], "answer": "A"}
 
@@ -121,6 +123,28 @@ LAST_NUMBER = {
 def test_the_last_number(text):
     assert parse_gsm8k_response(text) == LAST_NUMBER[text]
     assert LAST_NUMBER[text] is None or float(LAST_NUMBER[text]) == float(LAST_NUMBER[text])
+
+
+# Text -> the number of the rule gsm8k, the course's last number, and lm-eval's.
+WRITTEN = {
+    "$9{,}500$": ("9500", "500", "500$"),
+    r"1\,200": ("1200", "200", ",200"),
+    "1/2": ("1/2", "2", "2"),
+    r"\frac{1}{2}": ("1/2", "2", "2"),
+    r"3 \times 10^2": ("300", "2", "2"),
+    "12 m^2": ("12", "2", "2"),
+    "$1,250.": ("1250", "1250", "$1,250."),
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_only_the_rule_tidies_numbers(text):
+    """The parsers of the course and of lm-eval keep their last number, whatever is written before it."""
+    number, last, lm_evals = WRITTEN[text]
+    said = f"So it is {text}"
+    assert gsm8k(said, number).correct and parse_gsm8k_response(said) == last
+    assert gsm8k_flexible(said, f"#### {last}") == Judgement(1.0, True, lm_evals)
+    assert gsm8k_flexible(said, f"#### {number}").correct == (number == last)
 
 
 def test_every_gold_answer_of_gsm8k_is_read(shared):

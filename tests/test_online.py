@@ -31,6 +31,7 @@ from posttrain.runs import rollouts
 from posttrain.runs.checkpoint import saved_step, verify
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.summary import read_run
 
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 
@@ -321,7 +322,9 @@ def test_a_reward_that_changes_the_working_directory_loses_nothing(sums_home, tm
 
 def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
     rewards = [{"type": "python", "function": "test_online:some_verdicts"}]
-    first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards))
+    folder = train(sums_home, tmp_path, {}, rewards=rewards)
+    first, _ = lines(folder)
+    assert read_run(folder).provenance["resolved"] == {"training.learning_rate": 1e-3, "data.max_prompt_length": 6}
     assert first["rewards/left_out"] == 11 and first["rewards/left_out_ratio"] == pytest.approx(11 / 32)
     assert first["rewards/not_applicable"] == first["rewards/python/not_applicable"] == 11
     assert not [name for name in first if name.startswith("alarms/")] and first["reward"] == pytest.approx(11 / 21)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import recipes, runner
 from posttrain.base.errors import ConfigError, PosttrainError, RunError
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.methods import METHODS
 from posttrain.training.best import Best
@@ -146,6 +148,58 @@ def test_references_agree(tmp_path, shared, variant):
         assert metrics(again, "loss") == losses
         assert "computing the reference" in (folder / "training.log").read_text()
         assert "computing the reference" not in (again / "training.log").read_text()
+
+
+@pytest.mark.parametrize(("loss_type", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0)])
+def test_a_reference_free_loss_is_that_of_the_policys_log_probabilities(tmp_path, shared, loss_type, smoothing):
+    """DPO's formula without a reference, by hand: with D = log pi(chosen) - log pi(rejected), -log sigmoid(0.3 D)."""
+    path, beta, said = shared / "models/stories260K", 0.3, "Once upon a time, there"
+    ends = [
+        (" was a cat.", " were many dogs in a house."),
+        (" lived a girl.", " was nothing."),
+        (" was a big tree.", "."),
+    ]
+    rows = [{"prompt": said, "chosen": chosen, "rejected": rejected} for chosen, rejected in ends]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer(said).input_ids
+
+    def logprob(text: str) -> torch.Tensor:
+        ids = torch.tensor([*tokenizer(said + text).input_ids, tokenizer.eos_token_id])
+        assert ids[: len(prompt)].tolist() == prompt
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :].sum()
+
+    with torch.no_grad():
+        difference = beta * torch.stack([logprob(chosen) - logprob(rejected) for chosen, rejected in ends])
+    losses = (1 - smoothing) * -logsigmoid(difference) + smoothing * -logsigmoid(-difference)
+    want = (losses if loss_type == "sigmoid" else (1 - difference).relu()).mean()
+    method = {"reference_free": True, "beta": beta, "loss_type": loss_type, "label_smoothing": smoothing}
+    data = {"source": str(tmp_path / "rows.jsonl"), "format": "auto"}
+    folder = run(tmp_path, **dpo(shared, path, method=method, data=data, training={"batch_size": 3, "max_steps": 1}))
+    assert metrics(folder, "loss") == pytest.approx([float(want)], rel=1e-5)
+    assert metrics(folder, "rewards/margins") == pytest.approx([float(difference.mean())], rel=1e-4)
+
+
+def test_a_settings_file_a_model_rows_and_the_output_folder_may_be_links(tmp_path, shared, monkeypatch):
+    """What the command line names is opened, whatever it leads to; a resume through the link finds the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Path("real").mkdir()
+    rows = "".join(json.dumps({"prompt": "Once", "completion": f" upon {n}"}) + "\n" for n in range(4))
+    Path("real/rows.jsonl").write_text(rows)
+    settings = {
+        "name": "run", "output_dir": "runs", "model": "model", "method": "sft", "training": {"batch_size": 2},
+        "data": {"source": "rows.jsonl", "template": "none"}, "checkpoint": {"save_steps": 1},
+    }  # fmt: skip
+    Path("real/settings.json").write_text(json.dumps(settings))
+    links = {"model": shared / "models/stories260K", "runs": "real", "rows.jsonl": "real/rows.jsonl"}
+    for name, target in {**links, "settings.json": "real/settings.json"}.items():
+        Path(name).symlink_to(target)
+    assert main(["train", "settings.json", "--max-steps", "1"]) == 0
+    assert main(["train", "--resume", "runs/run", "--max-steps", "2"]) == 0
+    assert metrics(Path("real/run"), "step")[-1] == 2 and Path("real/run/checkpoint-1").is_dir()
+    assert main(["score", "runs/run/final", "rows.jsonl", "-o", "scores.jsonl"]) == 0
+    assert len(Path("scores.jsonl").read_text().splitlines()) == 4
 
 
 def test_lora_checkpoints_hold_the_adapter_only_and_load_with_peft(tmp_path, shared):

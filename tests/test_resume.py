@@ -184,6 +184,27 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
 
 
+def test_a_run_keeps_the_default_rate_that_it_started_with(tmp_path, shared, scratch_model):
+    """Another version may have another default; a run without the record has the method's."""
+    sections = settings(shared, scratch_model, "sft", lr_scheduler_type="constant", warmup_steps=0, learning_rate=None)
+    sections |= {"tracking": {"logging_steps": 1}, "evaluation": {"eval_steps": -1}, "checkpoint": {}}
+    start(tmp_path, sections, "training.max_steps=1")
+    file = tmp_path / "run/run.json"
+    facts = json.loads(file.read_text())
+    [default] = {line["learning_rate"] for line in numbers(tmp_path / "run")}
+    assert facts["provenance"]["resolved"] == {"training.learning_rate": default}
+    facts["provenance"]["resolved"] = {"training.learning_rate": 0.0123}
+    for total, recorded in ((2, 0.0123), (3, default)):
+        if recorded == default:
+            del facts["provenance"]["resolved"]
+        file.write_text(json.dumps(facts))
+        start(tmp_path, sections, f"training.max_steps={total}", resume=True)
+        assert numbers(tmp_path / "run")[-1]["learning_rate"] == recorded
+        facts = json.loads(file.read_text())
+        assert facts["provenance"]["resolved"] == {"training.learning_rate": recorded}
+    assert load(tmp_path / "run/config.yaml").config.training.learning_rate is None, "what was set, stays"
+
+
 def test_another_best_metric_begins_without_a_best(tmp_path, shared, scratch_model):
     sections = settings(shared, scratch_model, "sft", max_steps=4, lr_scheduler_type="linear")
     sections["evaluation"] = {"eval_steps": 1}

@@ -25,7 +25,12 @@ import pytest
 import torch
 import uvicorn
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.base.pieces import pieces
@@ -590,6 +595,21 @@ def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys)
         pass
 
 
+def test_a_key_on_the_command_line_is_visible_to_others(stories, monkeypatch, capsys):
+    """Which the command says, naming the variable; a key in the variable opens the same addresses without a word."""
+    served = []
+    monkeypatch.setattr(listening, "run", lambda start, app_of, socket, ready: (socket.close(), served.append(app_of)))
+    command = ["serve", str(stories), "--host", "0.0.0.0", "--port", "0"]
+    notice = "--api-key is visible to other users of this machine: set POSTTRAIN_API_KEY instead"
+    for flags, variable, noticed in ((["--api-key", "k"], "", True), ([], "k", False)):
+        monkeypatch.setenv("POSTTRAIN_API_KEY", variable)
+        assert main([*command, *flags]) == 0
+        assert (notice in capsys.readouterr().err) == noticed
+        assert served.pop()(Host(None, None, ())).key == "k"
+    monkeypatch.setenv("POSTTRAIN_API_KEY", "")
+    assert main(command) == 2 and "set POSTTRAIN_API_KEY, or give --api-key" in capsys.readouterr().err
+
+
 def test_text_of_a_whole_completion_is_the_streamed_one(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokens = tokenizer("a little girl", add_special_tokens=False).input_ids
@@ -692,6 +712,43 @@ def test_too_much_is_refused_before_it_is_read(url, route, body):
     print(f"{time.monotonic() - began:.2f} s: {message}")
 
 
+TOKENIZED = [
+    ("/v1/render", {"messages": QUESTION}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 1, "echo": True}),
+    ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1}),
+    ("/v1/score", {"prompt": "Once", "completion": " upon"}),
+    ("/v1/score", {"messages": [*QUESTION, {"role": "assistant", "content": "Ho."}]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "work"),
+    [
+        *((*request, work) for request in TOKENIZED for work in ("__call__", "decode")),
+        ("/reward", {"prompt": "Once", "completion": " upon"}, "__call__"),
+    ],
+)
+def test_others_are_answered_while_the_tokenizer_works(url, route, body, work, monkeypatch):
+    """It encodes or decodes until another request has been answered."""
+    begun, answered, usual = threading.Event(), threading.Event(), getattr(PreTrainedTokenizerBase, work)
+
+    def slow(*arguments, **settings):
+        begun.set()
+        assert answered.wait(30)
+        return usual(*arguments, **settings)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, work, slow)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, f"{url}{route}", json=body, timeout=60)
+        try:
+            assert begun.wait(30)
+            assert httpx.get(f"{url}/health", timeout=10).status_code == 200 and not waiting.done()
+        finally:
+            answered.set()
+        assert waiting.result().status_code == 200, waiting.result().text
+
+
 def test_bytes_that_are_no_character_are_read_in_linear_time(shared):
     """As many decoded tokens per token, however long the text is."""
 
@@ -757,6 +814,26 @@ async def answering(scope, receive, send):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
+
+
+def test_headers_arrive_by_their_deadline(monkeypatch):
+    """However often a further line of them comes; a request that is whole is answered."""
+    monkeypatch.setattr(listening, "HEADERS_S", 0.2)
+    with bounded(answering) as port:
+        assert ask_status(port) == 200
+        with socket_module.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(HEAD)
+            until, closed = time.monotonic() + 10, False
+            while not closed and time.monotonic() < until:
+                try:
+                    connection.sendall(b"X: y\r\n")
+                    connection.settimeout(0.01)
+                    closed = connection.recv(100) == b""
+                except TimeoutError:
+                    pass
+                except ConnectionError:  # it was closed before the line came
+                    closed = True
+            assert closed
 
 
 @pytest.mark.slow

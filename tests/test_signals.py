@@ -24,7 +24,7 @@ class Signalled:
         time.sleep(0.001)
 
 
-def signal_in_destructor(number: int, wait_s: float = 5.0) -> None:
+def signal_in_destructor(number: int, wait_s: float = 30.0) -> None:
     thing = Signalled(number)
     del thing
     time.sleep(wait_s)  # cut short by what is raised
@@ -34,7 +34,7 @@ def test_an_exception_dropped_in_a_destructor_is_raised_again():
     began = time.monotonic()
     with pytest.raises(Stopped) as raised, handling(leave, signal.SIGTERM):
         signal_in_destructor(signal.SIGTERM)
-    assert raised.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 4
+    assert raised.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 20
 
 
 def test_the_handler_is_asked_once():

@@ -1,6 +1,7 @@
 """Stages: settings laid over the common ones, a model handed from one to the next, going on where it stopped."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -328,6 +329,16 @@ def test_a_stage_with_the_same_lora_continues_the_adapter(tmp_path, shared, scra
     packs = pack([Example((Node(np.zeros(64, np.int64), trained=True),), row=0)], 64)
     parts = estimate(config, config.models[0], empty, packs, torch.device("cpu")).parts
     assert parts["reference"] == 4 * count(empty)[1]
+
+
+def test_without_a_reference_model_a_continued_adapter_is_compared_with_its_start(tmp_path, shared, scratch_model):
+    """`use_ref_model: false`: the loss begins at log 2 and the margins at 0, with SFT's adapter, far from the base."""
+    own = {"method": {"type": "dpo", "use_ref_model": False}}
+    run = continued(tmp_path, shared, scratch_model, own=own)
+    assert runner.train(load(tmp_path / "chain.json").stages) == 0
+    first, second = lines(run / "own")[:2]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(first["rewards/margins"]) < 1e-5
+    assert abs(second["loss"] - math.log(2)) > 1e-4
 
 
 @pytest.mark.slow

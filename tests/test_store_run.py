@@ -15,12 +15,12 @@ import torch
 import yaml
 
 from posttrain.base.errors import DataError, RunError, Stopped
+from posttrain.base.redaction import redact, redact_arguments
 from posttrain.runs.checkpoint import list_checkpoints, newest_complete, saved_step
 from posttrain.runs.checks import Finding
 from posttrain.runs.finding import find_runs
 from posttrain.runs.logs import ConsoleLog
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.provenance import redact, redact_arguments
 from posttrain.runs.run import Run
 from posttrain.runs.summary import read_run
 
@@ -167,7 +167,7 @@ def test_overwrite_deletes_nothing_but_a_run(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from posttrain.runs.provenance import redact, redact_arguments
+from posttrain.base.redaction import redact, redact_arguments
 from posttrain.runs.run import Run
 with Run.create(Path(sys.argv[1]), "name: x", {}) as run:
     run.log(1, {"loss": 1.0})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_engines import PROMPTS, policy_of
 
+from posttrain.base.errors import DataError
 from posttrain.batch import Example, Node, pack
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine
 from posttrain.engines.protocol import seed_of
@@ -110,3 +111,25 @@ def test_the_transformers_engine_holds_the_same_conversations():
     plain = held(EmbeddedEngine(policy))
     other = held(TransformersEngine(policy))
     assert {key: talk[0] for key, talk in plain.items()} == {key: talk[0] for key, talk in other.items()}
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (Turn([3] * 60, 1, 4), "has 67 tokens before a reply of up to 4; there is room for 40"),
+        (Turn([3], 1, 500), "a reply of up to 500; there is room for 40 and 32"),
+        (Turn([10**6], 1, 4), "prompt 0 has the token id 1000000"),
+    ],
+)
+def test_a_turn_without_room_is_an_error(turn, message):
+    def future_of(turn):
+        future = Future()
+        future.set_result(turn)
+        return future
+
+    begun = [future_of(Turn([5, 9, 11], 1, 4))]
+    with pytest.raises(DataError, match=message):
+        converse(
+            EmbeddedEngine(policy_of()), begun, Sampling(max_completion_length=4),
+            follow=lambda index, reply: future_of(turn), longest=40,
+        )  # fmt: skip

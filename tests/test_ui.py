@@ -4,6 +4,7 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -66,6 +67,22 @@ def test_nothing_outside_the_list_is_read(ui, runs):
         assert "There is no run" in made and "<script" not in made
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(f"{address}/report?run={urllib.request.quote(name)}")
+    assert "the report" in fetch(f"{address}/report?run=saved")
+
+
+@pytest.mark.parametrize("make", [lambda path, other: path.symlink_to(other), lambda path, other: os.mkfifo(path)])
+def test_a_report_that_is_a_link_or_a_pipe_is_not_served(ui, runs, make):
+    address, _ = ui
+    report, kept, other = runs / "saved/report.html", runs / "saved/kept.html", runs.parent / "other.html"
+    other.write_text("someone's file")
+    report.rename(kept)
+    try:
+        make(report, other)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(f"{address}/report?run=saved")
+    finally:
+        report.unlink()
+        kept.rename(report)
     assert "the report" in fetch(f"{address}/report?run=saved")
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sqlite3
+from collections import Counter
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from test_compare import answered, evaluation
 
+from posttrain.cli import main
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.drawing import labels, ticks
 from posttrain.reports.markup import Markup, el, text
@@ -200,6 +202,39 @@ def test_a_run_says_its_checks_data_log_and_command(viewer):
     assert page.count(">waiting<") == 4 and page.count(">does not apply<") == 1
 
 
+PACKED, RATIO = (
+    {"value": value, "limit": 5e-4, "unit": "nats", "failed": failed, "times": times}
+    for value, failed, times in ((3e-7, False, 1), (0.25, True, 3))
+)
+
+
+@pytest.mark.parametrize("shown_by", ["runs show", "report"])
+@pytest.mark.parametrize(
+    ("recorded", "outcomes"),
+    [
+        (None, {"not recorded": 7}),  # a run of an earlier version
+        ({}, {"waiting": 4, "does not apply": 3}),  # the first step has passed
+        ({"packed = one by one": PACKED, "ratio = 1": RATIO}, {"passed": 1, "failed": 1, "waiting": 4}),
+    ],
+)
+def test_the_terminal_and_the_report_show_checks_with_their_numbers(tmp_path, recorded, outcomes, shown_by, capsys):
+    folder = tmp_path / "saved"
+    shutil.copytree(SAVED, folder)
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(facts if recorded is None else facts | {"checks": recorded}))
+    if shown_by == "report":
+        assert main(["report", str(folder)]) == 0
+        shown = re.sub(r"<[^>]*>", "|", unescape((folder / "report.html").read_text()))
+        found = Counter(re.findall(r"\|(not recorded|does not apply|waiting|passed|failed)\|", shown))
+    else:
+        assert main(["runs", "show", str(folder)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        found = Counter(re.findall(r" check (not recorded|does not apply|waiting|passed|failed):", shown))
+    assert outcomes.items() <= found.items() and found.total() == 7, shown
+    for number in ("the first step: 3e-07 ≤ 0.0005 nats", "the first step: 0.25 > 0.0005 nats (largest of 3)"):
+        assert (number in shown) == bool(recorded)
+
+
 # --- rollouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +255,32 @@ def write(folder: Path, steps: dict[int, list[StoredRollout]], after: int = 0) -
         store.add(step, step / 10, prompts, rollouts)
     store.flush()
     store.close()
+
+
+def test_why_and_the_page_name_the_same_largest_group(tmp_path, capsys, monkeypatch):
+    """By push: the advantages of prompt 0 are the largest, but its tokens were certain, and prompt 1's were clipped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "runs/saved"
+    shutil.copytree(SAVED, folder)
+    (folder / "rollouts.sqlite").unlink()
+    rollouts = []
+    for prompt, (advantage, logprob, clipped) in enumerate(
+        [(9.0, -1e-4, 0), (5.0, -1.0, 1), (1.0, -1.0, 0), (2.0, -1.0, 0)]
+    ):
+        made = rollout(prompt, 0, "a", advantage)
+        given = {"old_logprobs": logprob, "new_logprobs": logprob, "advantages": advantage, "clipped": clipped}
+        arrays = {name: np.full(3, value) for name, value in given.items()}
+        rollouts.append(replace(made, arrays={**made.arrays, **arrays}))
+    store = RolloutStore(folder, GIB, 0)
+    store.add(2, 0.5, [StoredPrompt(row, f"question {row}", [1], {}) for row in range(4)], rollouts)
+    store.flush()
+    store.close()
+    assert main(["why", str(folder), "--step", "2"]) == 0
+    table = capsys.readouterr().out.partition("share of the push")[2]
+    in_terminal = re.findall(r"^ *(\d+) +\d+ .* (\d+%)", table, re.MULTILINE)
+    page = str(rendered(rollouts_page, Viewer(folder.parent), "?run=saved&step=2"))
+    on_page = re.findall(r">prompt (\d)</a>.*?> (\d+%)</span>", page, re.DOTALL)
+    assert in_terminal == on_page == [("3", "67%"), ("2", "33%"), ("0", "0%"), ("1", "0%")]
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.base.terminal import visible
+from posttrain.base.terminal import harmless
 
 
 class PlainConsole(Console):
-    """rich's console for untrusted strings: no markup, no emoji, and control characters shown as escapes.
+    """rich's console for untrusted strings: no markup, no emoji, secrets hidden, control characters shown as escapes.
 
     Styles are passed separately (`style=`, `Text.append`).
     """
@@ -25,13 +25,13 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """As in rich, but escapes the text first, so that a table's column widths fit the escaped text."""
-        return super().render_str(visible(text), **settings)
+        """As in rich, but makes the text harmless first, so that a table's column widths fit it."""
+        return super().render_str(harmless(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As in rich, but also escapes `Text` objects, which do not pass through `render_str`."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
 
 def numbers_table(*columns: str) -> Table:
@@ -73,7 +73,7 @@ def progress(
 @contextlib.contextmanager
 def counter(description: str, total: int | None, console: Console | None = None) -> Iterator[Callable[[], None]]:
     """Context manager that yields a function to call after every item, and shows the progress as `progress` does."""
-    console, description = console or PlainConsole(stderr=True), visible(description)
+    console, description = console or PlainConsole(stderr=True), harmless(description)
     next_line = time.monotonic() + PATIENCE_S
     shown: Progress | None = None
     done = 0

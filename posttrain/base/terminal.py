@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from posttrain.base.redaction import redact
 from posttrain.base.signals import handling
 from posttrain.base.system import HANGUP
 
@@ -29,9 +30,14 @@ def escaped(text: str) -> str:
     return text.encode("unicode_escape").decode()
 
 
+def harmless(text: str) -> str:
+    """Text from any source (data, models, errors) for display: secrets hidden, control characters escaped."""
+    return visible(redact(text))
+
+
 def say(text: str, end: str = "\n", error: bool = False) -> None:
-    """Print text; with `error`, to stderr. Commands print through this function only; tables use a console."""
-    print(visible(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
+    """Print harmless text; with `error`, to stderr. Commands print through this function only; tables use a console."""
+    print(harmless(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 log = logging.getLogger("posttrain")

@@ -14,7 +14,6 @@ from posttrain.base.errors import PosttrainError, UsageError, is_out_of_memory, 
 from posttrain.base.options import Flag
 from posttrain.base.signals import handling
 from posttrain.base.terminal import say
-from posttrain.runs.logs import harmless
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -66,8 +65,8 @@ def _unexpected(error: Exception, debug: bool) -> str:
 
 def _report(message: str, status: int, debug: bool) -> int:
     if debug:
-        say(harmless(traceback.format_exc()), end="", error=True)
-    say(f"error: {harmless(message)}", error=True)
+        say(traceback.format_exc(), end="", error=True)
+    say(f"error: {message}", error=True)
     return status
 
 

@@ -17,6 +17,7 @@ from posttrain.config import dump, preset_names
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.load import preset_summary
 from posttrain.config.render import EXAMPLES, json_schema, starter
+from posttrain.runs.provenance import redact_yaml
 
 app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)
 
@@ -62,8 +63,8 @@ def list_() -> None:
 @app.command(cls=SettingsCommand)
 @with_settings
 def show(config: Config = None, overrides: Overrides = None, *, flags: dict[str, str]) -> None:
-    """Print all settings of a file or preset as a run would read them, including defaults."""
-    say(dump(load_stages(config, overrides, flags)), end="")
+    """Print all settings of a file or preset as a run would read them, including defaults; secrets as `***`."""
+    say(redact_yaml(dump(load_stages(config, overrides, flags))), end="")
 
 
 @app.command()

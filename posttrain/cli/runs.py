@@ -14,7 +14,7 @@ from posttrain.base.terminal import say
 from posttrain.base.words import counted, in_units
 from posttrain.cli import runs_disk
 from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
-from posttrain.runs.finding import named, short
+from posttrain.runs.finding import links_in, named, short
 from posttrain.runs.folder import NOTES, Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import ORDERS, Column, filtered, ordered, table_lines
 from posttrain.runs.summary import RunSummary, summaries_below
@@ -84,8 +84,11 @@ def list_(
         posttrain runs list state=failed 'age>30d'
         posttrain runs list method=grpo --sort result --reverse
     """
-    runs = summaries_below(settled(output_dir))
+    root = settled(output_dir)
+    runs = summaries_below(root)
     shown = ordered(filtered(runs, filters or []), sort, reverse)
+    for link in links_in(root) if root.is_dir() else ():
+        say(f"{link}: a link, which is not followed", error=True)
     if as_json:
         for run in shown:
             say(json.dumps({name: getattr(run, name) for name in FACTS} | {"folder": str(run.folder)}))

@@ -10,6 +10,7 @@ from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
+from posttrain.base.redaction import redact
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
 from posttrain.cli.command import Interrupted
@@ -97,7 +98,9 @@ def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:
     """Raise UsageError for a sweep without values, or over a setting that cannot be swept."""
     if not swept:
         raise UsageError("nothing is swept: give values such as method.beta=0.1,0.5, or a range such as seed=0..4")
-    for path in swept:
+    for path, values in swept.items():
+        if isinstance(values, tuple) and redact(texts := [f"{path}: {value}" for value in values]) != texts:
+            raise UsageError(f"{path} holds a secret and cannot be swept: folders of trials are named by their values")
         if path in flags:
             raise UsageError(f"{path} is swept and also given as a flag; give it once")
         if path in ("name", "output_dir"):

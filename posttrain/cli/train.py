@@ -13,6 +13,7 @@ from typing import Annotated
 from posttrain.base.errors import RunError, UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag, values_of
+from posttrain.base.redaction import HIDDEN
 from posttrain.base.terminal import say
 from posttrain.base.words import counted
 from posttrain.cli.command import Interrupted
@@ -26,7 +27,6 @@ from posttrain.parallel.rendezvous import launch as start_ranks
 from posttrain.planning import CARDS
 from posttrain.runs.files import flat
 from posttrain.runs.progress import duration
-from posttrain.runs.provenance import HIDDEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +235,8 @@ def _warn_of_secrets(stages: Sequence[Stage], saved: Path) -> None:
         if isinstance(value, str) and HIDDEN in value
     }
     if hidden and not is_rank():
-        advice = "give the settings file with --resume if the run needs it"
-        say(f"{saved} has {HIDDEN} in place of secrets in {', '.join(sorted(hidden))}: {advice}", error=True)
+        advice = f"give the settings file with --resume if the run needs {', '.join(sorted(hidden))}"
+        say(f"{saved} has {HIDDEN} in place of secrets; {advice}", error=True)
 
 
 def saved_config(checkpoint: Path) -> Path:

@@ -24,9 +24,10 @@ from rich.text import Text
 
 from posttrain.base.child import Child
 from posttrain.base.errors import reason_of
+from posttrain.base.redaction import redact
 from posttrain.base.words import counted
 from posttrain.doctor.checks import Broken, Check, Finding, Found, all_checks, chosen
-from posttrain.runs.provenance import environment, redact
+from posttrain.runs.provenance import environment
 
 __all__ = ["Finding", "all_checks", "as_json", "chosen", "examine", "summary", "table"]
 STYLES = {"ok": "green", "limited": "yellow", "absent": "dim", "broken": "bold red"}

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from posttrain.base.redaction import redact
 from posttrain.base.words import counted
 from posttrain.doctor.checks import Broken, Found, absent, version_of
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import GradeRequest, Judgement, Rule
-from posttrain.runs.provenance import redact
 
 DEADLINE_S = 1.0
 GRACE_S = 0.5  # docs/grading.md: a verdict comes at most half a second after the deadline

@@ -8,7 +8,6 @@ are removed, the last rows move into the gaps, and new prompts enter when a comp
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -86,11 +85,8 @@ class EmbeddedEngine:
         limits: Sequence[Sequence[int]] | None = None,
         finished: Finished | None = None,
     ) -> list[list[Completion]]:
-        base = base_of(self.policy)
-        head = head_layer(base)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
-        )
+        base, head = base_of(self.policy), head_layer(self.policy)
+        requests = self._checked(prompts, sampling, seeds, limits)
         if not requests:
             return []
         check_positions(base.config, max(request.longest for request in requests))
@@ -107,29 +103,31 @@ class EmbeddedEngine:
         self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
     ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
-        base = base_of(self.policy)
-        head = head_layer(base)
+        base, head = base_of(self.policy), head_layer(self.policy)
         check_positions(base.config, longest)
         texts = StopTexts(sampling.stop, self.tokenizer)
-
-        def checked(turn: Turn, index: int) -> Request:
-            [request] = checked_requests(
-                [turn.tokens],
-                sampling,
-                [turn.seed],
-                [[turn.limit]],
-                vocabulary=vocabulary_of(base),
-                positions=positions_of(base.config),
-            )
-            return replace(request, index=index)
-
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             tokens = cache_tokens(base.config, base.dtype, head.weight.device, self.cache_bytes)
             own = max(FEWEST_COLUMNS, sampling.max_completion_length)
             rows = max(1, min(self.max_rows, len(begun), tokens // (longest + own)))
             memory = Memory.of(Room(rows, rows, 1, longest, own), Stepper(self.policy, sampling, head.weight.device))
-            room = memory.room
-            Conversing(memory, room, begun, self.version, rows_step, texts, checked, follow).run()
+            Conversing(memory, begun, self.version, rows_step, texts, self._next, follow).run()
+
+    def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
+        """The request of a conversation's next reply."""
+        return self._checked([tokens], sampling, [turn.seed], [[turn.limit]])[0]
+
+    def _checked(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        limits: Sequence[Sequence[int]] | None,
+    ) -> list[Request]:
+        base = base_of(self.policy)
+        return checked_requests(
+            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
+        )
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device

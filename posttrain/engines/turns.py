@@ -22,8 +22,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from posttrain.base.errors import DataError
 from posttrain.engines.attention import HIDDEN
-from posttrain.engines.cache import Cache, Room
+from posttrain.engines.cache import Cache
 from posttrain.engines.generation import Generation, Group, Memory, Slot
 from posttrain.engines.protocol import Completion, Engine, Request, Sampling, StopTexts
 from posttrain.models.attention import How
@@ -44,13 +45,16 @@ class Turn:
 Follow = Callable[[int, Completion], "Future[Turn | None] | None"]  # index of a conversation, reply
 
 
+Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
+
+
 @dataclass(frozen=True, slots=True)
 class Past:
     """A conversation between two turns: its tokens, and their keys and values but for the last token's."""
 
     index: int
     tokens: list[int]  # none before the prompt
-    layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
+    layers: Layers
 
 
 class Resuming:
@@ -87,25 +91,27 @@ class Resuming:
         return torch.cat(outs, 1)[None].to(query.dtype)
 
 
+KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
+
+
 class Conversing(Generation):
-    """A generation whose completions are replies of conversations."""
+    """A generation whose completions are replies of conversations, each a group of its own."""
 
     def __init__(
         self,
         memory: Memory,
-        room: Room,
         begun: Sequence[Future[Turn | None]],
         version: int,
         rows_step: int,
         texts: StopTexts,
-        check: Callable[[Turn, int], Request],
+        request_of: Callable[[Sequence[int], Turn, Sampling], Request],
         follow: Follow,
     ):
-        super().__init__(memory, room, [], version, rows_step, texts)
-        self.check, self.follow, self.texts = check, follow, texts
-        self.pending: dict[Future, Past] = {future: Past(i, [], {}) for i, future in enumerate(begun)}
-        self.pasts: dict[int, Past] = {}  # of waiting and live groups, by id
-        self.prompts: dict[tuple[int, ...], tuple[dict[int, tuple[Tensor, Tensor]], Tensor]] = {}
+        super().__init__(memory, memory.room, [], version, rows_step, texts)
+        self.request_of, self.follow, self.texts = request_of, follow, texts
+        self.pending: dict[Future[Turn | None], Past] = {future: Past(i, [], {}) for i, future in enumerate(begun)}
+        self.pasts: dict[Group, Past] = {}  # of waiting and live groups
+        self.prompts: dict[tuple[int, ...], tuple[Layers, Tensor]] = {}  # keys and values, and the last hidden state
 
     def run(self) -> None:
         """Generate until every conversation has ended."""
@@ -124,22 +130,31 @@ class Conversing(Generation):
             wait(self.pending, WAIT_S, FIRST_COMPLETED)
         for future in [future for future in self.pending if future.done()]:
             past, turn = self.pending.pop(future), future.result()
-            if turn is None:
-                continue
-            request = self.check(replace(turn, tokens=[*past.tokens, *turn.tokens]), past.index)
-            group = Group(request, range(1), self.stepper.sampling, self.texts)
-            self.pasts[id(group)] = past
-            self.waiting.append(group)
+            if turn is not None:
+                group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
+                self.pasts[group] = past
+                self.waiting.append(group)
+
+    def _request(self, past: Past, turn: Turn) -> Request:
+        """The request of the next reply. Raises DataError for one that the room does not hold."""
+        tokens = [*past.tokens, *turn.tokens]
+        if len(tokens) > self.room.prompt_columns or turn.limit > self.room.own_columns:
+            raise DataError(
+                f"conversation {past.index} has {len(tokens)} tokens before a reply of up to {turn.limit}; there is "
+                f"room for {self.room.prompt_columns} and {self.room.own_columns}: end it before, or give `longest` "
+                "and `max_completion_length` of the longest conversation"
+            )
+        return replace(self.request_of(tokens, turn, self.stepper.sampling), index=past.index)
 
     def ended(self, row: Slot, completion: Completion) -> None:
         group = row.group
-        past = self.pasts.pop(id(group))
+        past = self.pasts.pop(group)
         if (future := self.follow(past.index, completion)) is not None:
-            tokens = [*group.request.tokens, *completion.tokens]
             own = len(completion.tokens) - 1  # the last one has not been fed
-            self.pending[future] = Past(past.index, tokens, self._copied(group, self.rows.index(row), own))
+            layers = self._copied(group, self.rows.index(row), own)
+            self.pending[future] = Past(past.index, [*group.request.tokens, *completion.tokens], layers)
 
-    def _copied(self, group: Group, row: int, own: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _copied(self, group: Group, row: int, own: int) -> Layers:
         length = len(group.request.tokens)
         return {
             index: (
@@ -150,23 +165,25 @@ class Conversing(Generation):
         }
 
     def prefill(self, fresh: list[Group]) -> Tensor:
-        """The last hidden states (G, D): prompts are run, each once for all conversations, and others are resumed."""
-        hidden: dict[int, Tensor] = {}
-        resumed = [group for group in fresh if self.pasts[id(group)].tokens]
-        begun = [group for group in fresh if not self.pasts[id(group)].tokens]
-        new = list({tuple(group.request.tokens): group for group in begun}.values())
-        new = [group for group in new if tuple(group.request.tokens) not in self.prompts]
-        if new:
-            for group, state in zip(new, super().prefill(new), strict=True):
+        """The last hidden states (G, D): prompts are run, each once for all its conversations; others are resumed."""
+        hidden: dict[Group, Tensor] = {}
+        begun = [group for group in fresh if not self.pasts[group].tokens]
+        resumed = [group for group in fresh if self.pasts[group].tokens]
+        new = {tuple(group.request.tokens): group for group in begun}
+        runs = [group for prompt, group in new.items() if prompt not in self.prompts]
+        if runs:
+            for group, state in zip(runs, super().prefill(runs), strict=True):
                 self.prompts[tuple(group.request.tokens)] = self._copied(group, 0, 0), state
         for group in begun:
-            layers, hidden[id(group)] = self.prompts[tuple(group.request.tokens)]
+            layers, hidden[group] = self.prompts[tuple(group.request.tokens)]
             self._write(group, layers, len(group.request.tokens))
+        for prompt in list(self.prompts)[:-KEPT_PROMPTS]:
+            del self.prompts[prompt]
         if resumed:
-            hidden |= {id(group): state for group, state in zip(resumed, self._resumed(resumed), strict=True)}
-        return torch.stack([hidden[id(group)] for group in fresh])
+            hidden |= dict(zip(resumed, self._resumed(resumed), strict=True))
+        return torch.stack([hidden[group] for group in fresh])
 
-    def _write(self, group: Group, layers: dict[int, tuple[Tensor, Tensor]], length: int) -> None:
+    def _write(self, group: Group, layers: Layers, length: int) -> None:
         for index, (keys, values) in layers.items():
             layer = self.cache.layers[index]
             layer.prompt_key[group.slot, :, :length], layer.prompt_value[group.slot, :, :length] = keys, values
@@ -174,10 +191,10 @@ class Conversing(Generation):
     def _resumed(self, groups: Sequence[Group]) -> Tensor:
         seen, new, positions = [], [], []
         for group in groups:
-            past = self.pasts[id(group)]
+            past = self.pasts[group]
             known = len(past.tokens) - 1
             self._write(group, past.layers, known)
-            self.pasts[id(group)] = replace(past, layers={})
+            self.pasts[group] = replace(past, layers={})
             seen.append(known)
             new.append(list(group.request.tokens)[known:])
             positions += range(known, len(group.request.tokens))

@@ -1,25 +1,26 @@
-"""Environments, in which a model acts over several turns by calling tools or sending messages (docs/environments.md).
+"""Environments, in which a model acts over several turns by calling tools or sending messages.
 
 A class needs no base class: `reset(**row)` and tools are enough, as in TRL. `Environment` names what it may have
 besides. An instance lives in a process of its own for one episode.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Environment", "Step"]
 
 
-class Environment:
+class Environment(ABC):
     """Base of an environment whose public methods are tools, `contract: tools`.
 
     A tool needs type hints and a Google docstring, from which its JSON schema is made; it may be async. `get_reward()`
     without arguments, if defined, returns the episode's reward, or None if there is none.
     """
 
+    @abstractmethod
     def reset(self, **row: Any) -> str | None:
         """Begin an episode with the columns of a row. The string, if any, is added to the last user message."""
-        raise NotImplementedError
 
     def done(self) -> bool:
         """Whether the episode has ended; asked after each turn."""
@@ -29,7 +30,7 @@ class Environment:
         """A reward for each turn of the model so far; empty: none."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most environments open nothing)
         """Release what `reset` has opened."""
 
 

@@ -8,13 +8,12 @@ with Environments(settings, tools) as environments:
 
 import base64
 import contextlib
+import io
 import json
 import os
 import pickle
-import select
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -22,11 +21,12 @@ from posttrain.base.errors import RewardError
 from posttrain.base.files import settings_folders
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
-from posttrain.grading.process import Template, worker_environment
+from posttrain.grading.process import Deadlines, Template, worker_environment
 from posttrain.rewards.python import find_function
 
 BODY = "posttrain.environments.worker:serve"
 STARTUP_S = 120.0  # until the template has imported everything
+TOOLS_S = 30.0  # for a call of a tool without an environment
 END_S = 10.0  # for `get_reward` and the attributes, unless the environment's own deadline is longer
 REPLY_BYTES = 32_000_000
 
@@ -53,10 +53,9 @@ class Kind:
 class EpisodeProcess:
     """The process of one episode. Owned by one thread at a time; `end` may be called from any, and again."""
 
-    def __init__(self, template: Template, ended: threading.Semaphore | None = None):
+    def __init__(self, template: Template, deadlines: Deadlines, free: Callable[[], None]):
         self._process = template.fork()
-        self._buffer = b""
-        self._ended = ended
+        self._deadlines, self._free = deadlines, free  # `free` is called at the end
         self._lock = threading.Lock()
         self._is_ended = False
 
@@ -66,21 +65,21 @@ class EpisodeProcess:
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The reply to a request. Raises EpisodeError after `seconds`, for an error, and if the process has ended."""
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError):
-            raise EpisodeError("env_error", f"its process has ended with status {self._process.wait()}") from None
-        reply = self._reply(time.monotonic() + seconds, seconds)
+        line = json.dumps(request).encode() + b"\n"
+        reply = self._within(seconds, lambda: self._exchange(line))
         if "error" in reply:
             raise EpisodeError("env_error", str(reply["error"]))
         return reply
 
-    def wait_ready(self, seconds: float = STARTUP_S) -> None:
+    def wait_ready(self) -> None:
         """Wait until everything is imported. Raises EpisodeError if it does not start."""
-        reply = self._reply(time.monotonic() + seconds, seconds)
+        reply = self._within(STARTUP_S, self._read)
         if "ready" not in reply:
             raise EpisodeError("env_error", f"it does not start: {reply.get('failed')}")
+
+    def kill(self) -> None:
+        """Kill it without waiting."""
+        self._process.kill()
 
     def end(self) -> None:
         """Kill it and free its place."""
@@ -88,34 +87,41 @@ class EpisodeProcess:
             if self._is_ended:
                 return
             self._is_ended = True
-        self._process.kill()
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
         self._process.forget()
-        if self._ended is not None:
-            self._ended.release()
+        self._free()
 
-    def _reply(self, until: float, seconds: float) -> dict[str, Any]:
-        descriptor = self._process.stdout.fileno()
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        while b"\n" not in self._buffer:
-            left = until - time.monotonic()
-            if left <= 0:
-                self.end()
-                raise EpisodeError("tool_timeout", f"no answer within {seconds:g} s")
-            if not poller.poll(1000 * min(left, 0.2)):
-                continue
-            data = os.read(descriptor, 1 << 20)
-            if not data:
-                raise EpisodeError("env_error", f"its process has ended with status {self._process.wait()}")
-            self._buffer += data
-            if len(self._buffer) > REPLY_BYTES:
-                self.end()
-                raise EpisodeError("env_error", f"its reply has more than {REPLY_BYTES:,} bytes")
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+    def _within(self, seconds: float, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+        """The reply that `work` reads; the process is killed after `seconds`, which ends a write and a read."""
+        self._deadlines.start(self, seconds)
+        try:
+            reply = work()
+        except (OSError, ValueError, RecursionError):  # it has ended, or the reply is not JSON
+            reply = None
+        if not self._deadlines.end(self):
+            raise EpisodeError("tool_timeout", f"no answer within {seconds:g} s")
+        if not isinstance(reply, dict):
+            status = self._process.poll()
+            self.kill()
+            why = "its reply is not valid" if status is None else f"its process has ended with status {status}"
+            raise EpisodeError("env_error", why)
+        return reply
+
+    def _exchange(self, line: bytes) -> dict[str, Any] | None:
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The next reply; None at the end of the process."""
+        line = self._process.stdout.readline(REPLY_BYTES)
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        return None
 
 
 class Environments:
@@ -129,7 +135,7 @@ class Environments:
             raise RewardError("environments need a system that can fork processes, which Windows cannot")
         self.settings = {each.name: each for each in settings}
         self._tools = [_module_name(name) for name in tools]
-        self._places = threading.Semaphore(workers)
+        self._places, self._deadlines = threading.Semaphore(workers), Deadlines()
         names = [*self._tools, *(_module_name(each.class_) for each in settings)]
         for name in names:
             find_function(name)  # that it exists, in a file of the user's
@@ -137,14 +143,20 @@ class Environments:
         environment = worker_environment()
         folders = os.pathsep.join(map(str, settings_folders()))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], folders)))
+        self._modules = frozenset(modules)
         self._template = Template([BODY, *modules], environment)
         self.kinds: dict[str | None, Kind] = {}
-        for name in self.settings or {None: None}:
-            self.kinds[name] = self._kind(name)
+        try:
+            for name in self.settings or {None: None}:
+                self.kinds[name] = self._kind(name)
+        except BaseException:
+            self.close()
+            raise
 
     def _kind(self, name: str | None) -> Kind:
         settings = self.settings.get(name) if name is not None else None
-        process = self._started(name, None)
+        self._places.acquire()
+        process = self._started()
         try:
             made = process.ask(self._make(name) | {"describe": True}, STARTUP_S)
         except EpisodeError as error:
@@ -163,8 +175,15 @@ class Environments:
             "tools": self._tools,
         }
 
-    def _started(self, name: str | None, places: threading.Semaphore | None) -> EpisodeProcess:
-        process = EpisodeProcess(self._template, places)
+    def _started(self) -> EpisodeProcess:
+        """A new process in a place that is taken, which it frees at its end."""
+        try:
+            process = EpisodeProcess(self._template, self._deadlines, self._places.release)
+        except BaseException as error:
+            self._places.release()
+            if isinstance(error, OSError):
+                raise RewardError(f"the processes of environments do not start: {error}") from error
+            raise
         try:
             process.wait_ready()
         except EpisodeError as error:
@@ -175,7 +194,7 @@ class Environments:
     def start(self, name: str | None) -> EpisodeProcess:
         """A new process with a fresh instance; waits for a free place. Raises EpisodeError, RewardError."""
         self._places.acquire()
-        process = self._started(name, self._places)
+        process = self._started()
         try:
             made = process.ask(self._make(name), self.seconds(name))
             expected = [tool["function"]["name"] for tool in self.kinds[name].tools]
@@ -188,19 +207,19 @@ class Environments:
 
     def seconds(self, name: str | None) -> float:
         """The deadline of a request."""
-        return 30.0 if name is None else self.settings[name].timeout
+        return TOOLS_S if name is None else self.settings[name].timeout
 
     def end(self, process: EpisodeProcess, name: str | None) -> tuple[float | None, list[float], Any]:
         """End an episode: its reward, the rewards of its turns, and its attributes. Raises EpisodeError."""
         try:
             reply = process.ask({"end": True}, max(END_S, self.seconds(name)))
-            return reply["reward"], reply["turn_rewards"], _state(reply["state"], self.kinds[name].title)
+            return reply["reward"], reply["turn_rewards"], _state(reply["state"], self.kinds[name].title, self._modules)
         finally:
             process.end()
 
     def close(self) -> None:
-        """End the template, and with it every process."""
-        del self._template
+        """End the deadlines. The template ends with its last process, and with this object."""
+        self._deadlines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -209,10 +228,44 @@ class Environments:
         self.close()
 
 
-def _state(data: str, title: str) -> Any:
+# Besides classes of the user's own files, what attributes may consist of. A tool works on what the model writes, so its
+# process is not trusted to send any pickle.
+PLAIN = {
+    "builtins": {"set", "frozenset", "bytearray", "complex", "range", "slice"},
+    "collections": {"OrderedDict", "deque", "defaultdict", "Counter"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "numpy": {"ndarray", "dtype"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
+}
+
+
+class Attributes(pickle.Unpickler):
+    """Reads attributes made of PLAIN and of the classes that these modules define."""
+
+    def __init__(self, data: bytes, modules: Collection[str]):
+        super().__init__(io.BytesIO(data))
+        self._modules = modules
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        if module in self._modules:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:  # not what the module imports
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is neither plain data nor a class of the environment's file")
+
+
+def _state(data: str, title: str, modules: Collection[str]) -> Any:
     """An environment's attributes as an object of a class of the same name, for rewards to read."""
     state: Any = type(title, (), {})()
-    state.__dict__.update(pickle.loads(base64.b64decode(data)))
+    try:
+        state.__dict__.update(Attributes(base64.b64decode(data), modules).load())
+    except Exception as error:  # any exception of a damaged pickle, and of the user's classes
+        raise EpisodeError("env_error", f"its attributes cannot be read: {error}") from error
     return state
 
 

@@ -102,9 +102,9 @@ class Episode:
             result = self._awaited(self.tools[name](**arguments))
             if isinstance(result, list) and any(isinstance(part, Mapping) and "type" in part for part in result):
                 result = _text_of(result)
+            text = visible(str(result))
         except Exception as error:
-            failed, result = True, {"error": str(error)}
-        text = visible(str(result))
+            failed, text = True, visible(str({"error": str(error)}))
         if len(text) > RESULT_CHARACTERS:
             failed, text = True, text[:RESULT_CHARACTERS]
         return {"result": text, "failed": failed, "done": self._is_done()}
@@ -201,8 +201,8 @@ def _pickled(environment: Any) -> str:
             pickle.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"its attribute {name} cannot be pickled for rewards ({error}): delete it in close-down code, or keep "
-                "it in a module"
+                f"its attribute {name} cannot be pickled for rewards ({error}): delete it at the end of get_reward, or "
+                "keep it outside of the instance"
             ) from None
     data = pickle.dumps(attributes)
     if len(data) > STATE_BYTES:

@@ -16,12 +16,12 @@ import yaml
 from posttrain import __version__
 from posttrain.base.files import read_yaml
 from posttrain.base.hub import stay_offline_without_network
+from posttrain.base.redaction import redact
 from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
 from posttrain.models.files import found_file
-from posttrain.runs.provenance import redact
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
 # Matches the folders of a path inside a text, from the root, the home folder or a drive to the last separator. Skips

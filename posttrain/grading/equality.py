@@ -37,13 +37,15 @@ _DOMAIN = re.compile(
 _ENDS_IN_DOMAIN = re.compile(r"\\forall|\\mathbb|\b(?:for|where)\b")
 _SETS = {"C": "complex", "N": "natural", "Q": "rational", "R": "real", "Z": "integer"}
 _PLACEHOLDER = re.compile(r"\s*\$\{[^$]*\}\s*")  # in a template: a program would insert a value
+_WRITTEN = re.compile(r"[\w∞∅]|\\[a-zA-Z{]")  # something besides signs
 _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s*\}?\s*(?=[^\s}])", re.I)
 
 
 def same_answer(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer.
 
-    A `gold` with a sum, a product, an integral or a limit is only compared letter by letter."""
+    A `gold` with a sum, a product, an integral or a limit, or one that is no mathematics, is only compared letter by
+    letter."""
     if len(answer) > LONGEST or len(gold) > LONGEST or _PLACEHOLDER.fullmatch(answer):
         return False
     gold, answer = _bare(gold), _bare(answer)
@@ -88,7 +90,7 @@ def _same(gold: str, answer: str, depth: int) -> bool:
         return False
     if compact(gold) == compact(answer):
         return True
-    if not is_balanced(answer):
+    if not (is_balanced(gold) and is_balanced(answer) and _WRITTEN.search(gold)):
         return False
     numbers = read_number(gold), read_number(answer)
     if numbers[0] and numbers[1] and "$" not in gold + answer:
@@ -111,12 +113,10 @@ def _same(gold: str, answer: str, depth: int) -> bool:
 
 
 def is_readable(gold: str) -> bool:
-    """Whether a reference answer can be compared, if only letter by letter. Takes as long as a comparison with it."""
+    """Whether there is a reference answer to compare with. Takes as long as a comparison with it."""
     bare = _bare(gold)
-    if not is_balanced(bare) or not re.search(r"[\w∞∅]|\\[a-zA-Z{]", bare):
-        return False
     _same(bare, "0", DEEPEST)
-    return True
+    return bool(compact(bare))
 
 
 def _is_words(text: str) -> bool:

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from posttrain.base.errors import RewardError
 from posttrain.grading.verdict import FORK, NUMBER, Grade, GradeRequest, read_grade
@@ -142,6 +142,10 @@ def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
         process.wait()
 
 
+class Killable(Protocol):
+    def kill(self) -> None: ...
+
+
 class Deadlines:
     """Kills workers at their deadline, in a separate thread, so that deadlines hold whatever the program does.
 
@@ -150,15 +154,15 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._due: dict[WorkerProcess, float] = {}
+        self._due: dict[Killable, float] = {}
         self._stop = threading.Event()
         threading.Thread(target=self._watch, name="posttrain-grading-deadlines", daemon=True).start()
 
-    def start(self, worker: WorkerProcess, seconds: float) -> None:
+    def start(self, worker: Killable, seconds: float) -> None:
         with self._lock:
             self._due[worker] = time.monotonic() + seconds
 
-    def end(self, worker: WorkerProcess) -> bool:
+    def end(self, worker: Killable) -> bool:
         """End the worker's deadline. Returns whether it was met; if not, the worker was killed or is about to be."""
         with self._lock:
             return self._due.pop(worker, None) is not None

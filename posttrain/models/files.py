@@ -240,7 +240,8 @@ def check_file(path: str, revision: str | None, name: str) -> None:
 def _check_fields(values: Mapping[str, Any], path: str, file: str, rules: Mapping[str, Rule]) -> None:
     for name, (right, what) in rules.items():
         if values.get(name) is not None and not right(values[name]):
-            raise ModelError(f"model {path}: {file} says {name}: {str(values[name])[:40]}; it must be {what}")
+            shown = f'"{values[name]}"' if _is_text(values[name]) else str(values[name])  # "16" is not 16
+            raise ModelError(f"model {path}: {file} says {name}: {shown[:40]}; it must be {what}")
 
 
 def _check_sizes(config: Mapping[str, Any], path: str) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import PosttrainError
+from posttrain.base.terminal import harmless
 from posttrain.base.words import counted
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Html, cut
-from posttrain.runs.logs import harmless
 from posttrain.runs.rollouts import NAME
 from posttrain.runs.stored_rollouts import StoredRun
 

@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from posttrain.runs.logs import harmless
+from posttrain.base.terminal import harmless
 
 LONGEST = 20_000  # maximum characters of one string on a page
 

@@ -108,7 +108,7 @@ def check_answer(gold: str | None) -> None:
     if len(_reference(gold)) > LONGEST:
         raise BadGold(f"the answer has {len(gold):,} characters")
     if not is_readable(_reference(gold)):
-        raise BadGold(f"the answer is neither words nor a number nor an expression: {gold!r:.60}")
+        raise BadGold(f"there is nothing to compare with in the answer: {gold!r:.60}")
 
 
 def check_number(gold: str | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RankError, RunError, is_out_of_memory
+from posttrain.base.redaction import redact
 from posttrain.base.terminal import enduring
 from posttrain.config import RunConfig, Stage
 from posttrain.parallel.ranks import Ranks, joined
@@ -19,7 +20,7 @@ from posttrain.runs.checkpoint import named_checkpoint
 from posttrain.runs.files import flat
 from posttrain.runs.finding import is_whole_run
 from posttrain.runs.inputs import located
-from posttrain.runs.provenance import environment, redact
+from posttrain.runs.provenance import environment
 from posttrain.runs.tracking import require_trackers
 from posttrain.training.best import Watch
 from posttrain.training.state import (

@@ -29,7 +29,7 @@ from posttrain.recipes import RECIPES
 from posttrain.reports.curves import write_curves
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import has_saved, newest_complete, saved_step, unusable
-from posttrain.runs.inputs import dated, models_read, refuse_other_models
+from posttrain.runs.inputs import as_recorded, models_read, refuse_other_models
 from posttrain.runs.progress import duration
 from posttrain.runs.run import Follower, Run, own_log
 from posttrain.runs.tracking import Tracking
@@ -83,7 +83,7 @@ def train_one(
             for line in messages:
                 log.warning(line)
             try:
-                ranks.gather(Order(dated(config, folder), folder, checkpoint))
+                ranks.gather(Order(as_recorded(config, folder), folder, checkpoint))
                 ranks.on_lost(lambda error: run.__exit__(type(error), error, None))
                 with ranks.naming_lost():
                     return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
@@ -117,7 +117,7 @@ def _train_from(
         run.write_config(dump(config))
     run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
     with Tracking(config, run, logged):
-        loop = _steps(checkpoint, dated(config, run.folder), run, watch, ranks)
+        loop = _steps(checkpoint, as_recorded(config, run.folder), run, watch, ranks)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
         finish(loop.job, loop)

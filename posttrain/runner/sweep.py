@@ -13,6 +13,7 @@ from rich.table import Table
 from posttrain import runner
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import PosttrainError, RunError, is_out_of_memory, message_of
+from posttrain.base.redaction import redact
 from posttrain.base.words import counted
 from posttrain.config import RunConfig
 from posttrain.evaluation.comparing.differences import compare
@@ -128,7 +129,7 @@ def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
         sweep.save()
         raise
     except Exception as error:
-        trial.state, trial.reason = trials.FAILED, " ".join(message_of(error).split())
+        trial.state, trial.reason = trials.FAILED, redact(" ".join(message_of(error).split()))
         sweep.save()
         expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
         log.error("%s failed: %s", trial.name, message_of(error), exc_info=not expected)

@@ -75,6 +75,11 @@ def _measure(folder: str, depth: int, runs: dict[str, tuple[int, float]]) -> int
     return size
 
 
+def links_in(folder: Path) -> list[str]:
+    """The links in a folder, each with its target (`old -> /data/old`); only `base` of a run is ever followed."""
+    return [f"{path.name} -> {os.readlink(path)}" for path in sorted(folder.iterdir()) if path.is_symlink()]
+
+
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder; a link counts only its own bytes."""
     return sum(os.lstat(Path(root, name)).st_size for root, _, names in os.walk(folder) for name in names)

@@ -85,16 +85,21 @@ def recorded(folder: Path) -> dict[str, dict[str, str]]:
     return _provenance(folder).get("models", {})
 
 
-def dated(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder` with the date of its start, for chat templates that contain the date.
+def as_recorded(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of the run in `folder` with the values that were resolved at its start: the date, for chat templates
+    that contain it, and the method's default learning rate.
 
-    Runs of earlier versions did not record it: their templates contain the date of rendering.
+    Runs of earlier versions did not record them: their templates contain the date of rendering.
     """
-    day = _provenance(folder).get("date")
-    if config.data.date is not None or day is None:
-        return config
-    values = config.data.model_dump(mode="json") | {"date": day}
-    return config.model_copy(update={"data": DataConfig.model_validate(values)})
+    facts = _provenance(folder)
+    day, rate = facts.get("date"), facts.get("resolved", {}).get("training.learning_rate")
+    if config.data.date is None and day is not None:
+        values = config.data.model_dump(mode="json") | {"date": day}
+        config = config.model_copy(update={"data": DataConfig.model_validate(values)})
+    if config.training.learning_rate is None and rate is not None:
+        training = config.training.model_copy(update={"learning_rate": rate})
+        config = config.model_copy(update={"training": training})
+    return config
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
 def run_settings(folder: Path, file: Path | None = None) -> RunConfig:
     """The settings of the run in `folder`, from its config.yaml or a checkpoint's `file`, with the date of its start
     and the current paths of its models."""
-    return located(dated(load(file or folder / "config.yaml").config, folder), folder)
+    return located(as_recorded(load(file or folder / "config.yaml").config, folder), folder)
 
 
 def _with_paths(config: RunConfig, paths: Mapping[str, str]) -> RunConfig:

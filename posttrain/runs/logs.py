@@ -3,9 +3,8 @@
 import logging
 from pathlib import Path
 
-from posttrain.base.terminal import say, visible
+from posttrain.base.terminal import harmless, say
 from posttrain.runs.atomic import LineFile, cannot_write
-from posttrain.runs.provenance import redact
 
 LOGGER = "posttrain"
 QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a progress bar
@@ -62,7 +61,7 @@ class ConsoleLog(logging.Handler):
         text = label + record.getMessage()
         if self._debug and record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
-        say(harmless(text), error=True)
+        say(text, error=True)
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
@@ -76,8 +75,3 @@ def attach(handler: logging.Handler) -> None:
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
         logger.setLevel(handler.level)
-
-
-def harmless(text: str) -> str:
-    """Text from any source (data, models, errors) for display: secrets hidden, control characters escaped."""
-    return visible(redact(text))

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, get_args
 
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
 from posttrain.base.files import settle
+from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
 from posttrain.runs.atomic import cannot_write, recover, write_file
@@ -34,7 +35,7 @@ from posttrain.runs.folder import (
 )
 from posttrain.runs.logs import RunLog
 from posttrain.runs.metrics import MetricsFile, read_metrics
-from posttrain.runs.provenance import environment, now, redact, redact_yaml
+from posttrain.runs.provenance import environment, now, redact_yaml
 
 LOGS = "logs"  # folder for the output of the ranks after the first
 State = Literal["running", "finished", "interrupted", "failed"]
@@ -235,10 +236,11 @@ class Run:
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
-        """Restore the folder to the state of a new run with the same date: `best` is set aside, metrics are removed."""
+        """Restore the folder to the state of a new run with the same recorded values: `best` is set aside, metrics are
+        removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
-        day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
-        self._facts["provenance"] = redact(environment() | day | dict(provenance))
+        kept = {name: value for name, value in self._facts["provenance"].items() if name in ("date", "resolved")}
+        self._facts["provenance"] = redact(environment() | kept | dict(provenance))
         self._facts["checks"] = {}
         save_json(self.folder / "run.json", self._facts)
 

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
 from posttrain.base.imports import need
+from posttrain.base.redaction import redact, redacted_command
 from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.training import TrackingConfig
-from posttrain.runs.provenance import redact, redacted_command
 from posttrain.runs.run import Run
 from posttrain.runs.summary import read_run
 

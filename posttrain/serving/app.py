@@ -123,7 +123,8 @@ def _add_scores(app: FastAPI) -> None:
         tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
-        return {"text": await policy.in_thread(Pieces(policy.tokenizer, special=True).whole, tokens), "tokens": tokens}
+        text = await policy.in_thread(lambda: Pieces(policy.tokenizer, special=True).whole(tokens))
+        return {"text": text, "tokens": tokens}
 
     @app.post("/reward")
     async def reward(body: wire.RewardRequest, request: Request) -> Json:
@@ -232,7 +233,7 @@ async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[li
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        text, before = await policy.in_thread(Pieces(policy.tokenizer).whole, tokens), None
+        text, before = await policy.in_thread(lambda ids: Pieces(policy.tokenizer).whole(ids), tokens), None
         if form.alternatives is not None:
             scores = await policy.scores(tokens, form.alternatives, body.model)
             before = await policy.in_thread(replies.prompt_logprobs, tokens, scores)

@@ -120,7 +120,8 @@ class Job:
                 "\n  ".join(["the ranks read different data:", *lines])
                 + "\nCopy the same files and tokenizer to every machine, or read them from a shared folder"
             )
-        self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
+        resolved = self._resolved(prepared.reports["train"].max_prompt_length)
+        self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint, "resolved": resolved})
         for report in prepared.reports.values():
             for line in report.lines():
                 (log.warning if line in report.warnings else log.info)(line)
@@ -130,6 +131,15 @@ class Job:
                     report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
                 )  # fmt: skip
         return prepared
+
+    def _resolved(self, max_prompt_length: int | None) -> dict[str, float]:
+        """The values of settings that may be null or `auto`."""
+        resolved: dict[str, float] = {"training.learning_rate": self.learning_rate()}
+        if self.router_aux_loss_coef:
+            resolved["method.router_aux_loss_coef"] = self.router_aux_loss_coef
+        if max_prompt_length is not None:
+            resolved["data.max_prompt_length"] = max_prompt_length
+        return resolved
 
     def policy(self, head: Head) -> nn.Module:
         """The model to train, as published or from the checkpoint, in evaluation mode. Only trained weights require

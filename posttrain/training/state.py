@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DamagedError, RunError
+from posttrain.base.redaction import redact
 from posttrain.config import RunConfig, load
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.files import flat, load_json
 from posttrain.runs.inputs import recorded
 from posttrain.runs.metrics import NAME as METRICS
-from posttrain.runs.provenance import redact
 from posttrain.runs.rollouts import NAME as ROLLOUTS
 
 log = logging.getLogger("posttrain")

@@ -211,7 +211,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     if path.resolve().is_relative_to(target.resolve()):
         raise RunError(f"{path} is inside the run: give another path with --output")
-    temporary = beside(path, "tmp")
+    temporary, home = beside(path, "tmp"), target.resolve()  # `target` itself may be a link
     done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
     with held(runs):
@@ -220,7 +220,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
             settle(path.parent, path.name)  # removes what a killed export left
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    _add(archive, target, target.resolve().name, target.resolve(), checkpoints, done)
+                    _add(archive, home, home.name, home, checkpoints, done)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

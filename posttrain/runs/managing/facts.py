@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.base.words import in_units
 from posttrain.runs.checkpoint import MODELS, list_checkpoints, saved_step, verify
 from posttrain.runs.files import bits, flat, load_json, load_tensors
+from posttrain.runs.finding import links_in
 from posttrain.runs.metrics import latest_metrics, read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary, read_run
@@ -44,8 +45,10 @@ def facts_of(run: RunSummary) -> list[tuple[str, str]]:
     saved = [(name, in_units(size)) for name, size in run.saved_models.items()]
     facts += [*metrics, ("size", in_units(run.size)), *saved]
     facts += [(name.replace("_", " "), _number(value)) for name, value in run.counters.items()]
+    facts += [("link", link) for link in links_in(run.folder)]
     facts += [("check", f"{check.outcome}: {check.what} ({check.found})") for check in run.checks]
     facts += [(name, str(run.provenance[name])) for name in ("command", "folder", "host") if run.provenance.get(name)]
+    facts += [(name, _number(value)) for name, value in (run.provenance.get("resolved") or {}).items()]
     if run.facts:
         versions = run.provenance.get("versions") or {}
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
