@@ -60,9 +60,15 @@ class Guess:
         right = message["content"].strip() == str(self.secret)
         return Step([] if right else [{"role": "user", "content": "No."}], 1.0 if right else -0.1, right)
 '''
-CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call><|im_end|>'
-ADD = CALL.format("add", '{{"number": {}}}')
 END = "<|im_end|>"
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>{END}'
+
+
+def add(number: int) -> str:
+    return call("add", f'{{"number": {number}}}')
 
 
 class Scripted:
@@ -128,7 +134,7 @@ def check(groups, tokenizer, codec):
 
 
 def test_tools_are_called_until_the_model_answers(run):
-    [[made]] = run({"Row 0": ["I add.\n" + ADD.format(3), ADD.format(4), "It is 7." + END]})
+    [[made]] = run({"Row 0": ["I add.\n" + add(3), add(4), "It is 7." + END]})
     assert (made.stop_reason, made.reward, made.turns, made.version) == ("completed", 1.0, 3, 5)
     assert made.state.calls == 2 and made.state.total == 7
     assert [part.author for part in made.parts] == ["model", "tool", "model", "tool", "model"]
@@ -138,7 +144,7 @@ def test_tools_are_called_until_the_model_answers(run):
 
 
 def test_observations_join_the_last_user_message_and_rows_have_their_own(run):
-    scripts = {"Reach 2.": [ADD.format(2), "Done." + END], "Reach 9.": ["No idea." + END]}
+    scripts = {"Reach 2.": [add(2), "Done." + END], "Reach 9.": ["No idea." + END]}
     [first, second] = run(scripts, [{"goal": 2}, {"goal": 9}], n=2, workers=2)
     assert [made.reward for made in first + second] == [1.0, 1.0, 0.0, 0.0]
     assert first[0].prompt == first[1].prompt != second[0].prompt
@@ -147,15 +153,15 @@ def test_observations_join_the_last_user_message_and_rows_have_their_own(run):
 @pytest.mark.parametrize(
     ("script", "limits", "reason", "turns"),
     [
-        ([ADD.format(99), "never"], {}, "env_done", 1),
-        ([ADD.format(1)] * 9, {"max_turns": 3}, "max_turns", 3),
-        ([ADD.format(1)] * 9, {"max_tool_calls": 2}, "max_tool_calls", 3),
-        ([ADD.format(1)] * 99, {"max_completion_length": 300}, "max_tokens", None),
-        ([ADD.format(1)] * 99, {"positions": 400}, "context_overflow", None),
-        ([CALL.format("long", "{}"), "never"], {"max_completion_length": 200}, "max_tokens", 1),
+        ([add(99), "never"], {}, "env_done", 1),
+        ([add(1)] * 9, {"max_turns": 3}, "max_turns", 3),
+        ([add(1)] * 9, {"max_tool_calls": 2}, "max_tool_calls", 3),
+        ([add(1)] * 99, {"max_completion_length": 300}, "max_tokens", None),
+        ([add(1)] * 99, {"positions": 400}, "context_overflow", None),
+        ([call("long"), "never"], {"max_completion_length": 200}, "max_tokens", 1),
         (["<tool_call>{" + END], {}, "parse_error", 1),
-        ([CALL.format("hang", "{}")], {"timeout": 0.5}, "tool_timeout", 1),
-        ([CALL.format("leave", "{}")], {}, "env_error", 1),
+        ([call("hang")], {"timeout": 0.5}, "tool_timeout", 1),
+        ([call("leave")], {}, "env_error", 1),
     ],
 )
 def test_each_way_to_end(run, script, limits, reason, turns):
@@ -166,7 +172,7 @@ def test_each_way_to_end(run, script, limits, reason, turns):
 
 
 def test_a_failing_or_missing_tool_and_a_long_result_go_on(run):
-    script = [CALL.format("nothing", "{}"), CALL.format("add", '{"x": 1}'), CALL.format("long", "{}"), "Sorry." + END]
+    script = [call("nothing"), call("add", '{"x": 1}'), call("long"), "Sorry." + END]
     [[made]] = run({"Row 0": script}, max_tool_result=20)
     assert [part.calls[0][2] for part in made.parts if part.author == "tool"] == [True, True, False]
     assert made.stop_reason == "completed" and made.reward == 0.0
@@ -175,7 +181,7 @@ def test_a_failing_or_missing_tool_and_a_long_result_go_on(run):
 
 def test_more_episodes_than_places(run):
     rows = [{"goal": k} for k in range(1, 8)]
-    scripts = {f"Reach {k}.": [ADD.format(k), "Done." + END] for k in range(1, 8)}
+    scripts = {f"Reach {k}.": [add(k), "Done." + END] for k in range(1, 8)}
     groups = run(scripts, rows, n=3, workers=2)
     assert [made.reward for group in groups for made in group] == [1.0] * 21
 
