@@ -1,7 +1,7 @@
 """Episodes: a model and an environment take turns until one of them, or a limit, ends it.
 
-    episodes = Episodes(engine, codecs, environments, limits, workers)
-    groups = episodes.run(starts, n, sampling, seeds, longest)       n trajectories of each start
+    episodes = Episodes(engine, environments, codecs_of(environments, tokenizer), limits)
+    groups = episodes.run(starts, n, sampling, seeds)       n trajectories of each start
 
 Each episode's tokens only grow: the model's replies as they were sampled, and what the template writes of tools and
 users (posttrain/data/codec.py). Calls of tools run in threads, each episode in its own process, so that a slow tool
@@ -10,16 +10,23 @@ delays no other episode.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from threading import Lock
+from typing import Any, Literal, cast, get_args
+
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
+from posttrain.engines.protocol import FinishReason
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
+from posttrain.grading.verdict import Grade
+from posttrain.rewards.compose import Outcome, RewardInput
 
 StopReason = Literal[
     "completed", "env_done", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
@@ -36,12 +43,10 @@ class Limits:
     """When an episode ends at the latest."""
 
     max_completion_length: int  # tokens of all turns, those of tools included
-    positions: int | None  # of the model
+    max_prompt_length: int
     max_turns: int | None = None  # replies
     max_tool_calls: int | None = None
-    max_tool_result: int | None = (
-        None  # tokens of a tool's message; more are cut. None: an overlong one ends the episode
-    )
+    max_tool_result: int | None = None  # tokens of a tool's result; more are cut. None: without room, the episode ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Start:
 
     messages: Sequence[Message]
     row: Mapping[str, Any]  # columns, for `reset`
-    environment: str | None  # its name
+    environment: str | None = None  # its name; None: the only one
 
 
 @dataclass(slots=True)
@@ -78,6 +83,7 @@ class Trajectory:
     reward: float | None = None  # of the environment
     turn_rewards: list[float] = field(default_factory=list)
     state: Any = None  # the environment's attributes
+    title: str = ""  # the environment's class
     version: int = 0
     malformed: int = 0
 
@@ -89,6 +95,15 @@ class Trajectory:
     def turns(self) -> int:
         """The number of replies."""
         return sum(part.author == "model" for part in self.parts)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """`length` if there was no room for the next turn."""
+        return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
+
+    def stored(self) -> dict[str, Any]:
+        """Why it ended, and the author, the span of tokens and the calls of each turn, for the rollout store."""
+        return {"stop_reason": self.stop_reason, "reason": self.reason, "turns": [asdict(part) for part in self.parts]}
 
     def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
         """Append a turn; one without log-probabilities is not trained."""
@@ -108,32 +123,32 @@ class Episodes:
     def __init__(
         self,
         engine: Engine,
-        codecs: Mapping[str | None, Codec],
         environments: Environments,
+        codecs: Mapping[str | None, Codec],
         limits: Limits,
-        workers: int,
     ):
         self.engine, self.codecs, self.environments, self.limits = engine, codecs, environments, limits
         # Each live episode has a thread for its turn, whatever others wait for.
+        workers = environments.workers
         self._turns = ThreadPoolExecutor(workers, thread_name_prefix="posttrain-episodes")
         self._starts = ThreadPoolExecutor(min(workers, STARTS), thread_name_prefix="posttrain-episodes-start")
 
-    def run(
-        self, starts: Sequence[Start], n: int, sampling: Sampling, seeds: Sequence[int], longest: int
-    ) -> list[list[Trajectory]]:
+    def run(self, starts: Sequence[Start], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[list[Trajectory]]:
         """`n` trajectories of each start, in order; number k of start i has the random streams (seeds[i], k, turn).
 
-        `longest`: tokens of the longest prompt; an episode with a longer one ends as `context_overflow`.
+        An episode with a prompt above `max_prompt_length` ends as `context_overflow`. Raises DataError for a start
+        whose environment is not known.
         """
         keys = [(index, number) for index in range(len(starts)) for number in range(n)]
         episodes = [_Episode(starts[index], seed_of(seeds[index], number), self.environments) for index, number in keys]
-        begun = [self._starts.submit(self._begin, episode, longest) for episode in episodes]
+        begun = [self._starts.submit(self._begin, episode) for episode in episodes]
 
         def follow(index: int, reply: Completion) -> Future[Turn | None]:
             return self._turns.submit(self._turn, episodes[index], reply)
 
+        longest = self.limits.max_prompt_length + self.limits.max_completion_length
         try:
-            converse(self.engine, begun, sampling, follow=follow, longest=longest + self.limits.max_completion_length)
+            converse(self.engine, begun, sampling, follow=follow, longest=longest)
         finally:
             for future in begun:
                 future.cancel()
@@ -142,19 +157,39 @@ class Episodes:
         made = [episode.trajectory for episode in episodes]
         return [made[index * n : (index + 1) * n] for index in range(len(starts))]
 
+    def to_reward(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
+        """An episode as the input of rewards. `facts`: those of its row."""
+        replies = [message for message in trajectory.messages if message["role"] == "assistant"]
+        if trajectory.stop_reason in NO_VERDICT:
+            verdict = "timeout" if trajectory.stop_reason == "tool_timeout" else "crashed"
+            grade = Grade(verdict, reason=trajectory.reason)
+        elif trajectory.reward is None:
+            grade = Grade("not_applicable")
+        else:
+            grade = Grade("scored", trajectory.reward)
+        return RewardInput(
+            str(replies[-1]["content"]) if replies else "",
+            trajectory.tokens,
+            prompt=facts["prompt"],
+            answer=facts["answer"],
+            columns=facts["columns"],
+            truncated=trajectory.finish_reason == "length",
+            episode=Outcome(trajectory.title, grade, trajectory.state, trajectory),
+        )
+
     def close(self) -> None:
         """End the threads."""
         for threads in (self._starts, self._turns):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, episode: _Episode, longest: int) -> Turn | None:
+    def _begin(self, episode: _Episode) -> Turn | None:
         """Reset an episode's environment and return its prompt; None if that has failed."""
         codec = self.codecs[episode.name]
         messages = [dict(message) for message in episode.start.messages] or [{"role": "user", "content": ""}]
         try:
             _extend(messages, episode.reset())
             episode.trajectory.prompt = codec.first(messages)
-            if len(episode.trajectory.prompt) > longest:
+            if len(episode.trajectory.prompt) > self.limits.max_prompt_length:
                 return episode.finish("context_overflow")
         except EpisodeError as error:
             return episode.fail(error)
@@ -200,13 +235,9 @@ class Episodes:
         return None
 
     def _full(self, trajectory: Trajectory, added: int) -> StopReason | None:
-        """Why these further tokens leave no room for a reply; None if they do."""
+        """Why an episode ends if these further tokens leave no room for a reply; None if they do."""
         length = len(trajectory.tokens) + added
-        if length >= self.limits.max_completion_length:
-            return "max_tokens"
-        if self.limits.positions is not None and len(trajectory.prompt) + length >= self.limits.positions:
-            return "context_overflow"
-        return None
+        return "max_tokens" if length >= self.limits.max_completion_length else None
 
     def _cut(self, messages: Sequence[Message], codec: Codec) -> list[Message]:
         """The messages with the results of tools within `max_tool_result` tokens."""
@@ -220,17 +251,24 @@ class _Episode:
     """An episode: its process, while it is live, and its trajectory. Owned by one thread at a time."""
 
     def __init__(self, start: Start, seed: int, environments: Environments):
-        self.start, self.seed, self.name, self._environments = start, seed, start.environment, environments
-        self.process: EpisodeProcess | None = None
-        self.trajectory, self.calls = Trajectory([], messages=[]), 0
-        settings = environments.kinds[self.name].settings
+        self.start, self.seed, self._environments = start, seed, environments
+        self.name = environments.name_of(start.environment)
+        self._lock, self.process = Lock(), cast(EpisodeProcess | None, None)
+        kind = environments.kinds[self.name]
+        self.trajectory, self.calls, self._is_over = Trajectory([], messages=[], title=kind.title), 0, False
+        settings = kind.settings
         self.is_game = settings is not None and settings.contract == "messages"
 
     def reset(self) -> Sequence[Message]:
         """Start the environment; returns what its `reset` adds to the messages."""
-        self.process = self._environments.start(self.name)
+        process = self._environments.start(self.name)
+        with self._lock:
+            if self._is_over:  # the run ended while it waited for a place
+                process.end()
+                raise EpisodeError("env_error", "the run has ended")
+            self.process = process
         row = {key: value for key, value in self.start.row.items() if key != "environment"}
-        return self.process.ask({"reset": row}, self._environments.seconds(self.name))["messages"]
+        return process.ask({"reset": row}, self._environments.seconds(self.name))["messages"]
 
     def fail(self, error: EpisodeError) -> None:
         """End the episode without a verdict."""
@@ -266,10 +304,39 @@ class _Episode:
             self.trajectory.reward = sum(self.trajectory.turn_rewards)
 
     def end(self) -> None:
-        """Kill its process. May be called again."""
-        process, self.process = self.process, None
+        """Kill its process. May be called again, and from another thread."""
+        with self._lock:
+            self._is_over = True
+            process, self.process = self.process, None
         if process is not None:
             process.end()
+
+
+def codecs_of(
+    environments: Environments, tokenizer: PreTrainedTokenizerBase, date: str | None = None
+) -> dict[str | None, Codec]:
+    """A codec for the tools of each environment. Raises DataError for a chat template that cannot be used."""
+    return {name: Codec(tokenizer, kind.tools, date=date) for name, kind in environments.kinds.items()}
+
+
+def start_of(facts: Mapping[str, Any]) -> Start:
+    """The start of an episode from a row's facts: its messages, its columns, the environment that it names."""
+    prompt, columns = facts["prompt"], facts["columns"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    return Start(messages, columns, columns.get("environment"))
+
+
+def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns and calls of episodes, and the share of each way to end. Calls have TRL's names."""
+    count = len(trajectories)
+    calls = [failed for each in trajectories for part in each.parts for *_, failed in part.calls]
+    reasons = Counter(each.stop_reason for each in trajectories)
+    return {
+        "turns": sum(each.turns for each in trajectories) / count,
+        "tools/call_frequency": len(calls) / count,
+        "tools/failure_frequency": sum(calls) / len(calls) if calls else 0.0,
+        **{f"episodes/{reason}": reasons[reason] / count for reason in get_args(StopReason)},
+    }
 
 
 def _extend(messages: list[Message], observed: Sequence[Message]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from posttrain.base.errors import RewardError
+from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
@@ -45,7 +45,7 @@ class Kind:
     """What is known of an environment before its episodes."""
 
     settings: EnvironmentConfig | None  # None: tools without an environment
-    title: str  # its class's name
+    title: str  # its class's name; `tools` without an environment
     tools: tuple[dict[str, Any], ...]  # JSON schemas
     rewards: bool  # whether it has `get_reward`
 
@@ -133,7 +133,7 @@ class Environments:
     def __init__(self, settings: Sequence[EnvironmentConfig], tools: Sequence[str], workers: int):
         if not CAN_FORK:
             raise RewardError("environments need a system that can fork processes, which Windows cannot")
-        self.settings = {each.name: each for each in settings}
+        self.settings, self.workers = {each.name: each for each in settings}, workers
         self._tools = [_module_name(name) for name in tools]
         self._places, self._deadlines = threading.Semaphore(workers), Deadlines()
         names = [*self._tools, *(_module_name(each.class_) for each in settings)]
@@ -164,7 +164,7 @@ class Environments:
             raise RewardError(f"the environment {what} does not work: {error}") from error
         finally:
             process.end()
-        return Kind(settings, made["name"], tuple(made["tools"]), made["rewards"])
+        return Kind(settings, made["name"] if settings else "tools", tuple(made["tools"]), made["rewards"])
 
     def _make(self, name: str | None) -> dict[str, Any]:
         settings = self.settings.get(name) if name is not None else None
@@ -204,6 +204,13 @@ class Environments:
             process.end()
             raise
         return process
+
+    def name_of(self, given: Any) -> str | None:
+        """The environment of a row whose column `environment` is `given`. Raises DataError if there is no such one."""
+        if given in self.kinds or len(self.kinds) == 1:
+            return given if given in self.kinds else next(iter(self.kinds))
+        names = ", ".join(map(str, self.kinds))
+        raise DataError(f"a row needs the column `environment` to name one of {names}; it has {given!r:.60}")
 
     def seconds(self, name: str | None) -> float:
         """The deadline of a request."""

@@ -146,7 +146,8 @@ class Step:
                     version=completion.version,
                     parts=parts_of(completion.reward),
                     arrays=arrays | {"tokens": np.asarray(completion.tokens)},
-                    trained=None if completion.trained is None else np.asarray(completion.trained),
+                    trained=None if completion.trained is None else np.asarray(completion.trained, bool),
+                    turns=completion.episode and completion.episode.stored(),
                 )
             )
         prompts = [
