@@ -80,7 +80,10 @@ def make(folder: Path, seed: int = 0, share: float = 0.08, rows: int = 20_000) -
     write(folder / "sft.jsonl", [{"messages": talk, "tools": tools()} for talk in some])
     for name, count, other in (("train", 2000, seed + 1), ("test", 200, seed + 2)):
         asked = problems(count, other)
-        write(folder / f"{name}.jsonl", [{"prompt": [{"role": "user", "content": f"{a}+{b}=?"}], "answer": str(a + b)} for a, b in asked])
+        write(
+            folder / f"{name}.jsonl",
+            [{"prompt": [{"role": "user", "content": f"{a}+{b}=?"}], "answer": str(a + b)} for a, b in asked],
+        )
     tokenizer = make_tokenizer(some[:2000])
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -95,11 +98,17 @@ def make_tokenizer(talks: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast
     """Pairs of bytes that occur together are tokens, each digit is one."""
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     plain.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=list(MARKS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=330,
+        special_tokens=list(MARKS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE

@@ -6,9 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.config.schema.environments import EnvironmentConfig
-from posttrain.data.codec import Codec
 from posttrain.engines import Completion, Sampling
-from posttrain.environments.episodes import Episodes, Limits, Start
+from posttrain.environments.episodes import Episodes, Limits, Start, codecs_of
 from posttrain.environments.process import Environments
 
 CODE = '''
@@ -108,13 +107,13 @@ def run(tmp_path, monkeypatch, shared):
         )
         environments = Environments([settings], [], workers)
         opened.append(environments)
-        codecs = {"e": Codec(tokenizer, environments.kinds["e"].tools)}
-        bounds = Limits(**{"max_completion_length": 2000, "positions": None} | limits)
-        episodes = Episodes(Scripted(tokenizer, scripts), codecs, environments, bounds, workers)
+        codecs = codecs_of(environments, tokenizer)
+        bounds = Limits(**{"max_completion_length": 2000, "max_prompt_length": 2000} | limits)
+        episodes = Episodes(Scripted(tokenizer, scripts), environments, codecs, bounds)
         opened.append(episodes)
         rows = rows or [{"goal": 7}]
-        starts = [Start([{"role": "user", "content": f"Row {i}."}], row, "e") for i, row in enumerate(rows)]
-        made = episodes.run(starts, n, Sampling(), [11 * i for i in range(len(rows))], 2000)
+        starts = [Start([{"role": "user", "content": f"Row {i}."}], row) for i, row in enumerate(rows)]
+        made = episodes.run(starts, n, Sampling(), [11 * i for i in range(len(rows))])
         check(made, tokenizer, codecs["e"])
         return made
 
@@ -157,7 +156,7 @@ def test_observations_join_the_last_user_message_and_rows_have_their_own(run):
         ([add(1)] * 9, {"max_turns": 3}, "max_turns", 3),
         ([add(1)] * 9, {"max_tool_calls": 2}, "max_tool_calls", 3),
         ([add(1)] * 99, {"max_completion_length": 300}, "max_tokens", None),
-        ([add(1)] * 99, {"positions": 400}, "context_overflow", None),
+        ([add(1)] * 99, {"max_prompt_length": 20}, "context_overflow", 0),
         ([call("long"), "never"], {"max_completion_length": 200}, "max_tokens", 1),
         (["<tool_call>{" + END], {}, "parse_error", 1),
         ([call("hang")], {"timeout": 0.5}, "tool_timeout", 1),
@@ -166,7 +165,8 @@ def test_observations_join_the_last_user_message_and_rows_have_their_own(run):
 )
 def test_each_way_to_end(run, script, limits, reason, turns):
     [[made]] = run({"Row 0": script}, **limits)
-    assert made.stop_reason == reason and made.turns == (turns or made.turns)
+    assert made.finish_reason == ("length" if reason in ("max_tokens", "context_overflow") else "stop")
+    assert made.stop_reason == reason and turns in (None, made.turns)
     assert len(made.tokens) <= limits.get("max_completion_length", 2000)
     assert (made.reward is None) == (reason in ("tool_timeout", "env_error")) != made.has_verdict
 
