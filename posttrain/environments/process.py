@@ -25,6 +25,10 @@ from posttrain.grading.process import Deadlines, Template, worker_environment
 from posttrain.rewards.python import find_function
 
 BODY = "posttrain.environments.worker:serve"
+BUILT_IN = {
+    "calculator": "posttrain.environments.calculator:Calculator",
+    "guess": "posttrain.environments.guess:Guess",
+}
 STARTUP_S = 120.0  # until the template has imported everything
 TOOLS_S = 30.0  # for a call of a tool without an environment
 END_S = 10.0  # for `get_reward` and the attributes, unless the environment's own deadline is longer
@@ -277,6 +281,8 @@ def _state(data: str, title: str, modules: Collection[str]) -> Any:
 
 
 def _module_name(name: str) -> str:
-    """`my.py:Env` as `my:Env`."""
+    """`my.py:Env` as `my:Env`, and the class of a name of BUILT_IN."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     file, colon, attribute = name.rpartition(":")
     return f"{file.removesuffix('.py').replace(os.sep, '.')}{colon}{attribute}"

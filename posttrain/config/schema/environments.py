@@ -12,7 +12,9 @@ class EnvironmentConfig(Settings):
 
     model_config = ConfigDict(populate_by_name=True)
     name: Text = Field(description="Name; the column `environment` of a row chooses one of several by it.")
-    class_: Text = Field(alias="class", description="Class, FILE.py:CLASS or module:CLASS.")
+    class_: Text = Field(
+        alias="class", description="Class, FILE.py:CLASS or module:CLASS, or one built in: calculator or guess."
+    )
     args: dict[str, Any] = Field(default={}, description="Arguments of the class.")
     contract: Literal["tools", "messages"] = Field(
         default="tools",
