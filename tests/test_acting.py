@@ -81,6 +81,10 @@ def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, powe
     assert stored[0] == stored[1]
 
 
+def answers(folder):
+    return [int(prompt["facts"]["answer"]) for prompt in StoredRun(folder).prompts(1)]
+
+
 FAILS = '''
 class Moody:
     """Fails for some rows: in reset, in a tool, by leaving."""
@@ -120,6 +124,8 @@ def test_what_fails_is_counted_and_dropped(calculator_home, tmp_path, monkeypatc
         seed=1,
         training={"batch_size": 16, "max_steps": 1},
     )
+    failed = 8 * sum(answer % 3 == 0 for answer in answers(folder))
+    assert f"{failed} episodes of 128 dropped without a verdict: env_error: " in (folder / "training.log").read_text()
     first = read_metrics(folder)[0]
     rows = StoredRun(folder).rollouts(1)
     facts = {p["prompt_index"]: int(p["facts"]["answer"]) % 3 for p in StoredRun(folder).prompts(1)}
@@ -129,7 +135,6 @@ def test_what_fails_is_counted_and_dropped(calculator_home, tmp_path, monkeypatc
         assert row["reward"] == {0: None, 1: None, 2: 0.25}[kind]
         assert (row["turns"]["stop_reason"] == "env_error") == (kind == 0)
         assert ("no such table" in row["turns"]["reason"]) == (kind == 0)
-    failed = sum(kind == 0 for kind in facts.values()) * 8
     assert first["rewards/Moody/crashed"] == failed and first["episodes/env_error"] == failed / 128
     assert first["rewards/Moody/not_applicable"] == sum(kind == 1 for kind in facts.values()) * 8
     assert first["rewards/no_verdict_ratio"] == failed / 128
@@ -216,7 +221,7 @@ def test_the_calculator_computes(expression, value):
 
 
 @pytest.mark.parametrize(
-    "expression", ["", "a", "1;2", "__import__('os')", "9**9**9", "2**1000", "1/0", "'a'*9", "1" * 300, "[1]", "(-8)**0.5"]
+    "expression", ["", "a", "1;2", "__import__('os')", "9**9**9", "2**1000", "1/0", "'a'*9", "1" * 300, "(-8)**0.5"]
 )  # fmt: skip
 def test_what_the_calculator_refuses(expression):
     with pytest.raises(ValueError):

@@ -10,6 +10,7 @@ delays no other episode.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, Literal, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.words import counted
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
@@ -36,6 +38,8 @@ Author = Literal["model", "tool", "user"]
 Calls = tuple[tuple[str, Mapping[str, Any], bool], ...]  # name, arguments, whether it failed
 NO_VERDICT = ("tool_timeout", "env_error")
 STARTS = 4  # environments that are reset at a time
+SHOWN = 3  # reasons of failures that are logged for each rollout
+log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,9 @@ class Episodes:
             for episode in episodes:
                 episode.end()
         made = [episode.trajectory for episode in episodes]
+        failed = Counter(f"{each.stop_reason}: {each.reason}" for each in made if not each.has_verdict)
+        for why, count in failed.most_common(SHOWN):
+            log.warning("%s of %d dropped without a verdict: %s", counted(count, "episode"), len(made), why)
         return [made[index * n : (index + 1) * n] for index in range(len(starts))]
 
     def to_reward(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:

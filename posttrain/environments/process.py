@@ -15,7 +15,10 @@ import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, Self
+
+from transformers.utils import get_json_schema
 
 from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders
@@ -162,13 +165,22 @@ class Environments:
         self._places.acquire()
         process = self._started()
         try:
-            made = process.ask(self._make(name) | {"describe": True}, STARTUP_S)
+            made = process.ask(self._make(name), STARTUP_S)
+            tools = [_schema(self._tool(settings, tool)) for tool in made["tools"]]
         except EpisodeError as error:
             what = settings.class_ if settings is not None else ", ".join(self._tools)
             raise RewardError(f"the environment {what} does not work: {error}") from error
         finally:
             process.end()
-        return Kind(settings, made["name"] if settings else "tools", tuple(made["tools"]), made["rewards"])
+        return Kind(settings, made["name"] if settings else "tools", tuple(tools), made["rewards"])
+
+    def _tool(self, settings: EnvironmentConfig | None, name: str) -> Callable[..., Any]:
+        """The function of a tool: one of `tools`, or a method of the class, bound as on an instance."""
+        for tool in self._tools:
+            if (function := find_function(tool)).__name__ == name:
+                return function
+        assert settings is not None
+        return MethodType(getattr(find_function(_module_name(settings.class_)), name), object())
 
     def _make(self, name: str | None) -> dict[str, Any]:
         settings = self.settings.get(name) if name is not None else None
@@ -278,6 +290,18 @@ def _state(data: str, title: str, modules: Collection[str]) -> Any:
     except Exception as error:  # any exception of a damaged pickle, and of the user's classes
         raise EpisodeError("env_error", f"its attributes cannot be read: {error}") from error
     return state
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool, from its type hints and its docstring."""
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        raise EpisodeError(
+            "env_error",
+            f"{function.__name__} cannot be a tool: {error} It needs type hints and a Google docstring with Args; a "
+            "method that is no tool begins with an underscore",
+        ) from error
 
 
 def _module_name(name: str) -> str:

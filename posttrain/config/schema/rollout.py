@@ -100,7 +100,7 @@ class RolloutConfig(Settings):
         description="Maximum tokens of a tool's result, cut beyond; null: one without room ends the episode.",
     )
     environment_workers: Positive = Field(
-        default=16, description="Maximum number of episodes with a live environment at a time, on each rank."
+        default=64, description="Maximum number of episodes with a live environment at a time, on each rank."
     )
 
     def check(self, problems: Problems) -> None:
