@@ -4,7 +4,8 @@ The model is trained on every sum. Then its output weights are mixed with an equ
 which makes the model less certain of each token, until about one answer in ten is right. Reinforcement learning trains
 on four fifths of the problems; the others are held out.
 
-`python -m benchmarks.sums FOLDER` writes the tasks that the tests use (tests/sums), with the hash of every file.
+`python -m benchmarks.sums FOLDER` writes the tasks that the tests use (tests/sums; that of benchmarks/calculator.py,
+too), with the hash of every file.
 """
 
 import hashlib
@@ -153,7 +154,7 @@ def accuracy(model: PreTrainedModel, tokenizer, problems, longest: int = 6, seed
 
 def hashes_of(folder: Path) -> str:
     """The SHA-256 of every file of the tasks in a folder, as `sha256sum` writes them."""
-    files = sorted(path for name in SAVED for path in (folder / name).rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != HASHES)
     return "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.relative_to(folder)}\n" for f in files)
 
 
@@ -164,8 +165,11 @@ def check_saved(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    from benchmarks import calculator
+
     for name, right in SAVED.items():
         make(folder / name, right=right)
+    calculator.make(folder / "calculator")
     (folder / HASHES).write_text(hashes_of(folder))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -25,8 +25,10 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError, VitalSignError
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.config import RolloutConfig
+from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
 from posttrain.engines.protocol import FinishReason
+from posttrain.environments.episodes import Episodes, Trajectory, metrics_of, start_of
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.rewards.compose import CompletionReward, Rewarded, RewardInput, Rewards
@@ -66,6 +68,7 @@ class SampledCompletion:
     version: int  # version of the sampling weights
     reward: CompletionReward
     trained: Sequence[bool] | None = None  # for each token: False if it was not sampled; None: all are trained
+    episode: Trajectory | None = None  # of several turns
 
     def __post_init__(self) -> None:
         trained = len(self.tokens) if self.trained is None else sum(self.trained)
@@ -193,7 +196,8 @@ class Rollout:
                 metrics["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
         if len(stopped):
             metrics["completions/mean_terminated_length"] = stopped.mean().item()
-        return metrics | self.rewarded.metrics()
+        episodes = [completion.episode for completion in self.completions if completion.episode is not None]
+        return metrics | (metrics_of(episodes) if episodes else {}) | self.rewarded.metrics()
 
 
 def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
@@ -231,7 +235,8 @@ class Sampler:
     A completion's random stream is a function of the run's seed, the step, the prompt's index in the step and its row,
     so a resumed run samples the same completions as an uninterrupted one. `evaluation` contains the samplers of the
     validation sets. Without `keeps`, the engine releases its memory after each rollout. `continues`: a completion's
-    text continues the text of its prompt, including leading spaces; False: as in runs of earlier versions.
+    text continues the text of its prompt, including leading spaces; False: as in runs of earlier versions. With
+    `episodes`, completions have several turns.
     """
 
     def __init__(
@@ -246,7 +251,9 @@ class Sampler:
         keeps: bool = True,
         ranks: Ranks = ALONE,
         continues: bool = True,
+        episodes: Episodes | None = None,
     ):
+        self.episodes = episodes
         self.keeps, self.ranks, self.continues = keeps, ranks, continues
         self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
         self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
@@ -280,13 +287,16 @@ class Sampler:
         requests = [(i, prompt, seed_of(self.seed, stream, i, prompt.row)) for i, prompt in enumerate(prompts)]
         # Each rank completes some of the prompts; the seeds do not depend on which rank it is.
         made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version))
-        return Rollout(prompts, sorted(chain(*made), key=attrgetter("group")))
+        completions = sorted(chain(*made), key=attrgetter("group"))
+        return Rollout(prompts, completions) if self.episodes is None else of_episodes(prompts, completions)
 
     def _generate(self, requests: Sequence[tuple[int, Example, int]], n: int, version: int) -> list[SampledCompletion]:
         """The rewarded completions of prompts, which are given with their index in the step and their seed.
 
         The engine is called even if there are no prompts, because the ranks share its servers.
         """
+        if self.episodes is not None:
+            return self._act(self.episodes, requests, n, version)
         prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
         groups = self.engine.generate(
             [tokens.tolist() for tokens in prompts],
@@ -295,12 +305,7 @@ class Sampler:
         )
         if not prompts:
             return []
-        stale = {completion.version for group in groups for completion in group} - {version}
-        if stale:
-            raise VitalSignError(
-                f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
-                "engine did not receive the new weights after the last step"
-            )
+        _refuse_stale({completion.version for group in groups for completion in group}, version)
         stops, made, inputs = self.sampling.stop_token_ids, [], []
         for (index, prompt, _), tokens, group in zip(requests, prompts, groups, strict=True):
             before = tokens.tolist() if self.continues else None
@@ -313,6 +318,49 @@ class Sampler:
             SampledCompletion(index, sampled.tokens, sampled.logprobs, text, sampled.finish_reason, version, reward)
             for (index, sampled, text), reward in zip(made, self.rewards(inputs), strict=True)
         ]
+
+    def _act(
+        self, episodes: Episodes, requests: Sequence[tuple[int, Example, int]], n: int, version: int
+    ) -> list[SampledCompletion]:
+        """The rewarded episodes of prompts, each as one completion of several turns; their prompts may be longer."""
+        facts, seeds = [_facts(prompt) for _, prompt, _ in requests], [seed for _, _, seed in requests]
+        groups = episodes.run([*map(start_of, facts)], n, replace(self.sampling, num_generations=1), seeds)
+        made = [(index, made) for (index, _, _), group in zip(requests, groups, strict=True) for made in group]
+        _refuse_stale({each.version for _, each in made if each.turns}, version)
+        inputs = [episodes.to_reward(each, facts[number // n]) for number, (_, each) in enumerate(made)]
+        return [
+            SampledCompletion(
+                index, each.tokens, each.logprobs, str(self.tokenizer.decode(each.tokens)), each.finish_reason,
+                each.version, reward, each.trained, replace(each, state=None),
+            )
+            for (index, each), reward in zip(made, self.rewards(inputs), strict=True)
+        ]  # fmt: skip
+
+
+def _refuse_stale(versions: set[int], version: int) -> None:
+    if stale := versions - {version}:
+        raise VitalSignError(
+            f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
+            "engine did not receive the new weights after the last step"
+        )
+
+
+def of_episodes(prompts: Sequence[Example], completions: Sequence[SampledCompletion]) -> Rollout:
+    """A rollout whose prompts are what the episodes of each group have in common. What the prompt of one has beyond it
+    is context at the start of its completion."""
+    shared, made = list(prompts), []
+    for group, members in groupby(completions, key=attrgetter("group")):
+        begun = [(each, each.episode) for each in members if each.episode is not None]
+        texts = [episode.prompt for _, episode in begun if episode.prompt]
+        common = min((common_prefix(texts[0], text) for text in texts), default=0)
+        if common:
+            node = replace(prompts[group].trees[0], tokens=texts[0][:common])
+            shared[group] = replace(prompts[group], trees=(node,))
+        for each, episode in begun:
+            extra = episode.prompt[common:]
+            trained = [*([False] * len(extra)), *episode.trained]
+            made.append(replace(each, tokens=[*extra, *each.tokens], trained=trained))
+    return Rollout(shared, made)
 
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:

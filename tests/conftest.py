@@ -165,6 +165,12 @@ def sums_home(made_once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def calculator_home() -> Path:
+    """The task of benchmarks/calculator.py: `model/`, `train.jsonl`, `test.jsonl`."""
+    return SAVED_SUMS / "calculator"
+
+
+@pytest.fixture(scope="session")
 def hard_sums_home(made_once) -> Path:
     """`sums_home` with one right answer in ten."""
     return made_once("hard sums", lambda folder: put_sums(folder, "tenth"))

@@ -22,6 +22,7 @@ from posttrain.config.reading.fields import (
 from posttrain.config.reading.hints import hint
 from posttrain.config.render import HEADINGS, flow
 from posttrain.config.schema.data import SourceConfig
+from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
 from posttrain.config.schema.rewards import Reward, RewardTerm
 
@@ -106,7 +107,7 @@ SYSTEMS: dict[str, str] = {
 def settings_reference() -> str:
     """The settings of the schema as Markdown tables, one for each section."""
     entries = {
-        "run": [("`rewards`", _reward_entries())],
+        "run": [("`rewards`", _reward_entries()), ("`environments`", _entries(EnvironmentConfig))],
         "data": [("`data.source`, when it is a list", _entries(SourceConfig))],
         "evaluation": [
             ("`evaluation.datasets`", _entries(EvaluationDataset)),

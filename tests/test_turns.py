@@ -14,43 +14,40 @@ from posttrain.engines.protocol import seed_of
 from posttrain.engines.turns import Turn, converse
 from posttrain.scoring import Scorer
 
-SAMPLED = Sampling(temperature=0.8, max_completion_length=9, num_generations=3, stop_token_ids=(7, 19), seed=3)
+SAMPLED = Sampling(temperature=0.8, max_completion_length=9, stop_token_ids=(7, 19), seed=3)
 FAMILIES = ["qwen3", "llama", "gpt2", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "cohere2"]
-TURNS = 4
+TURNS, COPIES = 4, 3
 
 
 def held(engine, delay=None, sampling=SAMPLED):
     """Conversations of TURNS replies: by prompt and number, the tokens with who wrote each, and log-probabilities."""
-    talks = {}
+    keys = [(index, number) for index in range(len(PROMPTS)) for number in range(COPIES)]
+    talks = {key: ([*PROMPTS[key[0]]], [], [], []) for key in keys}
 
-    def follow(index, number, reply):
-        tokens, sampled, logprobs, turns = talks.setdefault((index, number), ([*PROMPTS[index]], [], [], []))
+    def future_of(key, context, turns):
+        future = Future()
+        turn = Turn(context, seed_of(5, *key, turns), sampling.max_completion_length)
+        if delay is None:
+            future.set_result(turn)
+        else:
+            threading.Timer(delay(*key), future.set_result, [turn]).start()
+        return future
+
+    def follow(index, reply):
+        key = keys[index]
+        tokens, sampled, logprobs, turns = talks[key]
         sampled += [False] * (len(tokens) - len(sampled)) + [True] * len(reply.tokens)
         tokens += reply.tokens
         logprobs += reply.logprobs
         turns.append(len(reply.tokens))
-        if len(turns) == TURNS or (index, number) == (1, 1):
+        if len(turns) == TURNS or key == (1, 1):
             return None
-        context = [(index * 7 + number * 3 + k * len(turns)) % 50 + 1 for k in range(1, 2 + number * 2)]
+        context = [(key[0] * 7 + key[1] * 3 + k * len(turns)) % 50 + 1 for k in range(1, 2 + key[1] * 2)]
         tokens += context
-        future = Future()
-        turn = Turn(context, seed_of(5, index, number, len(turns)), SAMPLED.max_completion_length)
-        if delay is None:
-            future.set_result(turn)
-        else:
-            threading.Timer(delay(index, number), future.set_result, [turn]).start()
-        return future
+        return future_of(key, context, len(turns))
 
-    limits = [[sampling.max_completion_length] * sampling.num_generations for _ in PROMPTS]
-    converse(
-        engine,
-        PROMPTS,
-        sampling,
-        seeds=[11 * i for i in range(len(PROMPTS))],
-        limits=limits,
-        follow=follow,
-        longest=100,
-    )
+    begun = [future_of(key, PROMPTS[key[0]], 0) for key in keys]
+    converse(engine, begun, sampling, follow=follow, longest=100)
     return talks
 
 
@@ -68,7 +65,7 @@ class Again(TransformersEngine):
 def test_a_conversation_continues_as_from_the_whole(family):
     policy = policy_of(family)
     talks, again = held(EmbeddedEngine(policy)), held(Again(policy))
-    assert len(talks) == len(PROMPTS) * SAMPLED.num_generations
+    assert len(talks) == len(PROMPTS) * COPIES
     assert {key: talk[0] for key, talk in talks.items()} == {key: talk[0] for key, talk in again.items()}
     worst = max(abs(a - b) for key in talks for a, b in zip(talks[key][2], again[key][2], strict=True))
     assert worst < 2e-5, worst
@@ -125,13 +122,14 @@ def test_the_transformers_engine_holds_the_same_conversations():
     ],
 )
 def test_a_turn_without_room_is_an_error(turn, message):
-    def follow(index, number, reply):
+    def future_of(turn):
         future = Future()
         future.set_result(turn)
         return future
 
-    sampling = Sampling(max_completion_length=4)
+    begun = [future_of(Turn([5, 9, 11], 1, 4))]
     with pytest.raises(DataError, match=message):
         converse(
-            EmbeddedEngine(policy_of()), [[5, 9, 11]], sampling, seeds=[1], limits=[[4]], follow=follow, longest=40
-        )
+            EmbeddedEngine(policy_of()), begun, Sampling(max_completion_length=4),
+            follow=lambda index, reply: future_of(turn), longest=40,
+        )  # fmt: skip

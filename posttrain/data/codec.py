@@ -121,6 +121,11 @@ class Codec:
         added = self._ids(end + whole[same:])
         return added[_overlap(ids, added) :]
 
+    def cut(self, text: str, most: int) -> str:
+        """The text without what follows its first `most` tokens."""
+        ids = self._ids(text)
+        return text if len(ids) <= most else str(self.tokenizer.decode(ids[:most]))
+
     def is_lost(self, reply: Reply, messages: Sequence[Message]) -> bool:
         """Whether the template, when these messages follow a reply, omits what it wrote before: thinking, or tools."""
         given = _reply(**({"reasoning_content": THOUGHT} if reply.reasoning else {}))

@@ -7,7 +7,7 @@ are removed, the last rows move into the gaps, and new prompts enter when a comp
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 
 import torch
 from torch import nn
@@ -100,29 +100,22 @@ class EmbeddedEngine:
                 raise
 
     def converse(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int],
-        limits: Sequence[Sequence[int]],
-        follow: Follow,
-        longest: int,
+        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
     ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
         base, head = base_of(self.policy), head_layer(self.policy)
-        requests = self._checked(prompts, sampling, seeds, limits)
-        if not requests:
-            return
         check_positions(base.config, longest)
         texts = StopTexts(sampling.stop, self.tokenizer)
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             tokens = cache_tokens(base.config, base.dtype, head.weight.device, self.cache_bytes)
-            replies, own = len(requests) * sampling.num_generations, max(max(r.limits) for r in requests)
-            rows = max(1, min(self.max_rows, replies, tokens // (longest + own)))
-            room = Room(rows, rows, min(sampling.num_generations, rows), longest, max(FEWEST_COLUMNS, own))
-            memory = Memory.of(room, Stepper(self.policy, sampling, head.weight.device))
-            Conversing(memory, room, requests, self.version, rows_step, texts, follow, self._next).run()
+            own = max(FEWEST_COLUMNS, sampling.max_completion_length)
+            rows = max(1, min(self.max_rows, len(begun), tokens // (longest + own)))
+            memory = Memory.of(Room(rows, rows, 1, longest, own), Stepper(self.policy, sampling, head.weight.device))
+            Conversing(memory, begun, self.version, rows_step, texts, self._next, follow).run()
+
+    def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
+        """The request of a conversation's next reply."""
+        return self._checked([tokens], sampling, [turn.seed], [[turn.limit]])[0]
 
     def _checked(
         self,
@@ -135,10 +128,6 @@ class EmbeddedEngine:
         return checked_requests(
             prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
         )
-
-    def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
-        """The request of a conversation's next reply."""
-        return self._checked([tokens], replace(sampling, num_generations=1), [turn.seed], [[turn.limit]])[0]
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device

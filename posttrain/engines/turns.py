@@ -1,13 +1,15 @@
 """Conversations on an engine: a reply ends, others write, and the next reply continues from what is computed already.
 
-    converse(engine, prompts, sampling, seeds=…, follow=follow)
+    converse(engine, begun, sampling, follow=follow, longest=…)
 
-calls `follow` for every reply. It returns None at the end of a conversation, or a future of the `Turn` that follows:
-the tokens after the reply, which were not sampled, and the seed and the limit of the next reply. A conversation whose
-future is not done yet holds no place in the engine, so a slow tool delays no other conversation.
+`begun` has a future for each conversation, of None or of a `Turn` whose tokens are the prompt. `follow` is called for
+every reply. It returns None at the end of a conversation, or a future of the turn that follows: the tokens after the
+reply, which were not sampled, and the seed and the limit of the next reply. A conversation whose future is not done yet
+holds no place in the engine, so a slow tool delays no other conversation.
 
-The embedded engine keeps the keys and values of a conversation between its turns, so each token is computed once.
-Other engines get the whole conversation as a prompt again (vLLM finds its beginning in the prefix cache).
+The embedded engine keeps the keys and values of a conversation between its turns, so each token is computed once, and
+once for all conversations with the same prompt. Other engines get the whole conversation as a prompt again (vLLM finds
+its beginning in the prefix cache).
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.base.errors import DataError
 from posttrain.engines.attention import HIDDEN
-from posttrain.engines.cache import Cache, Room
+from posttrain.engines.cache import Cache
 from posttrain.engines.generation import Generation, Group, Memory, Slot
 from posttrain.engines.protocol import Completion, Engine, Request, Sampling, StopTexts
 from posttrain.models.attention import How
@@ -32,14 +35,17 @@ WAIT_S = 0.05  # seconds of a wait for tools, so that Ctrl-C is handled in betwe
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What follows a reply."""
+    """What precedes a reply: the prompt, or what follows the reply before."""
 
-    tokens: Sequence[int]  # after it, at least one
+    tokens: Sequence[int]  # at least one
     seed: int  # of the next reply
     limit: int  # its tokens
 
 
-Follow = Callable[[int, int, Completion], "Future[Turn | None] | None"]  # index of a prompt, number, reply
+Follow = Callable[[int, Completion], "Future[Turn | None] | None"]  # index of a conversation, reply
+
+
+Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +53,8 @@ class Past:
     """A conversation between two turns: its tokens, and their keys and values but for the last token's."""
 
     index: int
-    number: int
-    tokens: list[int]
-    layers: dict[int, tuple[Tensor, Tensor]]  # keys and values (K, L, d) by layer
+    tokens: list[int]  # none before the prompt
+    layers: Layers
 
 
 class Resuming:
@@ -86,24 +91,27 @@ class Resuming:
         return torch.cat(outs, 1)[None].to(query.dtype)
 
 
+KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
+
+
 class Conversing(Generation):
-    """A generation whose completions are replies of conversations."""
+    """A generation whose completions are replies of conversations, each a group of its own."""
 
     def __init__(
         self,
         memory: Memory,
-        room: Room,
-        requests: list[Request],
+        begun: Sequence[Future[Turn | None]],
         version: int,
         rows_step: int,
         texts: StopTexts,
-        follow: Follow,
         request_of: Callable[[Sequence[int], Turn, Sampling], Request],
+        follow: Follow,
     ):
-        super().__init__(memory, room, requests, version, rows_step, texts)
-        self.follow, self.request_of, self.texts = follow, request_of, texts
-        self.pending: dict[Future[Turn | None], Past] = {}
-        self.pasts: dict[Group, Past] = {}  # of groups that continue a conversation
+        super().__init__(memory, memory.room, [], version, rows_step, texts)
+        self.request_of, self.follow, self.texts = request_of, follow, texts
+        self.pending: dict[Future[Turn | None], Past] = {future: Past(i, [], {}) for i, future in enumerate(begun)}
+        self.pasts: dict[Group, Past] = {}  # of waiting and live groups
+        self.prompts: dict[tuple[int, ...], tuple[Layers, Tensor]] = {}  # keys and values, and the last hidden state
 
     def run(self) -> None:
         """Generate until every conversation has ended."""
@@ -122,33 +130,31 @@ class Conversing(Generation):
             wait(self.pending, WAIT_S, FIRST_COMPLETED)
         for future in [future for future in self.pending if future.done()]:
             past, turn = self.pending.pop(future), future.result()
-            if turn is None:
-                continue
-            group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
-            self.pasts[group] = past
-            self.waiting.append(group)
+            if turn is not None:
+                group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
+                self.pasts[group] = past
+                self.waiting.append(group)
 
     def _request(self, past: Past, turn: Turn) -> Request:
         """The request of the next reply. Raises DataError for one that the room does not hold."""
         tokens = [*past.tokens, *turn.tokens]
         if len(tokens) > self.room.prompt_columns or turn.limit > self.room.own_columns:
             raise DataError(
-                f"a conversation of prompt {past.index} has {len(tokens)} tokens before a reply of up to {turn.limit}; "
-                f"there is room for {self.room.prompt_columns} and {self.room.own_columns}: end it before, or give "
-                "`longest` and the first limits the sizes of the longest conversation"
+                f"conversation {past.index} has {len(tokens)} tokens before a reply of up to {turn.limit}; there is "
+                f"room for {self.room.prompt_columns} and {self.room.own_columns}: end it before, or give `longest` "
+                "and `max_completion_length` of the longest conversation"
             )
         return replace(self.request_of(tokens, turn, self.stepper.sampling), index=past.index)
 
     def ended(self, row: Slot, completion: Completion) -> None:
         group = row.group
-        past = self.pasts.pop(group, None)
-        index, number = group.request.index, row.number if past is None else past.number
-        if (future := self.follow(index, number, completion)) is not None:
-            tokens = [*group.request.tokens, *completion.tokens]
+        past = self.pasts.pop(group)
+        if (future := self.follow(past.index, completion)) is not None:
             own = len(completion.tokens) - 1  # the last one has not been fed
-            self.pending[future] = Past(index, number, tokens, self._copied(group, self.rows.index(row), own))
+            layers = self._copied(group, self.rows.index(row), own)
+            self.pending[future] = Past(past.index, [*group.request.tokens, *completion.tokens], layers)
 
-    def _copied(self, group: Group, row: int, own: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _copied(self, group: Group, row: int, own: int) -> Layers:
         length = len(group.request.tokens)
         return {
             index: (
@@ -159,22 +165,35 @@ class Conversing(Generation):
         }
 
     def prefill(self, fresh: list[Group]) -> Tensor:
-        """The last hidden states (G, D): prompts are run, conversations are resumed."""
-        resumed = [number for number, group in enumerate(fresh) if group in self.pasts]
-        begun = [number for number in range(len(fresh)) if number not in resumed]
-        parts = [super().prefill([fresh[number] for number in begun])] if begun else []
+        """The last hidden states (G, D): prompts are run, each once for all its conversations; others are resumed."""
+        hidden: dict[Group, Tensor] = {}
+        begun = [group for group in fresh if not self.pasts[group].tokens]
+        resumed = [group for group in fresh if self.pasts[group].tokens]
+        new = {tuple(group.request.tokens): group for group in begun}
+        runs = [group for prompt, group in new.items() if prompt not in self.prompts]
+        if runs:
+            for group, state in zip(runs, super().prefill(runs), strict=True):
+                self.prompts[tuple(group.request.tokens)] = self._copied(group, 0, 0), state
+        for group in begun:
+            layers, hidden[group] = self.prompts[tuple(group.request.tokens)]
+            self._write(group, layers, len(group.request.tokens))
+        for prompt in list(self.prompts)[:-KEPT_PROMPTS]:
+            del self.prompts[prompt]
         if resumed:
-            parts.append(self._resumed([fresh[number] for number in resumed]))
-        return torch.cat(parts)[self.tensor([*begun, *resumed]).argsort()]
+            hidden |= dict(zip(resumed, self._resumed(resumed), strict=True))
+        return torch.stack([hidden[group] for group in fresh])
+
+    def _write(self, group: Group, layers: Layers, length: int) -> None:
+        for index, (keys, values) in layers.items():
+            layer = self.cache.layers[index]
+            layer.prompt_key[group.slot, :, :length], layer.prompt_value[group.slot, :, :length] = keys, values
 
     def _resumed(self, groups: Sequence[Group]) -> Tensor:
         seen, new, positions = [], [], []
         for group in groups:
             past = self.pasts[group]
             known = len(past.tokens) - 1
-            for index, (keys, values) in past.layers.items():
-                layer = self.cache.layers[index]
-                layer.prompt_key[group.slot, :, :known], layer.prompt_value[group.slot, :, :known] = keys, values
+            self._write(group, past.layers, known)
             self.pasts[group] = replace(past, layers={})
             seen.append(known)
             new.append(list(group.request.tokens)[known:])
@@ -188,42 +207,35 @@ class Conversing(Generation):
 
 
 def converse(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    seeds: Sequence[int],
-    limits: Sequence[Sequence[int]],
-    follow: Follow,
-    longest: int,
+    engine: Engine, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
 ) -> None:
-    """Hold `sampling.num_generations` conversations from every prompt, of at most `longest` tokens each.
+    """Hold conversations of at most `longest` tokens each. `follow` is called in this thread, in no particular order.
 
-    `follow` is called in this thread, in no particular order.
+    Raises what a future has raised. `num_generations` of `sampling` is not read.
     """
-    if hasattr(engine, "converse"):
-        engine.converse(prompts, sampling, seeds=seeds, limits=limits, follow=follow, longest=longest)  # pyright: ignore
+    sampling = replace(sampling, num_generations=1)
+    if isinstance(engine, Conversational):
+        engine.converse(begun, sampling, follow=follow, longest=longest)
         return
-    single = replace(sampling, num_generations=1)
-    pending: dict[Future[Turn | None], tuple[int, int, list[int]]] = {}
-
-    def ended(index: int, number: int, tokens: list[int], reply: Completion) -> None:
-        if (future := follow(index, number, reply)) is not None:
-            pending[future] = (index, number, [*tokens, *reply.tokens])
-
-    groups = engine.generate(prompts, sampling, seeds=seeds, limits=limits)
-    for index, group in enumerate(groups):
-        for number, reply in enumerate(group):
-            ended(index, number, list(prompts[index]), reply)
+    pending: dict[Future, Past] = {future: Past(index, [], {}) for index, future in enumerate(begun)}
     while pending:
         wait(pending, WAIT_S, FIRST_COMPLETED)
-        ready = [(*pending.pop(future), future.result()) for future in list(pending) if future.done()]
-        turns = [(index, number, tokens, turn) for index, number, tokens, turn in ready if turn is not None]
+        ready = [(pending.pop(future), future.result()) for future in list(pending) if future.done()]
+        turns = [(past, turn) for past, turn in ready if turn is not None]
         if not turns:
             continue
-        whole = [[*tokens, *turn.tokens] for *_, tokens, turn in turns]
-        replies = engine.generate(
-            whole, single, seeds=[turn.seed for *_, turn in turns], limits=[[turn.limit] for *_, turn in turns]
-        )
-        for (index, number, _, _), tokens, [reply] in zip(turns, whole, replies, strict=True):
-            ended(index, number, tokens, reply)
+        whole = [[*past.tokens, *turn.tokens] for past, turn in turns]
+        seeds, limits = [turn.seed for _, turn in turns], [[turn.limit] for _, turn in turns]
+        replies = engine.generate(whole, sampling, seeds=seeds, limits=limits)
+        for (past, _), tokens, [reply] in zip(turns, whole, replies, strict=True):
+            if (future := follow(past.index, reply)) is not None:
+                pending[future] = Past(past.index, [*tokens, *reply.tokens], {})
+
+
+@runtime_checkable
+class Conversational(Protocol):
+    """An engine that keeps conversations between their turns."""
+
+    def converse(
+        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+    ) -> None: ...

@@ -15,9 +15,12 @@ import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from types import MethodType
+from typing import Any, Literal, Self
 
-from posttrain.base.errors import RewardError
+from transformers.utils import get_json_schema
+
+from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
@@ -25,6 +28,10 @@ from posttrain.grading.process import Deadlines, Template, worker_environment
 from posttrain.rewards.python import find_function
 
 BODY = "posttrain.environments.worker:serve"
+BUILT_IN = {
+    "calculator": "posttrain.environments.calculator:Calculator",
+    "guess": "posttrain.environments.guess:Guess",
+}
 STARTUP_S = 120.0  # until the template has imported everything
 TOOLS_S = 30.0  # for a call of a tool without an environment
 END_S = 10.0  # for `get_reward` and the attributes, unless the environment's own deadline is longer
@@ -34,9 +41,10 @@ REPLY_BYTES = 32_000_000
 class EpisodeError(Exception):
     """An episode's environment gave no answer: `verdict` is the stop reason, tool_timeout or env_error."""
 
-    def __init__(self, verdict: str, reason: str):
+    def __init__(self, verdict: Literal["tool_timeout", "env_error"], reason: str):
         super().__init__(reason)
-        self.verdict, self.reason = verdict, reason
+        self.verdict: Literal["tool_timeout", "env_error"] = verdict
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Kind:
     """What is known of an environment before its episodes."""
 
     settings: EnvironmentConfig | None  # None: tools without an environment
-    title: str  # its class's name
+    title: str  # its class's name; `tools` without an environment
     tools: tuple[dict[str, Any], ...]  # JSON schemas
     rewards: bool  # whether it has `get_reward`
 
@@ -132,7 +140,7 @@ class Environments:
     def __init__(self, settings: Sequence[EnvironmentConfig], tools: Sequence[str], workers: int):
         if not CAN_FORK:
             raise RewardError("environments need a system that can fork processes, which Windows cannot")
-        self.settings = {each.name: each for each in settings}
+        self.settings, self.workers = {each.name: each for each in settings}, workers
         self._tools = [_module_name(name) for name in tools]
         self._places, self._deadlines = threading.Semaphore(workers), Deadlines()
         names = [*self._tools, *(_module_name(each.class_) for each in settings)]
@@ -157,13 +165,22 @@ class Environments:
         self._places.acquire()
         process = self._started()
         try:
-            made = process.ask(self._make(name) | {"describe": True}, STARTUP_S)
+            made = process.ask(self._make(name), STARTUP_S)
+            tools = [_schema(self._tool(settings, tool)) for tool in made["tools"]]
         except EpisodeError as error:
             what = settings.class_ if settings is not None else ", ".join(self._tools)
             raise RewardError(f"the environment {what} does not work: {error}") from error
         finally:
             process.end()
-        return Kind(settings, made["name"], tuple(made["tools"]), made["rewards"])
+        return Kind(settings, made["name"] if settings else "tools", tuple(tools), made["rewards"])
+
+    def _tool(self, settings: EnvironmentConfig | None, name: str) -> Callable[..., Any]:
+        """The function of a tool: one of `tools`, or a method of the class, bound as on an instance."""
+        for tool in self._tools:
+            if (function := find_function(tool)).__name__ == name:
+                return function
+        assert settings is not None
+        return MethodType(getattr(find_function(_module_name(settings.class_)), name), object())
 
     def _make(self, name: str | None) -> dict[str, Any]:
         settings = self.settings.get(name) if name is not None else None
@@ -203,6 +220,13 @@ class Environments:
             process.end()
             raise
         return process
+
+    def name_of(self, given: Any) -> str | None:
+        """The environment of a row whose column `environment` is `given`. Raises DataError if there is no such one."""
+        if given in self.kinds or len(self.kinds) == 1:
+            return given if given in self.kinds else next(iter(self.kinds))
+        names = ", ".join(map(str, self.kinds))
+        raise DataError(f"a row needs the column `environment` to name one of {names}; it has {given!r:.60}")
 
     def seconds(self, name: str | None) -> float:
         """The deadline of a request."""
@@ -268,7 +292,21 @@ def _state(data: str, title: str, modules: Collection[str]) -> Any:
     return state
 
 
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool, from its type hints and its docstring."""
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        raise EpisodeError(
+            "env_error",
+            f"{function.__name__} cannot be a tool: {error} It needs type hints and a Google docstring with Args; a "
+            "method that is no tool begins with an underscore",
+        ) from error
+
+
 def _module_name(name: str) -> str:
-    """`my.py:Env` as `my:Env`."""
+    """`my.py:Env` as `my:Env`, and the class of a name of BUILT_IN."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     file, colon, attribute = name.rpartition(":")
     return f"{file.removesuffix('.py').replace(os.sep, '.')}{colon}{attribute}"

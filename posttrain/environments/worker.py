@@ -3,8 +3,8 @@
 It reads requests from stdin and writes a reply to each, one JSON object per line (`serve` runs in a process that
 posttrain/grading/worker.py starts):
 
-    {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"], "describe": …}
-                                       {"name": Class, "tools": [names or schemas], "rewards": whether it has any}
+    {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"]}
+                                       {"name": Class, "tools": [names], "rewards": whether it has any}
     {"reset": {column: value}}         {"messages": […], "done": …}; a string of `contract: tools` is one user message
     {"call": NAME, "arguments": {…}}   {"result": text, "failed": whether it raised, "done": …}
     {"step": message}                  {"messages": […], "reward": …, "done": …, "metrics": {…}}
@@ -86,7 +86,7 @@ class Episode:
             self.tools[function.__name__] = function
         return {
             "name": type(self.environment).__name__,
-            "tools": [_schema(function) if request.get("describe") else function.__name__ for function in functions],
+            "tools": [function.__name__ for function in functions],
             "rewards": hasattr(self.environment, "get_reward"),
         }
 
@@ -143,18 +143,6 @@ def described(error: BaseException) -> str:
 def _named(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema  # takes seconds, and only the first instance is described
-
-    try:
-        return get_json_schema(function)
-    except Exception as error:
-        raise TypeError(
-            f"{function.__name__} cannot be a tool: {error} It needs type hints and a Google docstring with Args; a "
-            "method that is no tool begins with an underscore"
-        ) from error
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

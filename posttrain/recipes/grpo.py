@@ -124,7 +124,7 @@ class PolicyGradientLoss:
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling_cap is not None:
-            loss_N = loss_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
+            loss_N = loss_N * truncated_weights(old_N, step.sampler(at_N, old_N), cap=method.importance_sampling_cap)
         metrics = {
             "entropy": scores.entropy_N.detach().sum() / tokens,
             "clip_ratio/low_mean": (clipped_N & (advantage_N < 0)).sum() / tokens,

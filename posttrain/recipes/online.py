@@ -38,6 +38,7 @@ from posttrain.training.reference import token_reference
 # The columns stored for a completion that is outside the loss, but whose reward has the penalty.
 PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
 
+ROUNDING = 1e-4  # nats
 TokenReference = Callable[[Pack], Tensor] | None
 Updates = Iterator[tuple[Sequence[Any], Objective[Any]]]  # the packs and the loss of each update of a step
 
@@ -59,6 +60,7 @@ class Step:
         self.counted_S, self.in_loss_S = counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
+        self._has_episodes = any(completion.episode is not None for completion in rollout.completions)
         self.old_R: Tensor | None = None  # None: only one update, so the old policy is the sampling policy
         # Log-probabilities of the sampling policy, computed by the trainer.
         self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)
@@ -77,6 +79,18 @@ class Step:
     def num_tokens(self) -> int:
         """The number of tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
+
+    def sampler(self, at_N: Tensor, old_N: Tensor) -> Tensor:
+        """The engine's log-probabilities of these tokens.
+
+        Which episodes share an engine's step depends on how fast their tools answer, and with it the rounding. For
+        episodes, numbers that differ from the trainer's by rounding alone are the trainer's, so that a resumed run has
+        the weights of an uninterrupted one.
+        """
+        sampler_N = self.sampler_R[at_N]
+        if not self._has_episodes:
+            return sampler_N
+        return torch.where((old_N - sampler_N).abs() < ROUNDING, old_N, sampler_N)
 
     def record(
         self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
@@ -146,7 +160,8 @@ class Step:
                     version=completion.version,
                     parts=parts_of(completion.reward),
                     arrays=arrays | {"tokens": np.asarray(completion.tokens)},
-                    trained=None if completion.trained is None else np.asarray(completion.trained),
+                    trained=None if completion.trained is None else np.asarray(completion.trained, bool),
+                    turns=completion.episode and completion.episode.stored(),
                 )
             )
         prompts = [

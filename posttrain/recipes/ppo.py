@@ -105,7 +105,9 @@ class ActorCriticLoss:
         step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling_cap is not None:
-            policy_N = policy_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
+            policy_N = policy_N * truncated_weights(
+                old_N, step.sampler(at_N, old_N), cap=method.importance_sampling_cap
+            )
         value_loss_N, value_clipped_N = value_loss(
             output_N,
             step.output_R[at_N],

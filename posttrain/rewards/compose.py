@@ -7,7 +7,7 @@ with Rewards(settings, tags=data.tags) as rewards:
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -43,7 +43,8 @@ CLASSES = ("00", "01", "10", "11")  # first digit: format right; second digit: a
 class RewardInput:
     """A completion to reward. `prompt` is a string or a list of messages; `columns` are the row's other columns.
 
-    `truncated`: the completion reached the length limit. `thinking`: its prompt ends with `<think>`."""
+    `truncated`: the completion reached the length limit. `thinking`: its prompt ends with `<think>`. `episode`: that of
+    a completion with several turns; `text` is then its last reply."""
 
     text: str
     tokens: Sequence[int] = ()
@@ -52,6 +53,20 @@ class RewardInput:
     columns: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     thinking: bool = False
+    episode: "Outcome | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended: the class of its environment, that one's grade, and what reward functions receive.
+
+    The grade is `scored`, with the environment's reward; `not_applicable` without one; `timeout` or `crashed` if the
+    environment failed, and then the completion is dropped."""
+
+    title: str
+    grade: Grade
+    environment: Any = None  # its attributes
+    trajectory: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +140,7 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
     prefix = f"rewards/{first.name}"
     metrics = _moments(prefix, values)
     if first.may_not_apply:
-        metrics[f"{prefix}/not_applicable"] = float(len(parts) - len(values) - late)
+        metrics[f"{prefix}/not_applicable"] = float(sum(part.value is None and part.counts for part in parts))
     if first.overdue is not None:
         metrics[f"{prefix}/timeout"] = float(late)
     if not grades:
@@ -133,7 +148,7 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
     verdicts = Counter(grade.verdict for grade in grades)
     judged = [grade for grade in grades if isinstance(grade, Judged)]
     numbers: dict[str, float] = {
-        verdict: verdicts[verdict] for verdict in (sorted(NON_VERDICTS) if judged else VERDICTS)
+        verdict: verdicts[verdict] for verdict in (sorted(NON_VERDICTS) if judged or first.may_not_apply else VERDICTS)
     }
     if judged:
         numbers |= {name: sum(getattr(grade, name) for grade in judged) for name in ("unreadable", *COSTS)}
@@ -146,11 +161,12 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
 class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
-    `pool`: grading workers to share; without it, rules start workers that `close` ends. `max_completion_length`: the
-    rollout's limit, for `overlong`. `date`: the run's date, which the chat templates of reward models write.
-    `sampled_ids`: reward models with the policy's tokenizer score the sampled tokens after a string prompt. Two
-    settings reproduce behavior_version 1: without `sampled_ids`, reward models score the text; with `zeros_count`, a
-    reward of weight 0 adds 0 to totals, and a completion without its verdict is dropped.
+    `environments`: classes of the environments, each a reward of its own. `pool`: grading workers to share; without it,
+    rules start workers that `close` ends. `max_completion_length`: the rollout's limit, for `overlong`. `date`: the
+    run's date, which the chat templates of reward models write. `sampled_ids`: reward models with the policy's
+    tokenizer score the sampled tokens after a string prompt. Two settings reproduce behavior_version 1: without
+    `sampled_ids`, reward models score the text; with `zeros_count`, a reward of weight 0 adds 0 to totals, and a
+    completion without its verdict is dropped.
 
     Raises RewardError, before the first rollout, if a reward cannot work.
     """
@@ -168,7 +184,9 @@ class Rewards:
         zeros_count: bool = False,
         sampled_ids: bool = True,
         date: str | None = None,
+        environments: Sequence[str] = (),
     ):
+        self._environments = tuple(environments)
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -205,12 +223,20 @@ class Rewards:
             raise
 
     def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
-        """Reward each completion. Rules grade and judges reply while other rewards compute. Raises RewardError."""
+        """Reward each completion. Rules grade and judges reply while other rewards compute. An episode whose
+        environment failed is not graded. Raises RewardError."""
+        has_verdict = [c.episode is None or c.episode.grade.verdict not in NON_VERDICTS for c in completions]
+        graded = [completion for completion, has in zip(completions, has_verdict, strict=True) if has]
         order = sorted(self.settings, key=lambda term: isinstance(term, RuleReward | JudgeReward), reverse=True)
-        parts_of = {term_name(term): self._started(term, completions) for term in order}
-        columns = [parts_of[term_name(term)]() for term in self.settings]
-        rows = zip(*columns, strict=True) if columns else [()] * len(completions)
-        return Rewarded(CompletionReward(self._total(parts), parts) for parts in rows)
+        parts_of = {term_name(term): self._started(term, graded) for term in order if graded}
+        columns = [parts_of[term_name(term)]() for term in self.settings if graded]
+        rows = iter(zip(*columns, strict=True) if columns else [()] * len(graded))
+        none = tuple(RewardPart(term_name(term), term.weight, None) for term in self.settings)
+        parts = [
+            (*(next(rows) if has else none), *_of_episode(completion, self._environments))
+            for completion, has in zip(completions, has_verdict, strict=True)
+        ]
+        return Rewarded(CompletionReward(self._total(each), each) for each in parts)
 
     def _started(self, term: Reward, completions: Sequence[RewardInput]) -> Callable[[], list[RewardPart]]:
         """Start to grade or judge the completions, or compute their rewards. The returned function returns their parts,
@@ -290,6 +316,15 @@ class Rewards:
         self.close(keep=error is None)
 
 
+def _of_episode(completion: RewardInput, environments: Sequence[str]) -> Iterator[RewardPart]:
+    """A part for each class of environments, with TRL's weight of 1."""
+    outcome = completion.episode
+    for title in environments:
+        own = outcome is not None and outcome.title == title
+        grade = outcome.grade if outcome is not None and own and outcome.grade.verdict != "not_applicable" else None
+        yield RewardPart(title, 1.0, grade.score if grade else None, grade, may_not_apply=True)
+
+
 Function = Callable[[Sequence[RewardInput]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
 
@@ -361,9 +396,14 @@ def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
     """The arguments of a function, under TRL's names, and the columns of the data."""
     names = dict.fromkeys(name for completion in completions for name in completion.columns)
     columns = {name: [completion.columns.get(name) for completion in completions] for name in names}
+    if episodes := [completion.episode for completion in completions if completion.episode is not None]:
+        columns |= {
+            "environments": [episode.environment for episode in episodes],
+            "trajectories": [episode.trajectory for episode in episodes],
+        }
     return columns | {
         "prompts": [completion.prompt for completion in completions],
-        "completions": [completion.text for completion in completions],
+        "completions": [c.text if c.episode is None else c.episode.trajectory.messages for c in completions],
         "completion_ids": [list(completion.tokens) for completion in completions],
         "answer": [completion.answer for completion in completions],
     }

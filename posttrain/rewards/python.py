@@ -30,7 +30,13 @@ from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_o
 log = logging.getLogger("posttrain")
 
 ENTRY_POINTS = "posttrain.functions"  # group of entry points in which packages offer functions
-OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
+OFFERED = frozenset(  # functions and classes of this package that settings may name
+    {
+        "posttrain.evaluation.mmlu:rows",
+        "posttrain.environments.calculator:Calculator",
+        "posttrain.environments.guess:Guess",
+    }
+)
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
 
 

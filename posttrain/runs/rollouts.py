@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
     finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
     new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB, entropies BLOB,
-    penalties BLOB,
+    penalties BLOB, turns TEXT,
     PRIMARY KEY (step, prompt_index, rollout_index)
 );
 CREATE TABLE IF NOT EXISTS evaluations (
@@ -51,6 +51,7 @@ TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
 FACTS = (
     "step", "prompt_index", "rollout_index", "completion", "reward", "advantage", "finish_reason", "version", "parts",
+    "turns",
 )  # fmt: skip
 ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
@@ -86,6 +87,7 @@ class StoredRollout:
     parts: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray | None]
     trained: np.ndarray | None = None  # which tokens are trained, bool; None: all
+    turns: Mapping[str, Any] | None = None  # of an episode: why it ended, and the author, span and calls of each turn
 
     def array(self, name: str) -> np.ndarray | None:
         """The array with a number for each token; NaN, or 0 for a flag, for tokens that are not trained."""
@@ -208,11 +210,11 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the array columns that a file from an earlier version lacks, after its other columns."""
+    """Add the columns that a file from an earlier version lacks, after its other columns."""
     existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
-    for name in ARRAYS:
+    for name, type in {**dict.fromkeys(ARRAYS, "BLOB"), "turns": "TEXT"}.items():
         if name not in existing:
-            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} BLOB")
+            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} {type}")
 
 
 def _refusal(path: Path, error: Exception) -> RunError:
@@ -247,7 +249,7 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
     ]
     rollouts = [
         (write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
-         r.version, _json(r.parts), *(_blob(name, r.array(name)) for name in ARRAYS))
+         r.version, _json(r.parts), r.turns and _json(r.turns), *(_blob(name, r.array(name)) for name in ARRAYS))
         for r in write.rollouts
     ]  # fmt: skip
     evaluations = [

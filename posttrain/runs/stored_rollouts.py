@@ -90,7 +90,7 @@ class StoredRun:
         the version that wrote the file does not have them; some tokens may not be trained (`trained_tokens`)."""
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
-        return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
+        return [dict.fromkeys((*ARRAYS, "turns")) | row for row in self._read_rows(query, values)]
 
     def extremes(
         self, step: int, count: int, dataset: str | None = None
@@ -167,7 +167,7 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
     for name, value in decoded.items():
         if name in ARRAYS and (value is not None or name == "tokens"):
             decoded[name] = np.frombuffer(_typed(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
-        elif name in ("facts", "parts"):
+        elif name in ("facts", "parts") or (name == "turns" and value is not None):
             decoded[name] = _typed(name, parse_json(_typed(name, value, str)), dict)
             for part in decoded[name].values() if name == "parts" else ():
                 for key, kind in PART.items() if isinstance(part, dict) else ():

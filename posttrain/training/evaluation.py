@@ -17,16 +17,19 @@ from torch import nn
 
 from posttrain import __version__
 from posttrain.base.console import progress
-from posttrain.base.errors import ConfigError
+from posttrain.base.errors import ConfigError, RewardError
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
+from posttrain.data.codec import Codec
 from posttrain.data.prepare import settings_of
 from posttrain.data.prompts import Prompt
 from posttrain.data.templates import choose_template
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
+from posttrain.environments.episodes import Episodes, Limits, codecs_of
+from posttrain.environments.process import Environments
 from posttrain.evaluation.answering import Answers, Found, Generated, ask, stops_of
 from posttrain.evaluation.items import Item, Items, load_items
 from posttrain.evaluation.records import EvaluationStore, write_files
@@ -35,7 +38,8 @@ from posttrain.evaluation.statistics import passes
 from posttrain.evaluation.suite import find_suite, with_settings
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
-from posttrain.models.families import base_of
+from posttrain.models.families import base_of, positions_of
+from posttrain.parallel.ranks import Ranks
 from posttrain.rewards.compose import CompletionReward, Rewards
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
@@ -67,6 +71,11 @@ class _Samplers:
             rollout.engine, policy, job.tokenizer, vllm=rollout.vllm, longest_prompt=longest, ranks=job.ranks
         )
         self.engine = resources.enter_context(closing(engine))
+        self._environments: Environments | None = None
+        self._codecs: dict[str | None, Codec] = {}
+        if job.config.acts:
+            self._environments = resources.enter_context(environments_of(job.config, job.ranks))
+            self._codecs = codecs_of(self._environments, job.tokenizer, job.config.data.date)
         self.rewards = self._rewards(job.config.rewards)
 
     def sampler(
@@ -88,7 +97,21 @@ class _Samplers:
             keeps=keeps,
             ranks=self._job.ranks,
             continues=config.behavior_version >= 2,
+            episodes=self._episodes(settings),
         )
+
+    def _episodes(self, settings: RolloutConfig) -> Episodes | None:
+        if self._environments is None:
+            return None
+        room, positions = self._job.config.data.max_length, positions_of(base_of(self._policy).config)
+        limits = Limits(
+            settings.max_completion_length,
+            min(room, room if positions is None else positions + 1) - settings.max_completion_length,
+            settings.max_turns,
+            settings.max_tool_calls,
+            settings.max_tool_result,
+        )
+        return self._resources.enter_context(closing(Episodes(self.engine, self._environments, self._codecs, limits)))
 
     def of_sets(self) -> dict[str, Sampler]:
         """A sampler for each validation set that has rewards, either the run's or its own."""
@@ -106,7 +129,8 @@ class _Samplers:
 
     def _rewards(self, settings: Sequence[Reward]) -> Rewards | None:
         config = self._job.config
-        if not settings:
+        kinds = [] if self._environments is None else self._environments.kinds.values()
+        if not settings and not kinds:
             return None
         rewards = Rewards(
             settings,
@@ -117,8 +141,24 @@ class _Samplers:
             zeros_count=config.behavior_version < 2,
             sampled_ids=config.behavior_version >= 2,
             date=config.data.date,
+            environments=list(dict.fromkeys(kind.title for kind in kinds)),
         )
         return self._resources.enter_context(rewards)
+
+
+def environments_of(config: RunConfig, ranks: Ranks) -> Environments:
+    """The environments of a run. Raises RewardError if nothing rewards its episodes, and for several ranks on vLLM."""
+    if ranks.size > 1 and config.rollout.engine == "vllm":
+        raise RewardError("environments on several ranks need rollout.engine: embedded: ranks share vLLM's servers")
+    made = Environments(config.environments, config.tools, config.rollout.environment_workers)
+    rewarded = any(
+        kind.rewards or (kind.settings is not None and kind.settings.contract == "messages")
+        for kind in made.kinds.values()
+    )
+    if config.method.needs_rewards and not config.rewards and not rewarded:
+        made.close()
+        raise RewardError("nothing rewards the episodes: give the environment a method `get_reward`, or set `rewards`")
+    return made
 
 
 @contextmanager

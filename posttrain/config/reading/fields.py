@@ -171,7 +171,7 @@ def expected(annotation: Any) -> str:
     if get_origin(annotation) is dict:
         return f"a mapping of names to {'values' if get_args(annotation)[1] is Any else 'text'}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"a mapping with {', '.join(annotation.model_fields)}"
+        return f"a mapping with {', '.join(info.alias or name for name, info in annotation.model_fields.items())}"
     return _WORDS[annotation]
 
 

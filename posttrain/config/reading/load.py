@@ -110,7 +110,8 @@ def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[
     if path.name != "config.yaml" or "behavior_version" in values:
         return False
     own = {key for trees in stages.values() for tree in trees for key in tree.values}
-    complete = RunConfig.model_fields.keys() - {"behavior_version"} <= values.keys() | own
+    later = {"behavior_version", "environments", "tools"}
+    complete = RunConfig.model_fields.keys() - later <= values.keys() | own
     beside = ("run.json", "state.json", *(("*/run.json", "*/*/run.json") if complete else ()))
     return any(any(path.parent.glob(name)) for name in beside)
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from posttrain.config.schema.base import Float, Settings, Text
 
@@ -10,8 +10,11 @@ from posttrain.config.schema.base import Float, Settings, Text
 class EnvironmentConfig(Settings):
     """A class whose instances a model acts in over several turns."""
 
+    model_config = ConfigDict(populate_by_name=True)
     name: Text = Field(description="Name; the column `environment` of a row chooses one of several by it.")
-    class_: Text = Field(alias="class", description="Class, FILE.py:CLASS or module:CLASS.")
+    class_: Text = Field(
+        alias="class", description="Class, FILE.py:CLASS or module:CLASS, or one built in: calculator or guess."
+    )
     args: dict[str, Any] = Field(default={}, description="Arguments of the class.")
     contract: Literal["tools", "messages"] = Field(
         default="tools",

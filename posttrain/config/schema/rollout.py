@@ -91,6 +91,18 @@ class RolloutConfig(Settings):
         default=(), description="Stop strings that end a completion, besides the stop token."
     )
 
+    max_turns: Positive | None = Field(
+        default=None, description="Maximum number of replies of an episode; null: as many as its tokens allow."
+    )
+    max_tool_calls: Positive | None = Field(default=None, description="Maximum number of tool calls of an episode.")
+    max_tool_result: Positive | None = Field(
+        default=None,
+        description="Maximum tokens of a tool's result, cut beyond; null: one without room ends the episode.",
+    )
+    environment_workers: Positive = Field(
+        default=64, description="Maximum number of episodes with a live environment at a time, on each rank."
+    )
+
     def check(self, problems: Problems) -> None:
         if self.engine != "vllm" and not self.is_default("vllm"):
             problems.add("vllm", f"needs engine: vllm, but engine is {self.engine}")

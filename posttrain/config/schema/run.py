@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.schema.base import Folder, FolderName, Int, Problems, Settings, is_name
+from posttrain.config.schema.base import Folder, FolderName, Int, Problems, Settings, Text, is_name
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
+from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
@@ -20,6 +21,8 @@ from posttrain.config.schema.training import (
     TrackingConfig,
     TrainingConfig,
 )
+
+OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "environment_workers")
 
 # 1: runs from before the version was recorded. Code whose results have changed since then reads the run's version.
 BEHAVIOR_VERSION: Literal[2] = 2
@@ -41,6 +44,12 @@ class RunConfig(Settings):
     )
     rewards: tuple[Reward, ...] = Field(
         default=(), description="Rewards for completions, weighted and summed; only online methods train on them."
+    )
+    environments: tuple[EnvironmentConfig, ...] = Field(
+        default=(), description="Environments in which a model acts over several turns; only for online methods."
+    )
+    tools: tuple[Text, ...] = Field(
+        default=(), description="Functions that a model may call, FILE.py:FUNCTION; only for online methods."
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."
@@ -75,6 +84,7 @@ class RunConfig(Settings):
             self._check_trained_ends(problems, index, model)
         self._check_lengths(problems)
         self._check_online(problems)
+        self._check_environments(problems)
         self._check_evaluation(problems)
 
     def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
@@ -121,7 +131,7 @@ class RunConfig(Settings):
 
     @property
     def _rewarded(self) -> bool:
-        return bool(self.rewards) or any(dataset.rewards for dataset in self.evaluation.datasets)
+        return bool(self.rewards or self.environments) or any(dataset.rewards for dataset in self.evaluation.datasets)
 
     @property
     def best_metric(self) -> str | None:
@@ -226,7 +236,7 @@ class RunConfig(Settings):
                     "evaluation with rewards",
                 )
             return
-        if not self.rewards and method.needs_rewards:
+        if not self.rewards and method.needs_rewards and not self.environments:
             problems.add("rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
         if method.head != "lm":
             problems.add(
@@ -263,6 +273,32 @@ class RunConfig(Settings):
             problems.add(
                 "method.num_minibatches",
                 f"is {minibatches}, but a step has only {prompts} prompts (training.batch_size); lower it",
+            )
+
+    @property
+    def acts(self) -> bool:
+        """Whether the model acts over several turns."""
+        return bool(self.environments or self.tools)
+
+    def _check_environments(self, problems: Problems) -> None:
+        if not self.acts:
+            for field in OF_EPISODES:
+                if not self.rollout.is_default(field):
+                    problems.add(f"rollout.{field}", "has no effect without environments or tools")
+            return
+        setting = "environments" if self.environments else "tools"
+        if not self.method.samples_completions:
+            problems.add(setting, f"are for methods that sample completions, which {self.method.type} does not")
+        elif self.method.reads_completions:
+            problems.add(setting, "cannot be combined with completions of the data (method.on_policy_fraction below 1)")
+        if self.data.template == "none":
+            problems.add(setting, "need a chat template, but data.template is none")
+        names = [each.name for each in self.environments]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            problems.add("environments", f"has two called {twice!r}; give one of them a different `name`")
+        if self.rollout.stop:
+            problems.add(
+                "rollout.stop", f"cannot be combined with {setting}: a reply ends with the template's end of turn"
             )
 
     def _check_evaluation(self, problems: Problems) -> None:

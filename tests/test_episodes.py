@@ -1,0 +1,193 @@
+"""Episodes: turns of a scripted model and real environments, their tokens, limits and verdicts."""
+
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.engines import Completion, Sampling
+from posttrain.environments.episodes import Episodes, Limits, Start, codecs_of
+from posttrain.environments.process import Environments
+
+CODE = '''
+import os, time
+
+
+class Sum:
+    def reset(self, goal=0, **row):
+        self.total, self.goal, self.calls = 0, goal, 0
+        return f" Reach {goal}." if goal else None
+
+    def add(self, number: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            number: the number
+        """
+        self.calls += 1
+        self.total += number
+        return self.total
+
+    def long(self) -> str:
+        """Return a long text."""
+        return "word " * 300
+
+    def hang(self) -> str:
+        """Hang."""
+        time.sleep(60)
+
+    def leave(self) -> str:
+        """Leave."""
+        os._exit(3)
+
+    def done(self):
+        return self.total == 99
+
+    def get_reward(self):
+        return float(self.total == self.goal)
+
+
+class Guess:
+    def reset(self, secret=3, **row):
+        self.secret = secret
+        return [{"role": "user", "content": "Guess a number."}]
+
+    async def step(self, message):
+        from posttrain.environments import Step
+        right = message["content"].strip() == str(self.secret)
+        return Step([] if right else [{"role": "user", "content": "No."}], 1.0 if right else -0.1, right)
+'''
+END = "<|im_end|>"
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>{END}'
+
+
+def add(number: int) -> str:
+    return call("add", f'{{"number": {number}}}')
+
+
+class Scripted:
+    """An engine that gives each conversation the next of its lines; the seed of its first turn finds the script."""
+
+    version = 5
+
+    def __init__(self, tokenizer, scripts):
+        self.tokenizer, self.scripts, self.prompts = tokenizer, scripts, []
+
+    def generate(self, prompts, sampling, *, seeds=None, limits=None, finished=None):
+        replies = []
+        for prompt, [limit] in zip(prompts, limits, strict=True):
+            text = self.tokenizer.decode(prompt)
+            self.prompts.append(text)
+            key = next(key for key in self.scripts if key in text)
+            line = self.scripts[key][text.count("<|im_start|>assistant") - 1]
+            ids = self.tokenizer(line)["input_ids"]
+            cut = ids[:limit]
+            reason = "stop" if len(cut) == len(ids) and line.endswith(END) else "length"
+            replies.append([Completion(cut, [-0.5] * len(cut), reason, self.version)])
+        return replies
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, shared):
+    name = f"my_acts_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
+    opened = []
+
+    def run(scripts, rows=None, n=1, cls="Sum", contract="tools", workers=3, timeout=5, **limits):
+        settings = EnvironmentConfig(
+            **{"name": "e", "class": f"{name}.py:{cls}", "contract": contract, "timeout": timeout}
+        )
+        environments = Environments([settings], [], workers)
+        opened.append(environments)
+        codecs = codecs_of(environments, tokenizer)
+        bounds = Limits(**{"max_completion_length": 2000, "max_prompt_length": 2000} | limits)
+        episodes = Episodes(Scripted(tokenizer, scripts), environments, codecs, bounds)
+        opened.append(episodes)
+        rows = rows or [{"goal": 7}]
+        starts = [Start([{"role": "user", "content": f"Row {i}."}], row) for i, row in enumerate(rows)]
+        made = episodes.run(starts, n, Sampling(), [11 * i for i in range(len(rows))])
+        check(made, tokenizer, codecs["e"])
+        return made
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+def check(groups, tokenizer, codec):
+    """What holds for every trajectory: each sampled token is trained, and its parts are its tokens."""
+    for trajectory in (trajectory for group in groups for trajectory in group):
+        assert len(trajectory.tokens) == len(trajectory.trained) and sum(trajectory.trained) == len(trajectory.logprobs)
+        spans = [(part.start, part.stop) for part in trajectory.parts]
+        assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), len(trajectory.tokens)]
+        for part in trajectory.parts:
+            assert set(trajectory.trained[part.start : part.stop]) == {part.author == "model"}
+
+
+def test_tools_are_called_until_the_model_answers(run):
+    [[made]] = run({"Row 0": ["I add.\n" + add(3), add(4), "It is 7." + END]})
+    assert (made.stop_reason, made.reward, made.turns, made.version) == ("completed", 1.0, 3, 5)
+    assert made.state.calls == 2 and made.state.total == 7
+    assert [part.author for part in made.parts] == ["model", "tool", "model", "tool", "model"]
+    assert made.parts[1].calls == (("add", {"number": 3}, False),)
+    assert [message["role"] for message in made.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert made.messages[1]["content"] == "3" and made.messages[-1]["content"] == "It is 7."
+
+
+def test_observations_join_the_last_user_message_and_rows_have_their_own(run):
+    scripts = {"Reach 2.": [add(2), "Done." + END], "Reach 9.": ["No idea." + END]}
+    [first, second] = run(scripts, [{"goal": 2}, {"goal": 9}], n=2, workers=2)
+    assert [made.reward for made in first + second] == [1.0, 1.0, 0.0, 0.0]
+    assert first[0].prompt == first[1].prompt != second[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "reason", "turns"),
+    [
+        ([add(99), "never"], {}, "env_done", 1),
+        ([add(1)] * 9, {"max_turns": 3}, "max_turns", 3),
+        ([add(1)] * 9, {"max_tool_calls": 2}, "max_tool_calls", 3),
+        ([add(1)] * 99, {"max_completion_length": 300}, "max_tokens", None),
+        ([add(1)] * 99, {"max_prompt_length": 20}, "context_overflow", 0),
+        ([call("long"), "never"], {"max_completion_length": 200}, "max_tokens", 1),
+        (["<tool_call>{" + END], {}, "parse_error", 1),
+        ([call("hang")], {"timeout": 0.5}, "tool_timeout", 1),
+        ([call("leave")], {}, "env_error", 1),
+    ],
+)
+def test_each_way_to_end(run, script, limits, reason, turns):
+    [[made]] = run({"Row 0": script}, **limits)
+    assert made.finish_reason == ("length" if reason in ("max_tokens", "context_overflow") else "stop")
+    assert made.stop_reason == reason and turns in (None, made.turns)
+    assert len(made.tokens) <= limits.get("max_completion_length", 2000)
+    assert (made.reward is None) == (reason in ("tool_timeout", "env_error")) != made.has_verdict
+
+
+def test_a_failing_or_missing_tool_and_a_long_result_go_on(run):
+    script = [call("nothing"), call("add", '{"x": 1}'), call("long"), "Sorry." + END]
+    [[made]] = run({"Row 0": script}, max_tool_result=20)
+    assert [part.calls[0][2] for part in made.parts if part.author == "tool"] == [True, True, False]
+    assert made.stop_reason == "completed" and made.reward == 0.0
+    assert made.parts[-2].stop - made.parts[-2].start < 60
+
+
+def test_more_episodes_than_places(run):
+    rows = [{"goal": k} for k in range(1, 8)]
+    scripts = {f"Reach {k}.": [add(k), "Done." + END] for k in range(1, 8)}
+    groups = run(scripts, rows, n=3, workers=2)
+    assert [made.reward for group in groups for made in group] == [1.0] * 21
+
+
+def test_a_game_of_messages(run):
+    [[made]] = run({"Row 0": ["1" + END, "2" + END, "3" + END]}, [{"secret": 3}], cls="Guess", contract="messages")
+    assert made.stop_reason == "env_done" and made.turns == 3
+    assert made.turn_rewards == [-0.1, -0.1, 1.0] and made.reward == pytest.approx(0.8)
+    assert [part.author for part in made.parts] == ["model", "user", "model", "user", "model"]
