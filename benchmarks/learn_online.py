@@ -5,6 +5,7 @@
               the weights, which must reach GRPO's accuracy with a quarter of the sampled tokens
     sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % of its answers are right
     stories   the trained stories260K, rewarded for stories that name a dog
+    calculator  a small model that cannot add, and calls a calculator for one question in twenty
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
 
 All tasks use the recipes and settings that users have, with three seeds; CASES defines what must hold. Answers are
@@ -36,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the runs share the cores among them
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import sums
+from benchmarks import calculator, sums
 from benchmarks.common import SHARED, put_table, split_transcripts
 from benchmarks.trials import save_trials, verdict
 from posttrain import runner
@@ -69,7 +70,8 @@ def _grpo(**method: Any) -> dict[str, Any]:
     return {"type": "grpo", "num_generations": 8, "beta": 0.0} | method
 
 
-SUMS = {"batch_size": 32, "max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "linear"}
+LINEAR = {"lr_scheduler_type": "linear"}
+SUMS = {"batch_size": 32, "max_steps": STEPS, "learning_rate": 3e-3, **LINEAR}
 CASES = {
     "grpo": Case("sums", _grpo(), SUMS, above=0.9),
     **{
@@ -92,6 +94,9 @@ CASES = {
         beside="grpo",
     ),
     "grpo, bfloat16": Case("sums, bfloat16", _grpo(), SUMS, above=0.9),
+    "calculator": Case(
+        "calculator", _grpo(), {"batch_size": 16, "max_steps": 40, "learning_rate": 1e-3, **LINEAR}, above=0.9
+    ),
     "sort": Case("sort", _grpo(), {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}, above=0.95),
     "stories": Case(
         "stories",
@@ -232,7 +237,19 @@ def replies_task(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def calculator_task(folder: Path, seed: int) -> dict[str, Any]:
+    calculator.make(folder, seed)
+    return {
+        "model": str(folder / "model"),
+        "rewards": [{"type": "gsm8k", "name": "reward"}],
+        "environments": [{"name": "calculator", "class": "calculator"}],
+        "data": data(folder, 96) | {"template": "chat"},
+        "rollout": {"max_completion_length": 48},
+    }
+
+
 TASKS = {
+    "calculator": calculator_task,
     "sums": sums_task,
     "sums, bfloat16": bfloat16_sums_task,
     "sums, teacher": teacher_task,

@@ -28,7 +28,7 @@ from posttrain.config import RolloutConfig
 from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
 from posttrain.engines.protocol import FinishReason
-from posttrain.environments.episodes import Episodes, Trajectory, metrics_of, start_of
+from posttrain.environments.episodes import Episodes, Trajectory, metrics_of, rewarded_as, start_of
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.rewards.compose import CompletionReward, Rewarded, RewardInput, Rewards
@@ -327,7 +327,7 @@ class Sampler:
         groups = episodes.run([*map(start_of, facts)], n, replace(self.sampling, num_generations=1), seeds)
         made = [(index, made) for (index, _, _), group in zip(requests, groups, strict=True) for made in group]
         _refuse_stale({each.version for _, each in made if each.turns}, version)
-        inputs = [episodes.to_reward(each, facts[number // n]) for number, (_, each) in enumerate(made)]
+        inputs = [rewarded_as(each, facts[number // n]) for number, (_, each) in enumerate(made)]
         return [
             SampledCompletion(
                 index, each.tokens, each.logprobs, str(self.tokenizer.decode(each.tokens)), each.finish_reason,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from posttrain import runner
 from posttrain.base.errors import ConfigError, RewardError
 from posttrain.batch import Example, Node
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.environments.calculator import value_of
 from posttrain.environments.episodes import Trajectory
@@ -68,7 +69,7 @@ def test_a_model_learns_to_call_the_tool(calculator_home, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
-def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, power_cut, method):
+def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, power_cut, capsys, method):
     settings = {"type": method} | ({"num_generations": 2} if method == "ppo" else {})
     overrides = ("training.max_steps=3", "checkpoint.save_steps=1", "training.batch_size=4")
     whole = train(calculator_home, tmp_path / "whole", settings, *overrides)
@@ -77,6 +78,10 @@ def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, powe
     cut = train(calculator_home, tmp_path / "cut", settings, *overrides, resume=True)
     one, other = (load_file(folder / "final/model.safetensors") for folder in (whole, cut))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    capsys.readouterr()
+    assert main(["regrade", str(cut), "--reward", '{"type": "gsm8k"}']) == 0
+    count = 24 if method == "ppo" else 96
+    assert f"0 of {count} advantages change sign" in capsys.readouterr().out
     stored = [[row["completion"] for row in StoredRun(folder).rollouts(3)] for folder in (whole, cut)]
     assert stored[0] == stored[1]
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from threading import Lock
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -106,8 +106,21 @@ class Trajectory:
         return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
 
     def stored(self) -> dict[str, Any]:
-        """Why it ended, and the author, the span of tokens and the calls of each turn, for the rollout store."""
-        return {"stop_reason": self.stop_reason, "reason": self.reason, "turns": [asdict(part) for part in self.parts]}
+        """The episode for the rollout store: its environment's class, why it ended, its reward, the messages, and each
+        turn's author, span of tokens and calls."""
+        return {
+            "environment": self.title, "stop_reason": self.stop_reason, "reason": self.reason, "reward": self.reward,
+            "turns": [asdict(part) for part in self.parts], "messages": self.messages,
+        }  # fmt: skip
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any], tokens: Sequence[int]) -> Self:
+        """An episode from the rollout store, without its prompt, its log-probabilities and the environment."""
+        return cls(
+            [], stored["messages"], [*tokens], parts=[Part(**part) for part in stored["turns"]],
+            stop_reason=stored["stop_reason"], reason=stored["reason"], reward=stored["reward"],
+            title=stored["environment"],
+        )  # fmt: skip
 
     def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
         """Append a turn; one without log-probabilities is not trained."""
@@ -163,26 +176,6 @@ class Episodes:
         for why, count in failed.most_common(SHOWN):
             log.warning("%s of %d dropped without a verdict: %s", counted(count, "episode"), len(made), why)
         return [made[index * n : (index + 1) * n] for index in range(len(starts))]
-
-    def to_reward(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
-        """An episode as the input of rewards. `facts`: those of its row."""
-        replies = [message for message in trajectory.messages if message["role"] == "assistant"]
-        if trajectory.stop_reason in NO_VERDICT:
-            verdict = "timeout" if trajectory.stop_reason == "tool_timeout" else "crashed"
-            grade = Grade(verdict, reason=trajectory.reason)
-        elif trajectory.reward is None:
-            grade = Grade("not_applicable")
-        else:
-            grade = Grade("scored", trajectory.reward)
-        return RewardInput(
-            str(replies[-1]["content"]) if replies else "",
-            trajectory.tokens,
-            prompt=facts["prompt"],
-            answer=facts["answer"],
-            columns=facts["columns"],
-            truncated=trajectory.finish_reason == "length",
-            episode=Outcome(trajectory.title, grade, trajectory.state, trajectory),
-        )
 
     def close(self) -> None:
         """End the threads."""
@@ -331,6 +324,27 @@ def start_of(facts: Mapping[str, Any]) -> Start:
     prompt, columns = facts["prompt"], facts["columns"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     return Start(messages, columns, columns.get("environment"))
+
+
+def rewarded_as(trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
+    """An episode as the input of rewards. `facts`: those of its row."""
+    replies = [message for message in trajectory.messages if message["role"] == "assistant"]
+    if trajectory.stop_reason in NO_VERDICT:
+        verdict = "timeout" if trajectory.stop_reason == "tool_timeout" else "crashed"
+        grade = Grade(verdict, reason=trajectory.reason)
+    elif trajectory.reward is None:
+        grade = Grade("not_applicable")
+    else:
+        grade = Grade("scored", trajectory.reward)
+    return RewardInput(
+        str(replies[-1]["content"]) if replies else "",
+        trajectory.tokens,
+        prompt=facts["prompt"],
+        answer=facts["answer"],
+        columns=facts["columns"],
+        truncated=trajectory.finish_reason == "length",
+        episode=Outcome(trajectory.title, grade, trajectory.state, trajectory),
+    )
 
 
 def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain import engines
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.config.schema.rewards import Reward
+from posttrain.environments.episodes import Trajectory, rewarded_as
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes import REWARDED
 from posttrain.rewards.compose import RewardInput, Rewards
@@ -63,6 +64,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
             devices=config.devices,
             max_completion_length=config.rollout.max_completion_length,
             date=config.data.date,
+            environments=stored.environments() if config.acts else (),
         ) as rewards,
     ):
         if step is not None:
@@ -105,6 +107,8 @@ def _completion(
     prompt: Mapping[str, Any], row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> RewardInput:
     """A stored completion as a reward's input. Without a tokenizer, no prompt is assumed to open `<think>`."""
+    if row["turns"]:
+        return rewarded_as(Trajectory.restored(row["turns"], row["tokens"].tolist()), prompt["facts"])
     sampled = engines.Completion(row["tokens"].tolist(), [], row["finish_reason"], row["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
     return to_reward(sampled, row["completion"], end, prompt["facts"])

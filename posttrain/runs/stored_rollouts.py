@@ -92,6 +92,11 @@ class StoredRun:
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys((*ARRAYS, "turns")) | row for row in self._read_rows(query, values)]
 
+    def environments(self) -> list[str]:
+        """The classes of environments of the run's episodes."""
+        rows = self.query("SELECT DISTINCT json_extract(turns, '$.environment') FROM rollouts WHERE turns IS NOT NULL")
+        return sorted(row[0] for row in rows)
+
     def extremes(
         self, step: int, count: int, dataset: str | None = None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

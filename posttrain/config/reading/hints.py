@@ -41,6 +41,8 @@ _NAMES = {
     "write model.load_in_4bit: true, with model.lora; training in 8 bits is not supported": "load_in_8bit",
     "write model.path: an adapter matching model.lora is trained further, others are merged": "adapter_name_or_path",
     "write rollout.engine: embedded, which is fast, or vllm": "fast_inference use_vllm",
+    "write environments: [{name: ..., class: my_env.py:Env}]": "environment_factory",
+    "write rollout.max_turns: N + 1, the replies of N iterations": "max_tool_calling_iterations",
     # data
     _SOURCE: "dataset dataset_name dataset_dir data_path train_file",
     "append it to the data set's name: data.source: owner/name/subset": "dataset_config subset",
