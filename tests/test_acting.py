@@ -44,7 +44,7 @@ def train(home, folder, method=None, *overrides, resume=False, **sections):
 def test_a_model_learns_to_call_the_tool(calculator_home, tmp_path):
     """It can repeat what the calculator says, and cannot add. At the start it calls for one question in twenty."""
     folder = train(
-        calculator_home, tmp_path, None, "training.max_steps=6", "training.batch_size=12", "data.validation={rows: 40}",
+        calculator_home, tmp_path, None, "training.max_steps=6", "training.batch_size=12", "data.validation={rows: 24}",
         "evaluation.eval_steps=6",
     )  # fmt: skip
     lines = read_metrics(folder)
@@ -55,17 +55,6 @@ def test_a_model_learns_to_call_the_tool(calculator_home, tmp_path):
     assert sampled[0]["turns"] == pytest.approx(1 + sampled[0]["tools/call_frequency"]) and sampled[-1]["turns"] > 1.5
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in sampled)
     assert all(line["episodes/env_error"] == line["episodes/tool_timeout"] == 0 for line in sampled)
-
-    rows = StoredRun(folder).rollouts(6)
-    row = next(row for row in rows if len(row["turns"]["turns"]) == 3)
-    said, told, answer = row["turns"]["turns"]
-    assert [part["author"] for part in (said, told, answer)] == ["model", "tool", "model"]
-    [[name, arguments, failed]] = told["calls"]
-    assert name == "calculate" and not failed and value_of(arguments["expression"]) in row["completion"]
-    trained = trained_tokens(row)
-    for part in row["turns"]["turns"]:
-        assert set(trained[part["start"] : part["stop"]]) == {part["author"] == "model"}
-    assert row["turns"]["stop_reason"] == "completed"
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
@@ -84,6 +73,18 @@ def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, powe
     assert f"0 of {count} advantages change sign" in capsys.readouterr().out
     stored = [[row["completion"] for row in StoredRun(folder).rollouts(3)] for folder in (whole, cut)]
     assert stored[0] == stored[1]
+    if method == "ppo":
+        return  # too few completions for a call among them
+    rows = [row for step in (1, 2, 3) for row in StoredRun(cut).rollouts(step)]
+    row = next(row for row in rows if len(row["turns"]["turns"]) == 3)
+    said, told, answer = row["turns"]["turns"]
+    assert [part["author"] for part in (said, told, answer)] == ["model", "tool", "model"]
+    [[name, arguments, failed]] = told["calls"]
+    assert name == "calculate" and not failed and value_of(arguments["expression"]) in row["completion"]
+    trained = trained_tokens(row)
+    for part in row["turns"]["turns"]:
+        assert set(trained[part["start"] : part["stop"]]) == {part["author"] == "model"}
+    assert row["turns"]["stop_reason"] == "completed"
 
 
 def answers(folder):
