@@ -103,6 +103,12 @@ class Rollout:
         return torch.tensor([total is not None for total in self.rewarded.totals], dtype=torch.bool)
 
     @cached_property
+    def has_verdict_S(self) -> Tensor:
+        """Whether a completion's environment, if it has one, did not fail."""
+        episodes = [completion.episode for completion in self.completions]
+        return torch.tensor([episode is None or episode.has_verdict for episode in episodes], dtype=torch.bool)
+
+    @cached_property
     def truncated_S(self) -> Tensor:
         """Whether a completion reached the length limit."""
         return torch.tensor([completion.finish_reason == "length" for completion in self.completions], dtype=torch.bool)
@@ -351,15 +357,16 @@ def of_episodes(prompts: Sequence[Example], completions: Sequence[SampledComplet
     shared, made = list(prompts), []
     for group, members in groupby(completions, key=attrgetter("group")):
         begun = [(each, each.episode) for each in members if each.episode is not None]
-        texts = [episode.prompt for _, episode in begun if episode.prompt]
+        texts = [episode.prompt for _, episode in begun if episode.turns]
         common = min((common_prefix(texts[0], text) for text in texts), default=0)
         if common:
             node = replace(prompts[group].trees[0], tokens=texts[0][:common])
             shared[group] = replace(prompts[group], trees=(node,))
         for each, episode in begun:
-            extra = episode.prompt[common:]
+            extra = episode.prompt[common:] if episode.turns else []
             trained = [*([False] * len(extra)), *episode.trained]
-            made.append(replace(each, tokens=[*extra, *each.tokens], trained=trained))
+            own = replace(episode, parts=[part.moved(len(extra)) for part in episode.parts])
+            made.append(replace(each, tokens=[*extra, *each.tokens], trained=trained, episode=own))
     return Rollout(shared, made)
 
 
@@ -403,4 +410,7 @@ def _with_groups(rollout: Rollout, groups: Sequence[int], fresh: Rollout) -> Rol
     kept = [completion for completion in rollout.completions if completion.group not in groups]
     new = [replace(completion, group=groups[completion.group]) for completion in fresh.completions]
     completions = sorted([*kept, *new], key=attrgetter("group"))
-    return Rollout(rollout.prompts, completions, rollout.resampled + len(groups))
+    prompts = list(rollout.prompts)  # those of episodes have what the environment said
+    for group, prompt in zip(groups, fresh.prompts, strict=True):
+        prompts[group] = prompt
+    return Rollout(prompts, completions, rollout.resampled + len(groups))

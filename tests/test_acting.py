@@ -14,7 +14,7 @@ from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.environments.calculator import value_of
-from posttrain.environments.episodes import Trajectory
+from posttrain.environments.episodes import Part, Trajectory
 from posttrain.grading.verdict import Grade
 from posttrain.rewards.compose import CompletionReward, Outcome, RewardInput, Rewards
 from posttrain.rollout import SampledCompletion, of_episodes
@@ -163,7 +163,8 @@ def test_settings_that_are_refused(calculator_home, tmp_path, sections, error, m
 
 
 def episode(prompt, tokens=(7, 8), trained=(True, True), **more):
-    return Trajectory(list(prompt), [], list(tokens), list(trained), [-0.5] * sum(trained), **more)
+    parts = [Part("model", 0, len(tokens))] if tokens else []
+    return Trajectory(list(prompt), [], list(tokens), list(trained), [-0.5] * sum(trained), parts, **more)
 
 
 def test_prompts_that_differ_within_a_group_share_their_beginning():
@@ -182,6 +183,7 @@ def test_prompts_that_differ_within_a_group_share_their_beginning():
     assert [list(c.tokens) for c in rollout.completions] == [[3, 7, 8], [4, 5, 7, 9, 8], [], []]
     assert rollout.completions[1].trained == [False, False, True, False, True]
     assert rollout.length_S.tolist() == [2, 2, 0, 0]
+    assert [(part.start, part.stop) for c in rollout.completions[:2] for part in c.episode.parts] == [(1, 3), (2, 5)]
 
 
 def test_rewards_see_the_environment_and_skip_episodes_without_a_verdict(monkeypatch):

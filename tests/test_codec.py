@@ -9,7 +9,7 @@ import trl
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
-from posttrain.data.calls import PROBE_TOOLS, Call, TaggedGrammar, read_calls, tool_calls
+from posttrain.data.calls import PROBE_TOOLS, Call, PythonGrammar, TaggedGrammar, read_calls, tool_calls
 from posttrain.data.codec import Codec, Reply
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -221,3 +221,14 @@ def test_a_hostile_reply_is_read_in_time_that_its_length_allows():
     assert (calls, kept, malformed) == ([], text, 10_000)
     named = f"<function={'n' * 201}>\n</function>"
     assert read_calls(named, grammar, {}) == ([], named, 1), "names end at 200 characters"
+
+
+@pytest.mark.parametrize("value", ["...", "{1, 2}", "b'x'", "1+2j", "{{1}}", "{[1]: 2}", "(1, 2)"])
+def test_arguments_are_what_json_has(value):
+    """What a model writes may be a Python literal that JSON lacks: it stays text, or the call is no call."""
+    tagged = TaggedGrammar("<function=", "", ">\n<parameter=", ">\n", "\n</parameter", ">\n</function>")
+    types = {"f": {"a": "array"}}
+    [call], _, _ = read_calls(f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>", tagged, types)
+    assert call.arguments in ({"a": value}, {"a": [1, 2]})
+    calls, _, _ = read_calls(f"[f(a={value})]", PythonGrammar("[", "]"), types)
+    assert [call.arguments for call in calls] == ([{"a": [1, 2]}] if value == "(1, 2)" else [])

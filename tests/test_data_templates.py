@@ -1023,17 +1023,14 @@ def test_a_resumed_run_writes_the_date_of_its_start(version, scratch_model, tmp_
         assert as_recorded(config, tmp_path / "run").data == config.data
         return
     run = json.loads((tmp_path / "run/run.json").read_text())
-    run["provenance"] |= {"date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123}}  # as if begun then
+    run["provenance"]["date"] = "2020-05-17"  # as if it had begun then
     (tmp_path / "run/run.json").write_text(json.dumps(run))
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RunError, match="the training data differs"):
         runner.train(config, resume=True)  # it has today's text in its checkpoint
     shutil.rmtree(tmp_path / "run/checkpoint-1")
     assert runner.train(config, resume=True) == 0, "from the start, on the date of its start"
-    again = json.loads((tmp_path / "run/run.json").read_text())["provenance"]
-    assert {name: again[name] for name in ("date", "resolved")} == {
-        "date": "2020-05-17", "resolved": {"training.learning_rate": 0.0123},
-    }  # fmt: skip
+    assert json.loads((tmp_path / "run/run.json").read_text())["provenance"]["date"] == "2020-05-17"
     saved = AutoTokenizer.from_pretrained(tmp_path / "run/final")
     assert saved.chat_template == DATED, "inference writes its own date"
     of_run = as_recorded(load(tmp_path / "run/config.yaml").config, tmp_path / "run")

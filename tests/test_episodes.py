@@ -1,6 +1,8 @@
 """Episodes: turns of a scripted model and real environments, their tokens, limits and verdicts."""
 
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -49,10 +51,29 @@ class Sum:
         return float(self.total == self.goal)
 
 
+class Children:
+    def reset(self, **row):
+        pass
+
+    def start(self, file: str) -> str:
+        """
+        Start a child that outlives its parent, and hang.
+
+        Args:
+            file: gets the child's process id
+        """
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        open(file, "w").write(str(child))
+        time.sleep(60)
+
+
 class Guess:
-    def reset(self, secret=3, **row):
+    def reset(self, secret=3, says=({"role": "user", "content": "Guess a number."},), **row):
         self.secret = secret
-        return [{"role": "user", "content": "Guess a number."}]
+        return list(says) if isinstance(says, (list, tuple)) else says
 
     async def step(self, message):
         from posttrain.environments import Step
@@ -191,3 +212,30 @@ def test_a_game_of_messages(run):
     assert made.stop_reason == "env_done" and made.turns == 3
     assert made.turn_rewards == [-0.1, -0.1, 1.0] and made.reward == pytest.approx(0.8)
     assert [part.author for part in made.parts] == ["model", "user", "model", "user", "model"]
+
+
+def test_a_game_answers_the_last_reply_and_ends_even_without_room(run):
+    guesses = {"Row 0": ["1" + END, "3" + END]}
+    [[made]] = run(guesses, [{"secret": 3}], cls="Guess", contract="messages", max_turns=2)
+    assert (made.stop_reason, made.reward) == ("env_done", pytest.approx(0.9))
+    [[made]] = run(guesses, [{"secret": 9}], cls="Guess", contract="messages", max_turns=2)
+    assert (made.stop_reason, made.turns, made.reward) == ("max_turns", 2, pytest.approx(-0.2))
+
+
+def test_what_a_tool_has_started_ends_with_it(run, tmp_path):
+    """A child holds the pipes of its parent: the deadline still ends the episode, and the child."""
+    file = tmp_path / "child"
+    [[made]] = run({"Row 0": [call("start", f'{{"file": "{file}"}}')]}, cls="Children", timeout=1)
+    assert made.stop_reason == "tool_timeout"
+    child, until = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 20
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("says", [[{"role": "user"}], [{"role": "user", "content": None}], [3], 7], ids=str)
+def test_messages_that_are_none_end_only_their_episode(run, says):
+    scripts = {"Row 0": [], "Row 1": ["3" + END]}
+    first, second = run(scripts, [{"says": says}, {"secret": 3}], cls="Guess", contract="messages")
+    assert first[0].stop_reason == "env_error" and "TypeError" in first[0].reason
+    assert second[0].reward == 1.0

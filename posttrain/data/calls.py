@@ -141,9 +141,7 @@ class PythonGrammar:
                 tree = ast.parse(text[at : at + end].strip(), mode="eval").body
                 items = tree.elts if isinstance(tree, ast.List) else [tree]
                 calls = [
-                    Call(
-                        ast.unparse(item.func), {str(word.arg): ast.literal_eval(word.value) for word in item.keywords}
-                    )
+                    Call(ast.unparse(item.func), {str(word.arg): _literal(word.value) for word in item.keywords})
                     for item in items
                     if isinstance(item, ast.Call) and not item.args
                 ]
@@ -210,9 +208,17 @@ def _typed(value: str, kind: str | None) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return ast.literal_eval(value) if kind else value
+        return _literal(value) if kind else value
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
+
+
+def _literal(source: str | ast.expr) -> Any:
+    """The value of a Python literal as JSON has it. Raises ValueError for others, such as sets and `...`."""
+    try:
+        return json.loads(json.dumps(ast.literal_eval(source)))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 # --- learning a template ----------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal, Self, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.base.errors import DataError
 from posttrain.base.words import counted
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
@@ -71,6 +72,10 @@ class Part:
     stop: int
     calls: Calls = ()
 
+    def moved(self, by: int) -> Part:
+        """This turn behind `by` further tokens."""
+        return replace(self, start=self.start + by, stop=self.stop + by)
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -86,6 +91,7 @@ class Trajectory:
     reason: str = ""  # of an episode without a verdict
     reward: float | None = None  # of the environment
     turn_rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the environment's last step
     state: Any = None  # the environment's attributes
     title: str = ""  # the environment's class
     version: int = 0
@@ -193,6 +199,8 @@ class Episodes:
                 return episode.finish("context_overflow")
         except EpisodeError as error:
             return episode.fail(error)
+        except DataError as error:
+            return episode.fail(EpisodeError("env_error", f"its messages cannot be rendered: {error}"))
         return Turn(episode.trajectory.prompt, episode.seed, self.limits.max_completion_length)
 
     def _turn(self, episode: _Episode, reply: Completion) -> Turn | None:
@@ -207,17 +215,23 @@ class Episodes:
             if (ended := self._ended(episode, reply, parsed)) is not None:
                 return episode.finish(ended)
             messages, done, calls = episode.answer(parsed)
+            ended = "env_done" if done else self._last(episode)
             if not messages:
-                return episode.finish("env_done" if done else "completed")
+                return episode.finish(ended or "completed")
             added = codec.bridge([*trajectory.prompt, *trajectory.tokens], self._cut(messages, codec))
-            if (full := self._full(trajectory, len(added))) is not None:
-                return episode.finish(full)  # without the messages, as in TRL
-            trajectory.add("user" if episode.is_game else "tool", added, calls=calls)
-            trajectory.messages += messages
-            if done:
-                return episode.finish("env_done")
+            if len(trajectory.tokens) + len(added) < self.limits.max_completion_length:
+                trajectory.add("user" if episode.is_game else "tool", added, calls=calls)
+                trajectory.messages += messages
+            else:  # without the messages, as in TRL
+                trajectory.parts[-1].calls, ended = calls, ended or "max_tokens"
+            if ended is not None:
+                return episode.finish(ended)
         except EpisodeError as error:
             return episode.fail(error)
+        except DataError as error:
+            if not episode.is_game:
+                raise
+            return episode.fail(EpisodeError("env_error", f"its messages cannot be rendered: {error}"))
         left = self.limits.max_completion_length - len(trajectory.tokens)
         return Turn(added, seed_of(episode.seed, trajectory.turns), left)
 
@@ -226,18 +240,18 @@ class Episodes:
         limits = self.limits
         if reply.finish_reason == "length":
             return "max_tokens"
-        if not parsed.calls and not episode.is_game:
+        if episode.is_game:
+            return None
+        if not parsed.calls:
             return "parse_error" if parsed.malformed else "completed"
-        if limits.max_turns is not None and episode.trajectory.turns >= limits.max_turns:
-            return "max_turns"
         if limits.max_tool_calls is not None and episode.calls + len(parsed.calls) > limits.max_tool_calls:
             return "max_tool_calls"
-        return None
+        return self._last(episode)
 
-    def _full(self, trajectory: Trajectory, added: int) -> StopReason | None:
-        """Why an episode ends if these further tokens leave no room for a reply; None if they do."""
-        length = len(trajectory.tokens) + added
-        return "max_tokens" if length >= self.limits.max_completion_length else None
+    def _last(self, episode: _Episode) -> StopReason | None:
+        """`max_turns` if no further reply may follow. A game answers the last one; a tool is not called by it."""
+        most = self.limits.max_turns
+        return "max_turns" if most is not None and episode.trajectory.turns >= most else None
 
     def _cut(self, messages: Sequence[Message], codec: Codec) -> list[Message]:
         """The messages with the results of tools within `max_tool_result` tokens."""
@@ -282,6 +296,7 @@ class _Episode:
         if self.is_game:
             step = self.process.ask({"step": parsed.message}, seconds)
             self.trajectory.turn_rewards.append(step["reward"])
+            self.trajectory.metrics |= step["metrics"]
             return step["messages"], step["done"], ()
         messages, calls, done = [], [], False
         for call in parsed.calls:
@@ -296,8 +311,8 @@ class _Episode:
         """End the episode with its rewards. Raises EpisodeError without a verdict."""
         assert self.process is not None
         self.trajectory.stop_reason = reason
-        process, self.process = self.process, None
-        reward, turns, state = self._environments.end(process, self.name)
+        reward, turns, state = self._environments.end(self.process, self.name)
+        self.process = None
         self.trajectory.reward, self.trajectory.state = reward, state
         self.trajectory.turn_rewards = turns or self.trajectory.turn_rewards
         if self.is_game and reward is None:
@@ -352,11 +367,14 @@ def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = len(trajectories)
     calls = [failed for each in trajectories for part in each.parts for *_, failed in part.calls]
     reasons = Counter(each.stop_reason for each in trajectories)
+    own = sorted({name for each in trajectories for name in each.metrics})
+    values = {name: [each.metrics[name] for each in trajectories if name in each.metrics] for name in own}
     return {
         "turns": sum(each.turns for each in trajectories) / count,
         "tools/call_frequency": len(calls) / count,
         "tools/failure_frequency": sum(calls) / len(calls) if calls else 0.0,
         **{f"episodes/{reason}": reasons[reason] / count for reason in get_args(StopReason)},
+        **{f"environments/{name}": sum(some) / len(some) for name, some in values.items()},
     }
 
 

@@ -60,7 +60,7 @@ class Kind:
 class EpisodeProcess:
     """The process of one episode. Owned by one thread at a time; `end` may be called from any, and again."""
 
-    def __init__(self, template: Template, deadlines: Deadlines, free: Callable[[], None]):
+    def __init__(self, template: Template, deadlines: Deadlines, free: Callable[[Any], None]):
         self._process = template.fork()
         self._deadlines, self._free = deadlines, free  # `free` is called at the end
         self._lock = threading.Lock()
@@ -72,7 +72,10 @@ class EpisodeProcess:
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The reply to a request. Raises EpisodeError after `seconds`, for an error, and if the process has ended."""
-        line = json.dumps(request).encode() + b"\n"
+        try:
+            line = json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EpisodeError("env_error", f"what it is to receive cannot be sent: {error}") from None
         reply = self._within(seconds, lambda: self._exchange(line))
         if "error" in reply:
             raise EpisodeError("env_error", str(reply["error"]))
@@ -99,7 +102,7 @@ class EpisodeProcess:
             with contextlib.suppress(OSError):
                 pipe.close()
         self._process.forget()
-        self._free()
+        self._free(self)
 
     def _within(self, seconds: float, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
         """The reply that `work` reads; the process is killed after `seconds`, which ends a write and a read."""
@@ -143,6 +146,7 @@ class Environments:
         self.settings, self.workers = {each.name: each for each in settings}, workers
         self._tools = [_module_name(name) for name in tools]
         self._places, self._deadlines = threading.Semaphore(workers), Deadlines()
+        self._live, self._is_closed = set[EpisodeProcess](), False
         names = [*self._tools, *(_module_name(each.class_) for each in settings)]
         for name in names:
             find_function(name)  # that it exists, in a file of the user's
@@ -194,7 +198,10 @@ class Environments:
     def _started(self) -> EpisodeProcess:
         """A new process in a place that is taken, which it frees at its end."""
         try:
-            process = EpisodeProcess(self._template, self._deadlines, self._places.release)
+            if self._is_closed:
+                raise EpisodeError("env_error", "the run has ended")
+            process = EpisodeProcess(self._template, self._deadlines, self._freed)
+            self._live.add(process)
         except BaseException as error:
             self._places.release()
             if isinstance(error, OSError):
@@ -206,6 +213,10 @@ class Environments:
             process.end()
             raise RewardError(f"the processes of environments do not start: {error}") from error
         return process
+
+    def _freed(self, process: EpisodeProcess) -> None:
+        self._live.discard(process)
+        self._places.release()
 
     def start(self, name: str | None) -> EpisodeProcess:
         """A new process with a fresh instance; waits for a free place. Raises EpisodeError, RewardError."""
@@ -241,7 +252,10 @@ class Environments:
             process.end()
 
     def close(self) -> None:
-        """End the deadlines. The template ends with its last process, and with this object."""
+        """End every process, then the deadlines. The template ends with its last process, and with this object."""
+        self._is_closed = True
+        for process in [*self._live]:
+            process.end()
         self._deadlines.close()
 
     def __enter__(self) -> Self:

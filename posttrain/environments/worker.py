@@ -21,6 +21,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -36,6 +37,7 @@ NOT_TOOLS = ("reset", "get_reward", "done", "turn_rewards", "close", "step")
 
 def serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
     """Answer requests until stdin ends."""
+    os.setsid()  # what a tool starts ends with it
     limits(MEMORY_BYTES, files_open=False)
     if not end_with(template):
         return
@@ -150,16 +152,21 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": visible(given)}]
     if not isinstance(given, list):
         raise TypeError(f"{type(given).__name__} is neither a string nor a list of messages")
     if given and all(isinstance(part, Mapping) and "type" in part and "role" not in part for part in given):
         return [{"role": "user", "content": _text_of(given)}]  # content blocks
-    messages = [dict(message) for message in given]
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            message["content"] = _text_of(message["content"])
-    return messages
+    return [_message(message) for message in given]
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """A message of plain text. Raises TypeError for anything else."""
+    content = given.get("content") if isinstance(given, Mapping) else None
+    content = _text_of(content) if isinstance(content, list) else content
+    if not isinstance(content, str) or not isinstance(given.get("role"), str):
+        raise TypeError(f"a message needs a role and a content of text, not {given!r:.200}")
+    return {**given, "content": visible(content)}
 
 
 def _text_of(parts: list[Any]) -> str:

@@ -232,7 +232,7 @@ def _be_a_template(modules: list[str]) -> None:
         if ended in ready:
             _collect(ended, links, watched)
         for link in set(ready) & links.keys():
-            os.kill(links[link], signal.SIGKILL)  # not yet waited for, so its process id is not reused
+            _kill(links[link])  # not yet waited for, so its process id is not reused
             watched.discard(link)
         if control in ready:
             request, descriptors, *_ = socket.recv_fds(control, 1, 3)
@@ -253,6 +253,14 @@ def _be_a_template(modules: list[str]) -> None:
                 links[link] = pid
                 watched.add(link)
     for pid in links.values():
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """Kill a worker, and with it what it has started if it leads a group of processes."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -54,7 +54,7 @@ class Step:
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
         needs_rewards, has_reward_S = job.config.method.needs_rewards, rollout.has_reward_S
-        counted = has_reward_S if needs_rewards else torch.ones_like(has_reward_S)
+        counted = (has_reward_S if needs_rewards else rollout.has_verdict_S) & (rollout.length_S > 0)
         in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
         # Indices (int64) of the completions that count, and of the completions in the loss.
         self.counted_S, self.in_loss_S = counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)

@@ -188,7 +188,8 @@ class Rewards:
     ):
         self._environments = tuple(environments)
         names = [term_name(term) for term in settings]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        every = [*names, *environments]
+        twice = next((name for name in every if every.count(name) > 1), None)
         if twice is not None:
             raise RewardError(f"two rewards are called {twice}: give one of them a different `name`")
         if settings and not any(term.weight for term in settings):
@@ -231,7 +232,7 @@ class Rewards:
         parts_of = {term_name(term): self._started(term, graded) for term in order if graded}
         columns = [parts_of[term_name(term)]() for term in self.settings if graded]
         rows = iter(zip(*columns, strict=True) if columns else [()] * len(graded))
-        none = tuple(RewardPart(term_name(term), term.weight, None) for term in self.settings)
+        none = tuple(map(_without_verdict, self.settings))
         parts = [
             (*(next(rows) if has else none), *_of_episode(completion, self._environments))
             for completion, has in zip(completions, has_verdict, strict=True)
@@ -314,6 +315,16 @@ class Rewards:
 
     def __exit__(self, error: object, *_: object) -> None:
         self.close(keep=error is None)
+
+
+def _without_verdict(term: Reward) -> RewardPart:
+    """The part of an episode whose environment failed."""
+    if isinstance(term, RuleReward | JudgeReward):
+        return RewardPart(term_name(term), term.weight, None, Grade("crashed", reason="the environment failed"))
+    if not isinstance(term, PythonReward):
+        return RewardPart(term_name(term), term.weight, None)
+    overdue = None if term.timeout is None else False
+    return RewardPart(term_name(term), term.weight, None, None, overdue, may_not_apply=True)
 
 
 def _of_episode(completion: RewardInput, environments: Sequence[str]) -> Iterator[RewardPart]:

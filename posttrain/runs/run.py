@@ -236,11 +236,10 @@ class Run:
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
-        """Restore the folder to the state of a new run with the same recorded values: `best` is set aside, metrics are
-        removed."""
+        """Restore the folder to the state of a new run with the same date: `best` is set aside, metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
-        kept = {name: value for name, value in self._facts["provenance"].items() if name in ("date", "resolved")}
-        self._facts["provenance"] = redact(environment() | kept | dict(provenance))
+        day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
+        self._facts["provenance"] = redact(environment() | day | dict(provenance))
         self._facts["checks"] = {}
         save_json(self.folder / "run.json", self._facts)
 

@@ -293,6 +293,8 @@ class RunConfig(Settings):
             problems.add(setting, "cannot be combined with completions of the data (method.on_policy_fraction below 1)")
         if self.data.template == "none":
             problems.add(setting, "need a chat template, but data.template is none")
+        if self.tools and any(each.contract == "messages" for each in self.environments):
+            problems.add("tools", "cannot be combined with an environment of contract: messages, which makes no calls")
         names = [each.name for each in self.environments]
         if twice := next((name for name in names if names.count(name) > 1), None):
             problems.add("environments", f"has two called {twice!r}; give one of them a different `name`")
