@@ -155,6 +155,8 @@ def test_what_fails_is_counted_and_dropped(calculator_home, tmp_path, monkeypatc
         ({"method": "dpo"}, ConfigError, "are for methods that sample completions, which dpo does not"),
         ({"data": {"source": "x", "template": "none"}}, ConfigError, "need a chat template"),
         ({"environments": [CALCULATOR | {"class": "shutil:rmtree"}]}, RewardError, "belongs to Python"),
+        ({"environments": [CALCULATOR | {"class": "calculater"}]}, RewardError, "nor a built-in environment"),
+        ({"environments": [{"name": "c", "klass": "calculator"}]}, ConfigError, r"did you mean environments\.0\.class"),
     ],
 )
 def test_settings_that_are_refused(calculator_home, tmp_path, sections, error, message):

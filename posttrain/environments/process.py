@@ -322,5 +322,7 @@ def _module_name(name: str) -> str:
     """`my.py:Env` as `my:Env`, and the class of a name of BUILT_IN."""
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if ":" not in name:
+        raise RewardError(f"{name!r} is neither FILE.py:CLASS nor a built-in environment ({', '.join(BUILT_IN)})")
     file, colon, attribute = name.rpartition(":")
     return f"{file.removesuffix('.py').replace(os.sep, '.')}{colon}{attribute}"

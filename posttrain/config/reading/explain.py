@@ -132,7 +132,7 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     key, parent = str(path[-1]), path[:-1]
     _, annotation = _locate(parent, values)
     node = value_at(values, parent)
-    here = [name for model in models_in(annotation, node) for name in model.model_fields]
+    here = [info.alias or name for model in models_in(annotation, node) for name, info in model.model_fields.items()]
     if not parent:
         here.append("model")
     prefix = dotted(parent, values) + "." if parent else ""
