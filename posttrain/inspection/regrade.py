@@ -107,7 +107,7 @@ def _completion(
     prompt: Mapping[str, Any], row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> RewardInput:
     """A stored completion as a reward's input. Without a tokenizer, no prompt is assumed to open `<think>`."""
-    if row["turns"]:
+    if row.get("turns"):
         return rewarded_as(Trajectory.restored(row["turns"], row["tokens"].tolist()), prompt["facts"])
     sampled = engines.Completion(row["tokens"].tolist(), [], row["finish_reason"], row["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
