@@ -31,7 +31,8 @@ from posttrain.engines.protocol import FinishReason
 from posttrain.environments.episodes import Episodes, Trajectory, metrics_of, rewarded_as, start_of
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks
-from posttrain.rewards.compose import CompletionReward, Rewarded, RewardInput, Rewards
+from posttrain.rewards.compose import Rewards
+from posttrain.rewards.parts import CompletionReward, Rewarded, RewardInput
 
 PackOf = Callable[[Sequence[Example]], list[Pack]]
 

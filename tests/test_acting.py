@@ -16,7 +16,8 @@ from posttrain.config import load
 from posttrain.environments.calculator import value_of
 from posttrain.environments.episodes import Part, Trajectory
 from posttrain.grading.verdict import Grade
-from posttrain.rewards.compose import CompletionReward, Outcome, RewardInput, Rewards
+from posttrain.rewards.compose import Rewards
+from posttrain.rewards.parts import CompletionReward, Outcome, RewardInput
 from posttrain.rollout import SampledCompletion, of_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.stored_rollouts import StoredRun, trained_tokens

@@ -28,7 +28,7 @@ from posttrain.config import PPOMethod, load
 from posttrain.inspection.regrade import _change, _completion
 from posttrain.losses.advantage import gae, normalized
 from posttrain.recipes import REWARDED, ppo
-from posttrain.rewards.compose import CompletionReward
+from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs import rollouts
 from posttrain.runs.metrics import read_metrics

@@ -29,7 +29,7 @@ from posttrain.engines.protocol import FinishReason
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
 from posttrain.grading.verdict import Grade
-from posttrain.rewards.compose import Outcome, RewardInput
+from posttrain.rewards.parts import Outcome, RewardInput
 
 StopReason = Literal[
     "completed", "env_done", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
@@ -140,7 +140,7 @@ class Trajectory:
 class Episodes:
     """Runs episodes on an engine. `codecs` are those for the tools of each environment.
 
-    At most `workers` episodes have an environment at a time; others begin when one ends.
+    At most `environments.workers` episodes have an environment at a time; others begin when one ends.
     """
 
     def __init__(
@@ -270,8 +270,7 @@ class _Episode:
         self._lock, self.process = Lock(), cast(EpisodeProcess | None, None)
         kind = environments.kinds[self.name]
         self.trajectory, self.calls, self._is_over = Trajectory([], messages=[], title=kind.title), 0, False
-        settings = kind.settings
-        self.is_game = settings is not None and settings.contract == "messages"
+        self.is_game = kind.is_game
 
     def reset(self) -> Sequence[Message]:
         """Start the environment; returns what its `reset` adds to the messages."""

@@ -54,7 +54,17 @@ class Kind:
     settings: EnvironmentConfig | None  # None: tools without an environment
     title: str  # its class's name; `tools` without an environment
     tools: tuple[dict[str, Any], ...]  # JSON schemas
-    rewards: bool  # whether it has `get_reward`
+    has_reward: bool  # whether it has `get_reward`
+
+    @property
+    def rewards(self) -> bool:
+        """Whether it rewards its episodes."""
+        return self.has_reward or self.is_game
+
+    @property
+    def is_game(self) -> bool:
+        """Whether it answers messages instead of calls."""
+        return self.settings is not None and self.settings.contract == "messages"
 
 
 class EpisodeProcess:

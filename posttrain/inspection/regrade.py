@@ -14,7 +14,8 @@ from posttrain.config.schema.rewards import Reward
 from posttrain.environments.episodes import Trajectory, rewarded_as
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes import REWARDED
-from posttrain.rewards.compose import RewardInput, Rewards
+from posttrain.rewards.compose import Rewards
+from posttrain.rewards.parts import RewardInput
 from posttrain.rollout import end_of, to_reward
 from posttrain.runs.inputs import run_settings
 from posttrain.runs.stored_rollouts import StoredRun, of_trained

@@ -25,7 +25,7 @@ from posttrain.config.schema.online import RewardedMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.optim.update import Batch, Objective
 from posttrain.recipes.offline import Models, scorer_of
-from posttrain.rewards.compose import CompletionReward
+from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, RolloutPack, SampledCompletion, Sampler
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.scoring import Scorer

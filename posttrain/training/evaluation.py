@@ -40,7 +40,8 @@ from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
 from posttrain.models.families import base_of, positions_of
 from posttrain.parallel.ranks import Ranks
-from posttrain.rewards.compose import CompletionReward, Rewards
+from posttrain.rewards.compose import Rewards
+from posttrain.rewards.parts import CompletionReward
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.runs.checkpoint import saved_step
@@ -151,11 +152,7 @@ def environments_of(config: RunConfig, ranks: Ranks) -> Environments:
     if ranks.size > 1 and config.rollout.engine == "vllm":
         raise RewardError("environments on several ranks need rollout.engine: embedded: ranks share vLLM's servers")
     made = Environments(config.environments, config.tools, config.rollout.environment_workers)
-    rewarded = any(
-        kind.rewards or (kind.settings is not None and kind.settings.contract == "messages")
-        for kind in made.kinds.values()
-    )
-    if config.method.needs_rewards and not config.rewards and not rewarded:
+    if config.method.needs_rewards and not config.rewards and not any(kind.rewards for kind in made.kinds.values()):
         made.close()
         raise RewardError("nothing rewards the episodes: give the environment a method `get_reward`, or set `rewards`")
     return made
