@@ -5,7 +5,7 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences style lint bench house learn gpu wheel wheels clean
+.PHONY: sums quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-env test-old test-new test-processors test-313 audit licences style lint bench house learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -68,6 +68,18 @@ build/eval/.installed: pyproject.toml constraints-eval.txt
 	build/eval/bin/pip install --quiet "$$(grep '^torch==' constraints-eval.txt)"
 	build/eval/bin/pip install --quiet --no-deps -r constraints-eval.txt
 	build/eval/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# Environments of other packages (docs/environments.md), unmodified, in an environment of their own.
+test-env: build/env/.installed
+	build/env/bin/python -m pytest tests/test_environment_packages.py tests/test_episodes.py
+
+build/env/.installed: pyproject.toml constraints-env.txt
+	$(PYTHON) -m venv build/env
+	build/env/bin/pip install --quiet --upgrade pip
+	build/env/bin/pip install --quiet "$$(grep '^torch==' constraints-env.txt)"
+	build/env/bin/pip install --quiet --no-deps -r constraints-env.txt
+	build/env/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 # The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has

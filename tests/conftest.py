@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
@@ -168,6 +169,23 @@ def sums_home(made_once) -> Path:
 def calculator_home() -> Path:
     """The task of benchmarks/calculator.py: `model/`, `train.jsonl`, `test.jsonl`."""
     return SAVED_SUMS / "calculator"
+
+
+@pytest.fixture
+def users_module(tmp_path, monkeypatch):
+    """Writes a file of a user's into the current folder, where functions and classes of that name are then found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    written = []
+
+    def write(name: str, code: str) -> None:
+        (tmp_path / f"{name}.py").write_text(code)
+        written.append(name)
+        sys.modules.pop(name, None)
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")

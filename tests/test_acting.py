@@ -18,9 +18,10 @@ from posttrain.environments.episodes import Part, Trajectory
 from posttrain.grading.verdict import Grade
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import CompletionReward, Outcome, RewardInput
-from posttrain.rollout import SampledCompletion, of_episodes
+from posttrain.rollout import SampledCompletion
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
+from posttrain.sampler import of_episodes
 
 CALCULATOR = {"name": "calculator", "class": "calculator"}
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import trl
+from data_tokenizer import prepare, trained_text
 from transformers import AutoTokenizer
 
 from posttrain.base.errors import DataError
+from posttrain.config import DataConfig
 from posttrain.data.calls import PROBE_TOOLS, Call, PythonGrammar, TaggedGrammar, read_calls, tool_calls
 from posttrain.data.codec import Codec, Reply
 
@@ -232,3 +234,19 @@ def test_arguments_are_what_json_has(value):
     assert call.arguments in ({"a": value}, {"a": [1, 2]})
     calls, _, _ = read_calls(f"[f(a={value})]", PythonGrammar("[", "]"), types)
     assert [call.arguments for call in calls] == ([{"a": [1, 2]}] if value == "(1, 2)" else [])
+
+
+def test_what_sft_teaches_is_what_an_episode_samples(codec, tokenizer, tmp_path):
+    """A stored conversation with calls has the tokens of an episode in which the model wrote its replies, and trains
+    them; and the line break that ends a turn, which nobody samples."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "today": True}}}
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "Yes."}]
+    row = {"messages": [*HELLO, said[0], RESULT, said[1]], "tools": [WEATHER]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="chat")
+    prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path / "cache")
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "today": true}}\n</tool_call><|im_end|>'
+    ids = codec.first(HELLO) + ids_of(tokenizer, written)
+    ids += codec.bridge(ids, [RESULT]) + ids_of(tokenizer, "Yes.<|im_end|>")
+    assert [*prepared.train[0].trees[0].tokens][: len(ids)] == ids
+    assert trained_text(prepared, tokenizer) == [f"{written}\n", "Yes.<|im_end|>\n"]

@@ -1,5 +1,6 @@
 """Episodes: turns of a scripted model and real environments, their tokens, limits and verdicts."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from posttrain.base.errors import RewardError
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.engines import Completion, Sampling
 from posttrain.environments.episodes import Episodes, Limits, Start, codecs_of
-from posttrain.environments.process import Environments
+from posttrain.environments.process import BUILT_IN, Environments
 
 CODE = '''
 import os, time
@@ -122,9 +124,10 @@ def run(tmp_path, monkeypatch, shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
     opened = []
 
-    def run(scripts, rows=None, n=1, cls="Sum", contract="tools", workers=3, timeout=5, **limits):
+    def run(scripts, rows=None, n=1, cls="Sum", contract="tools", workers=3, timeout=5, args=None, **limits):
+        cls = cls if cls in BUILT_IN else f"{name}.py:{cls}"
         settings = EnvironmentConfig(
-            **{"name": "e", "class": f"{name}.py:{cls}", "contract": contract, "timeout": timeout}
+            **{"name": "e", "class": cls, "contract": contract, "timeout": timeout, "args": args or {}}
         )
         environments = Environments([settings], [], workers)
         opened.append(environments)
@@ -239,3 +242,93 @@ def test_messages_that_are_none_end_only_their_episode(run, says):
     first, second = run(scripts, [{"says": says}, {"secret": 3}], cls="Guess", contract="messages")
     assert first[0].stop_reason == "env_error" and "TypeError" in first[0].reason
     assert second[0].reward == 1.0
+
+
+def python(code: str) -> str:
+    return call("python", json.dumps({"code": code}))
+
+
+def results(trajectory) -> list[str]:
+    return [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+
+
+def test_programs_of_the_model_run_apart(run, tmp_path):
+    """They print, fail with their own lines, keep nothing, change no file, and end at their deadline."""
+    programs = [
+        "print(2**70)\nimport sys; print('said', file=sys.stderr)", "x = 1", "print(x)", "def f():\n  1/0\nf()", "1 +",
+        f"open({str(tmp_path / 'made')!r}, 'w').write('a')", "raise SystemExit(3)", "print(input())",
+        "print('a' * 10**5)", "while True: pass", "b = bytearray(3 * 10**9)", "import os; os.kill(os.getpid(), 9)",
+    ]  # fmt: skip
+    [[made]] = run({"Row 0": [*map(python, programs), "Done." + END]}, cls="python", args={"seconds": 2}, timeout=20)
+    printed = results(made)
+    assert printed[0].splitlines() == [str(2**70), "said"] or printed[0].splitlines() == ["said", str(2**70)]
+    assert printed[1] == "" and "NameError" in printed[2] and "line 1, in <module>" in printed[2]
+    assert "line 2, in f" in printed[3] and "ZeroDivisionError" in printed[3] and "sandbox.py" not in printed[3]
+    assert "SyntaxError" in printed[4] and "Error" in printed[5]
+    assert not (tmp_path / "made").exists() or not (tmp_path / "made").stat().st_size
+    assert printed[6] == "" and "EOFError" in printed[7]
+    assert printed[8].startswith("a" * 10_000 + "…") and len(printed[8]) < 10_100
+    assert "did not end within 2 s" in printed[9] and "MemoryError" in printed[10] and printed[11] == ""
+    assert made.state.programs == programs and made.stop_reason == "completed"
+
+
+def test_a_corpus_is_searched(run, tmp_path):
+    """The index lies beside the file, and is made again when the file has changed."""
+    corpus = tmp_path / "corpus.jsonl"
+    texts = [("Cats", "A cat sleeps all day."), ("", 'Dogs bark at "cats".'), ("Trees", "An oak is a tree.")]
+    corpus.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in texts))
+
+    def found(*queries):
+        script = [*(call("search", json.dumps({"query": query})) for query in queries), "Done." + END]
+        [[made]] = run({"Row 0": script}, cls="search", args={"corpus": str(corpus), "results": 2})
+        assert made.state.queries == [*queries]
+        return results(made)
+
+    cats, trees, nothing, odd = found("cats", "what is an OAK tree?", "zebra", '"; DROP TABLE x')
+    assert {*cats.split("\n\n")} == {"[1] Cats: A cat sleeps all day.", '[2] Dogs bark at "cats".'}
+    assert trees.startswith("[1] Trees: An oak") and nothing == odd == "nothing found"
+    before = (tmp_path / "corpus.jsonl.fts5").stat().st_mtime_ns
+    assert found("oak") == ["[1] Trees: An oak is a tree."]
+    assert (tmp_path / "corpus.jsonl.fts5").stat().st_mtime_ns == before
+    corpus.write_text(json.dumps({"text": "A zebra."}) + "\n")
+    assert found("zebra") == ["[1] A zebra."]
+    corpus.write_text(json.dumps({"body": "A zebra."}) + "\n")
+    with pytest.raises(RewardError, match=r"line 1 has no string in the column text"):
+        found("zebra")
+
+
+SERVED = """
+from posttrain.environments import ToolServer
+
+
+class Served(ToolServer):
+    def __init__(self, names):
+        self.names, self.asked = names, []
+
+    async def schemas(self):
+        about = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        return [{"type": "function", "function": {"name": name, **about}} for name in self.names]
+
+    async def call(self, name, arguments):
+        if name == "fail":
+            raise ValueError("no")
+        self.asked.append((name, arguments))
+        return name.upper()
+
+    def reset(self, **row):
+        pass
+
+    def __getstate__(self):
+        return {"asked": self.asked}
+"""
+
+
+def test_tools_that_are_known_only_when_it_runs(run, tmp_path, monkeypatch):
+    (tmp_path / "served.py").write_text(SERVED)
+    monkeypatch.setitem(BUILT_IN, "served", "served:Served")
+    monkeypatch.syspath_prepend(tmp_path)
+    script = [call("look", '{"at": 3}'), call("fail"), call("schemas"), "Done." + END]
+    [[made]] = run({"Row 0": script}, cls="served", args={"names": ["look", "fail"]})
+    assert results(made)[0] == "LOOK" and results(made)[1] == "{'error': 'no'}"
+    assert "there is no tool schemas; there are look, fail" in results(made)[2]
+    assert made.state.asked == [("look", {"at": 3})]

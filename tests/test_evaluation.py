@@ -19,9 +19,9 @@ from posttrain.engines import EmbeddedEngine
 from posttrain.evaluation.records import read_summary
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.parts import CompletionReward, Rewarded
-from posttrain.rollout import Sampler
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.sampler import Sampler
 from posttrain.training.evaluation import reasoning
 
 

@@ -29,7 +29,7 @@ from posttrain.planning.estimate import checkpoints_gradients, estimate
 from posttrain.planning.largest import keeps_engine
 from posttrain.planning.plan import plan
 from posttrain.recipes.online import evaluate
-from posttrain.rollout import Sampler
+from posttrain.sampler import Sampler
 from posttrain.training import loop
 
 GPU = torch.device("cuda", 0)

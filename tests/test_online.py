@@ -26,12 +26,12 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 from posttrain.recipes.online import divided
-from posttrain.rollout import Sampler
 from posttrain.runs import rollouts
 from posttrain.runs.checkpoint import saved_step, verify
 from posttrain.runs.files import load_json
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import read_run
+from posttrain.sampler import Sampler
 
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 
@@ -413,9 +413,12 @@ def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, 
 
 
 def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_home, tmp_path):
-    """Every completion is cut off at its limit and masked; there is no KL to adapt the coefficient to."""
+    """No completion has a reward; there is no KL to adapt the coefficient to. A masked one's KL is measured."""
     method = {"type": "ppo", "target_kl": 1.0, "mask_truncated_completions": True, "num_generations": 1}
-    folder = train(sums_home, tmp_path, method, seed=6, rollout={"max_completion_length": 1})
+    masked = train(sums_home, tmp_path / "masked", method, seed=6, rollout={"max_completion_length": 1})
+    assert all("kl" in line and "loss" not in line for line in lines(masked))
+    rewards = [{"type": "python", "function": "test_online:none"}]
+    folder = train(sums_home, tmp_path, method, seed=6, rewards=rewards)
     assert all("kl" not in line and "loss" not in line for line in lines(folder))
     assert load_json(folder / "checkpoint-2/state.json")["loop"]["memory"].get("kl_coef", 0.05) == 0.05
 

@@ -20,6 +20,7 @@ LOCAL = {
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
     "distill-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16", "method.teacher={model}"]),
+    "grpo-gsm8k-calculator": ("tools", GSM8K, ["rollout.max_completion_length=24"]),
     "grpo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
     "ppo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
@@ -88,9 +89,10 @@ def test_two_steps_of_every_stage(preset, shared, scratch_model, tmp_path, capsy
 
 
 @pytest.mark.parametrize("preset", LOCAL)
-def test_two_steps(preset, shared, scratch_model, tmp_path, capsys):
+def test_two_steps(preset, shared, scratch_model, calculator_home, tmp_path, capsys):
     kind, data, differs = LOCAL[preset]
-    model = scratch_model if kind == "chat" else shared / "models" / kind
+    models = {"chat": scratch_model, "tools": calculator_home / "model"}
+    model = models.get(kind, shared / "models" / kind)
     overrides = {"name": "run", "output_dir": tmp_path, "data.source": shared / data} | SIZES
     models = load(preset).config.models
     for index in range(len(models)):  # names, because here all models are one folder

@@ -22,8 +22,10 @@ from posttrain.config.schema.rewards import PythonReward, Reward
 from posttrain.rewards import calls, python
 from posttrain.rewards.calls import OverdueError
 from posttrain.rewards.compose import RewardInput, Rewards
+from posttrain.rewards.parts import TrainerState
 from posttrain.rewards.python import RewardFunction, call_function
 from posttrain.runs.logs import ConsoleLog, RunLog
+from posttrain.training.evaluation import parts_of
 from posttrain.training.saving import GivenUpError, Stop
 
 MODULE = """
@@ -416,3 +418,63 @@ def test_functions_of_the_program_that_calls(tmp_path, monkeypatch):
                 python.find_function("signals:handling")  # of our package's folder
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"), raising=False)
     assert python.find_function("of_the_program:short")(completions=["a"]) == [1.0]
+
+
+NOTING = """
+def noting(completions, trainer_state, log_extra, log_metric, **columns):
+    log_extra("length", [len(text) for text in completions])
+    log_extra("odd", [object() if index else None for index, _ in enumerate(completions)])
+    log_metric("share", 0.25)
+    log_metric("share", 0.75)
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def miscounting(completions, log_extra):
+    log_extra("length", [1])
+    return [0.0] * len(completions)
+
+
+def tried(completions, log_metric, calls=[]):
+    calls.append(1)
+    log_metric("calls", len(calls))
+    if len(calls) < 2:
+        raise OSError("busy")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def noting(tmp_path, monkeypatch):
+    (tmp_path / "my_notes.py").write_text(NOTING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_notes", raising=False)
+    monkeypatch.setattr(python, "PAUSE_S", 0.01)
+
+
+def test_a_function_logs_as_in_trl(noting):
+    """Values of completions are kept with them, metrics are averaged, and the state says how far training is."""
+    terms = [{"type": "python", "function": "my_notes:noting"}, {"type": "length", "target": 3}]
+    completions = [RewardInput("abc", [1]), RewardInput("d", [2, 3])]
+    with Rewards(TypeAdapter(tuple[Reward, ...]).validate_python(terms)) as rewards:
+        found, after = rewards(completions, TrainerState(7, 10, 0.5)), rewards(completions)
+    [first, second] = [reward.parts[0] for reward in found]
+    assert first.value == 7.0 and first.extra["length"] == 3 and second.extra["length"] == 1
+    assert first.extra["odd"] is None and "object" in second.extra["odd"], "plain data"
+    name = first.name
+    assert found.metrics()[f"rewards/{name}/share"] == 0.5 and after[0].parts[0].value == 0.0
+    assert parts_of(found[1])[name]["extra"] == second.extra and "extra" not in parts_of(found[1])["length"]
+
+
+def test_another_number_of_values_is_an_error(noting):
+    with (
+        closing(RewardFunction("my_notes:miscounting")) as function,
+        pytest.raises(RewardError, match=r"line 10.*log_extra\('length'\) has 1 values for 2 completions"),
+    ):
+        function(TWO)
+
+
+def test_what_a_failed_try_logged_does_not_count(noting):
+    with closing(RewardFunction("my_notes:tried", retries=1)) as function:
+        _, notes = function.noted(TWO, TrainerState())
+    assert notes.metrics == {"calls": 2.0}

@@ -302,7 +302,13 @@ def test_advantages_under_other_rewards():
         return gae(reward_N, value_N, sequence_N, gamma=0.9, lam=0.7)
 
     stored = [
-        {"reward": float(reward), "returns": returns.numpy(), "old_values": values.numpy()}
+        {
+            "reward": float(reward),
+            "returns": returns.numpy(),
+            "old_values": values.numpy(),
+            "advantages": returns.numpy(),
+            "tokens": returns.numpy(),
+        }
         for reward, returns, values in zip(
             rewards, estimated(rewards)[1].split(lengths), value_N.split(lengths), strict=True
         )
@@ -480,12 +486,12 @@ def test_advantages_of_0_that_stay_0_are_counted(sums_home, tmp_path, capsys):
     assert "0 of 64 advantages change sign, 0 become 0 and 64 were 0, of which 64 are still 0" in said
 
 
-@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "grpo"])
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "grpo", "ppo", "ppo, whitened"])
 def test_truncated_completions_keep_their_penalty(sums_home, tmp_path, capsys, name):
     """Out of the loss only: in the statistics with the KL in their reward, which is stored and regraded."""
     method = METHODS[name] | {
-        "num_generations": 4, "beta": KL, "mask_truncated_completions": True, "kl_estimator": "k1",
-        "ref_model": str(sums_home / "model"),
+        "num_generations": 4, "kl_coef" if name.startswith("ppo") else "beta": KL, "kl_estimator": "k1",
+        "mask_truncated_completions": True, "ref_model": str(sums_home / "model"),
     }  # fmt: skip
     settings = {"training": {"learning_rate": 5e-3, "max_steps": 3}, "rollout": {"max_completion_length": 2}}
     folder = online_run(sums_home, tmp_path, method, **settings)
@@ -503,7 +509,12 @@ def test_truncated_completions_keep_their_penalty(sums_home, tmp_path, capsys, n
     expected = by_hand(name, rollouts, [one["reward"] for one in rollouts])
     for one, out, mean in zip(rollouts, masked, expected, strict=True):
         assert one["advantage"] is None if out else one["advantage"] == pytest.approx(mean, abs=2e-3)
-    if name == "reinforce_plus_plus":  # normalised over all tokens, of which those in the loss are some
+    if name.startswith("ppo"):
+        assert all(np.isfinite(one["old_values"]).all() and len(one["returns"]) for one in rollouts)
+        line = next(line for line in read_metrics(folder) if line["step"] == 3)
+        by_definition = [float((one["old_logprobs"] - one["ref_logprobs"]).sum()) for one in rollouts]
+        assert line["kl"] == pytest.approx(np.mean(by_definition), abs=1e-4), "of all completions"
+    if name in ("reinforce_plus_plus", "ppo"):  # normalised over all tokens, of which those in the loss are some
         assert max(np.abs(one["advantages"]).max() for one in rollouts if one["advantages"] is not None) < 5
     capsys.readouterr()
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact", "--step", "3"]) == 0

@@ -30,6 +30,7 @@ from posttrain.runs.files import save_rows
 
 LOCAL = {
     "gsm8k": ("gsm8k/test.jsonl", 1319, None),
+    "gsm8k_calculator": ("gsm8k/test.jsonl", 1319, None),
     "math": ("math/math_train.json", 7474, None),
     "math500": ("math/math500.jsonl", 500, None),
     "aime24": ("math/aime24.json", 30, None),

@@ -16,6 +16,7 @@ from posttrain.base.errors import UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say, visible
+from posttrain.base.words import counted
 
 if TYPE_CHECKING:  # imports numpy, which the help does not need
     from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
@@ -64,7 +65,10 @@ def why(
             return
         group = group_receipt(stored, step, prompt)
     if rollout is not None:
-        console.print(_tokens_table(folder, group, group.completion(rollout)))
+        completion = group.completion(rollout)
+        if completion.turns:
+            console.print(_turns_table(completion))
+        console.print(_tokens_table(folder, group, completion))
         return
     console.print(Text(visible(f"row {group.row}: {group.text}"), style="dim"))
     console.print(_parts_table(group))
@@ -166,6 +170,22 @@ def _parts_table(group: GroupReceipt) -> Table:
         parts = [_part(completion.parts.get(name)) for name in group.part_names]
         numbers = (_number(completion.reward), _number(completion.advantage))
         table.add_row(str(completion.rollout), *numbers, *parts, Text(_short(completion.text)))
+    return table
+
+
+def _turns_table(completion: CompletionReceipt) -> Table:
+    """The turns of an episode; a call is shown with the reply that made it."""
+    table = _table("turn", "author", "tokens", "reward", "advantage", "push", "completion")
+    table.title = f"{counted(sum(turn.author == 'model' for turn in completion.turns), 'reply', 'replies')}, " + (
+        f"ended by {completion.finish_reason}"
+    )
+    for number, turn in enumerate(completion.turns):
+        advantage, push = completion.of_turn(turn)
+        values = ["-"] * 3
+        if turn.author == "model":
+            values = [_number(turn.reward), _number(advantage), _number(push)]
+        said = [turn.text, *turn.calls, f"({counted(turn.failed, 'call')} failed)" if turn.failed else ""]
+        table.add_row(str(number), turn.author, f"{turn.stop - turn.start:,}", *values, Text(_short(" ".join(said))))
     return table
 
 

@@ -73,6 +73,8 @@ def sample(
         longest_prompt=_longest_prompt(settings),
         seed=settings.seed if settings else 0,
         behavior_version=settings.behavior_version if settings else BEHAVIOR_VERSION,
+        environments=settings.environments if settings else (),
+        tools=settings.tools if settings else (),
     )
     temperatures = list(dict.fromkeys(rollout.temperature for rollout in rollouts))
     how = options.prompts, options.num_generations, options.show, options.seed

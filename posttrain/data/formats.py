@@ -142,6 +142,12 @@ def prompt(fields: Fields, template: Template) -> Row:
     return Row(prompt, "" if isinstance(prompt, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
 
 
+def episode(fields: Fields, template: Template) -> Row:
+    """Any columns: an environment's `reset` gives the messages, after an empty one of the user or the `prompt`."""
+    row = prompt({"prompt": ""} | {name: value for name, value in fields.items() if value is not None}, template)
+    return replace(row, prompt=as_turns(row.prompt, "user"), chosen=[]) if isinstance(row.prompt, str) else row
+
+
 def text(fields: Fields, template: Template) -> Row:
     """`text`: a plain document; every token is trained on."""
     return Row(None, text_of(field(fields, "text"), "text"))
@@ -225,6 +231,7 @@ FORMATS: dict[str, Format] = {
         (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt")),
     ),
     "text": Format(text, ("text",)),
+    "episode": Format(episode, (), ("prompt", "answer", "system", "tools")),
 }
 
 

@@ -169,10 +169,11 @@ def _detect(columns: dict[str, str], present: Iterable[str], sample: list[dict],
     needs = "; ".join(
         f"{name}: {', '.join(known.required)}{' and ' + ' or '.join(known.one_of) if known.one_of else ''}"
         for name, known in FORMATS.items()
+        if known.required
     )
     raise DataError(
         f"{where} has the columns {_list(present)}, which fit no format. Set data.format and data.columns; the formats "
-        f"need: {needs}"
+        f"need: {needs}. For environments that give the messages in `reset`, set data.format: episode"
     )
 
 

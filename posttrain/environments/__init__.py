@@ -8,14 +8,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Environment", "Step"]
+__all__ = ["Environment", "Step", "ToolServer"]
 
 
 class Environment(ABC):
     """Base of an environment whose public methods are tools, `contract: tools`.
 
     A tool needs type hints and a Google docstring, from which its JSON schema is made; it may be async. `get_reward()`
-    without arguments, if defined, returns the episode's reward, or None if there is none.
+    without arguments, if defined, returns the episode's reward, or None if there is none. `turn_rewards()` without
+    arguments, if defined, returns a reward for each of the model's replies: it says which reply earned what of the
+    episode's reward. Without `get_reward`, the episode's reward is their sum.
     """
 
     @abstractmethod
@@ -26,12 +28,20 @@ class Environment(ABC):
         """Whether the episode has ended; asked after each turn."""
         return False
 
-    def turn_rewards(self) -> list[float]:
-        """A reward for each turn of the model so far; empty: none."""
-        return []
-
     def close(self) -> None:  # noqa: B027 (most environments open nothing)
         """Release what `reset` has opened."""
+
+
+class ToolServer(Environment):
+    """Base of an environment whose tools are known only when it runs, such as those of a server."""
+
+    @abstractmethod
+    async def schemas(self) -> list[dict[str, Any]]:
+        """The tools as JSON schemas: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The result of a tool."""
 
 
 @dataclass(frozen=True)

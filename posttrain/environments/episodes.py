@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any, Literal, Self, cast, get_args
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
+from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
@@ -104,7 +106,18 @@ class Trajectory:
     @property
     def turns(self) -> int:
         """The number of replies."""
-        return sum(part.author == "model" for part in self.parts)
+        return len(self.reply_lengths)
+
+    @property
+    def reply_lengths(self) -> list[int]:
+        """The number of tokens of each reply."""
+        return [part.stop - part.start for part in self.parts if part.author == "model"]
+
+    @property
+    def answer(self) -> str:
+        """The last reply; empty without one."""
+        replies = [message for message in self.messages if message["role"] == "assistant"]
+        return str(replies[-1]["content"]) if replies else ""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -112,11 +125,12 @@ class Trajectory:
         return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
 
     def stored(self) -> dict[str, Any]:
-        """The episode for the rollout store: its environment's class, why it ended, its reward, the messages, and each
-        turn's author, span of tokens and calls."""
+        """The episode for the rollout store: its environment's class, why it ended, its reward, that of each reply, the
+        messages, and each turn's author, span of tokens and calls."""
         return {
             "environment": self.title, "stop_reason": self.stop_reason, "reason": self.reason, "reward": self.reward,
-            "turns": [asdict(part) for part in self.parts], "messages": self.messages,
+            "turn_rewards": self.turn_rewards, "turns": [asdict(part) for part in self.parts],
+            "messages": self.messages,
         }  # fmt: skip
 
     @classmethod
@@ -125,7 +139,7 @@ class Trajectory:
         return cls(
             [], stored["messages"], [*tokens], parts=[Part(**part) for part in stored["turns"]],
             stop_reason=stored["stop_reason"], reason=stored["reason"], reward=stored["reward"],
-            title=stored["environment"],
+            turn_rewards=stored.get("turn_rewards", []), title=stored["environment"],
         )  # fmt: skip
 
     def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
@@ -156,8 +170,16 @@ class Episodes:
         self._turns = ThreadPoolExecutor(workers, thread_name_prefix="posttrain-episodes")
         self._starts = ThreadPoolExecutor(min(workers, STARTS), thread_name_prefix="posttrain-episodes-start")
 
-    def run(self, starts: Sequence[Start], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[list[Trajectory]]:
+    def run(
+        self,
+        starts: Sequence[Start],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        seen: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
+    ) -> list[list[Trajectory]]:
         """`n` trajectories of each start, in order; number k of start i has the random streams (seeds[i], k, turn).
+        `seen` is called with the index of an episode after each of its turns, in that episode's thread.
 
         An episode with a prompt above `max_prompt_length` ends as `context_overflow`. Raises DataError for a start
         whose environment is not known.
@@ -166,8 +188,13 @@ class Episodes:
         episodes = [_Episode(starts[index], seed_of(seeds[index], number), self.environments) for index, number in keys]
         begun = [self._starts.submit(self._begin, episode) for episode in episodes]
 
+        def turn(index: int, reply: Completion) -> Turn | None:
+            following = self._turn(episodes[index], reply)
+            seen(index, episodes[index].trajectory)
+            return following
+
         def follow(index: int, reply: Completion) -> Future[Turn | None]:
-            return self._turns.submit(self._turn, episodes[index], reply)
+            return self._turns.submit(turn, index, reply)
 
         longest = self.limits.max_prompt_length + self.limits.max_completion_length
         try:
@@ -314,6 +341,9 @@ class _Episode:
         self.process = None
         self.trajectory.reward, self.trajectory.state = reward, state
         self.trajectory.turn_rewards = turns or self.trajectory.turn_rewards
+        if len(turns) > self.trajectory.turns:
+            replies = counted(self.trajectory.turns, "reply", "replies")
+            raise EpisodeError("env_error", f"turn_rewards() has {len(turns)} rewards for {replies}")
         if self.is_game and reward is None:
             self.trajectory.reward = sum(self.trajectory.turn_rewards)
 
@@ -324,6 +354,24 @@ class _Episode:
             process, self.process = self.process, None
         if process is not None:
             process.end()
+
+
+@contextmanager
+def acting(
+    environments: Sequence[EnvironmentConfig],
+    tools: Sequence[str],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    workers: int = 64,
+) -> Iterator[Episodes]:
+    """Episodes outside of training. Raises RewardError for an environment that does not work, DataError for a chat
+    template that cannot be used."""
+    with (
+        Environments(environments, tools, workers) as made,
+        closing(Episodes(engine, made, codecs_of(made, tokenizer), limits)) as episodes,
+    ):
+        yield episodes
 
 
 def codecs_of(
@@ -342,7 +390,6 @@ def start_of(facts: Mapping[str, Any]) -> Start:
 
 def rewarded_as(trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
     """An episode as the input of rewards. `facts`: those of its row."""
-    replies = [message for message in trajectory.messages if message["role"] == "assistant"]
     if trajectory.stop_reason in NO_VERDICT:
         verdict = "timeout" if trajectory.stop_reason == "tool_timeout" else "crashed"
         grade = Grade(verdict, reason=trajectory.reason)
@@ -351,7 +398,7 @@ def rewarded_as(trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput
     else:
         grade = Grade("scored", trajectory.reward)
     return RewardInput(
-        str(replies[-1]["content"]) if replies else "",
+        trajectory.answer,
         trajectory.tokens,
         prompt=facts["prompt"],
         answer=facts["answer"],

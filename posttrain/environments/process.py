@@ -8,6 +8,7 @@ with Environments(settings, tools) as environments:
 
 import base64
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -31,6 +32,11 @@ BODY = "posttrain.environments.worker:serve"
 BUILT_IN = {
     "calculator": "posttrain.environments.calculator:Calculator",
     "guess": "posttrain.environments.guess:Guess",
+    "python": "posttrain.environments.sandbox:Python",
+    "search": "posttrain.environments.search:Search",
+    "mcp": "posttrain.environments.adapters:Mcp",
+    "openenv": "posttrain.environments.adapters:OpenEnv",
+    "skyrl": "posttrain.environments.adapters:SkyRL",
 }
 STARTUP_S = 120.0  # until the template has imported everything
 TOOLS_S = 30.0  # for a call of a tool without an environment
@@ -159,7 +165,7 @@ class Environments:
         self._live, self._is_closed = set[EpisodeProcess](), False
         names = [*self._tools, *(_module_name(each.class_) for each in settings)]
         for name in names:
-            find_function(name)  # that it exists, in a file of the user's
+            _found(name)  # that it exists, in a file of the user's
         modules = dict.fromkeys(name.partition(":")[0] for name in names)
         environment = worker_environment()
         folders = os.pathsep.join(map(str, settings_folders()))
@@ -180,7 +186,8 @@ class Environments:
         process = self._started()
         try:
             made = process.ask(self._make(name), STARTUP_S)
-            tools = [_schema(self._tool(settings, tool)) for tool in made["tools"]]
+            served = {schema["function"]["name"]: schema for schema in made["schemas"]}
+            tools = [served.get(tool) or _schema(self._tool(settings, tool)) for tool in made["tools"]]
         except EpisodeError as error:
             what = settings.class_ if settings is not None else ", ".join(self._tools)
             raise RewardError(f"the environment {what} does not work: {error}") from error
@@ -191,10 +198,10 @@ class Environments:
     def _tool(self, settings: EnvironmentConfig | None, name: str) -> Callable[..., Any]:
         """The function of a tool: one of `tools`, or a method of the class, bound as on an instance."""
         for tool in self._tools:
-            if (function := find_function(tool)).__name__ == name:
+            if (function := _found(tool)).__name__ == name:
                 return function
         assert settings is not None
-        return MethodType(getattr(find_function(_module_name(settings.class_)), name), object())
+        return MethodType(getattr(_found(_module_name(settings.class_)), name), object())
 
     def _make(self, name: str | None) -> dict[str, Any]:
         settings = self.settings.get(name) if name is not None else None
@@ -326,6 +333,14 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"{function.__name__} cannot be a tool: {error} It needs type hints and a Google docstring with Args; a "
             "method that is no tool begins with an underscore",
         ) from error
+
+
+def _found(name: str) -> Callable[..., Any]:
+    """A class or function of a user's file, or a built-in class. Raises RewardError if there is none."""
+    if name in BUILT_IN.values():
+        module, _, attribute = name.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    return find_function(name)
 
 
 def _module_name(name: str) -> str:

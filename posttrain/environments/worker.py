@@ -4,7 +4,8 @@ It reads requests from stdin and writes a reply to each, one JSON object per lin
 posttrain/grading/worker.py starts):
 
     {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"]}
-                                       {"name": Class, "tools": [names], "rewards": whether it has any}
+                                       {"name": Class, "tools": [names], "schemas": [of a ToolServer's tools],
+                                        "rewards": whether it has any}
     {"reset": {column: value}}         {"messages": […], "done": …}; a string of `contract: tools` is one user message
     {"call": NAME, "arguments": {…}}   {"result": text, "failed": whether it raised, "done": …}
     {"step": message}                  {"messages": […], "reward": …, "done": …, "metrics": {…}}
@@ -24,9 +25,11 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 from posttrain.base.terminal import visible
+from posttrain.environments import ToolServer
 from posttrain.grading.worker import end_with, limits, say
 
 MEMORY_BYTES = 2_000_000_000  # of address space, beyond what the imports reserve if that is more
@@ -79,18 +82,29 @@ class Episode:
         if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
             raise TypeError("an environment needs a method `reset`")
         functions = [_named(name) for name in request["tools"]]
-        if request["contract"] == "tools" and self.environment is not None:
+        served: list[dict[str, Any]] = []
+        if isinstance(self.environment, ToolServer):
+            served = self._awaited(self.environment.schemas())
+        elif request["contract"] == "tools" and self.environment is not None:
             names = (name for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction))
             functions += [getattr(self.environment, n) for n in names if n not in NOT_TOOLS and not n.startswith("_")]
         for function in functions:
             if function.__name__ in self.tools:
                 raise TypeError(f"two tools are called {function.__name__}")
             self.tools[function.__name__] = function
+        for name in (schema["function"]["name"] for schema in served):
+            if name in self.tools:
+                raise TypeError(f"two tools are called {name}")
+            self.tools[name] = partial(self._served, name)
         return {
             "name": type(self.environment).__name__,
-            "tools": [function.__name__ for function in functions],
-            "rewards": hasattr(self.environment, "get_reward"),
+            "tools": list(self.tools),
+            "schemas": served,
+            "rewards": hasattr(self.environment, "get_reward") or hasattr(self.environment, "turn_rewards"),
         }
+
+    def _served(self, name: str, **arguments: Any) -> Any:
+        return self.environment.call(name, arguments)
 
     def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         given = None if self.environment is None else self._awaited(self.environment.reset(**row))
@@ -120,10 +134,13 @@ class Episode:
     def _end(self) -> dict[str, Any]:
         get_reward = getattr(self.environment, "get_reward", None)
         reward = None if get_reward is None else self._awaited(get_reward())
-        turns = list(getattr(self.environment, "turn_rewards", list)())
+        given = list(getattr(self.environment, "turn_rewards", list)())
+        turns = [_number(value, "turn_rewards()") for value in given]
+        if get_reward is None and turns:
+            reward = math.fsum(turns)
         reply = {
             "reward": None if reward is None else _number(reward, "get_reward()"),
-            "turn_rewards": [_number(value, "turn_rewards()") for value in turns],
+            "turn_rewards": turns,
             "state": _pickled(self.environment),
         }
         with contextlib.suppress(Exception):
@@ -190,7 +207,8 @@ def _number(value: Any, what: str) -> float:
 
 def _pickled(environment: Any) -> str:
     """The attributes of an environment. Raises TypeError, with its name, for one that cannot be pickled."""
-    attributes = {} if environment is None else dict(getattr(environment, "__dict__", {}))
+    state = None if environment is None else environment.__getstate__()
+    attributes = state if isinstance(state, dict) else {}
     for name, value in attributes.items():
         try:
             pickle.dumps(value)

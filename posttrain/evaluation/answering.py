@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Protocol
 
@@ -13,20 +14,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.base.errors import DataError
+from posttrain.base.errors import ConfigError, DataError
 from posttrain.batch import Example, Node, pack, physical_length
 from posttrain.config import DataConfig
-from posttrain.config.schema.suite import SuiteConfig
+from posttrain.config.schema.suite import OF_ENVIRONMENT, SuiteConfig
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record
 from posttrain.data.report import Malformed
 from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, Engine, Sampling, seed_of, stop_token_ids, text_of
+from posttrain.environments.episodes import Episodes, Limits, Trajectory, acting, start_of
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
+from posttrain.grading.verdict import Grade
 from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer
 
 CHOICE_PACK_TOKENS = 8192
+ENDLESS = 1 << 30  # tokens of a model without a fixed number of positions
 CHOSEN_AT_ONCE = 64  # items scored at a time
 
 
@@ -39,6 +43,8 @@ class Reply:
     finish_reason: str = ""
     seconds: float = 0.0  # its share of the generation time
     problem: str | None = None
+    grade: Grade | None = None  # given by its environment; otherwise the suite's rule grades the text
+    episode: Mapping[str, Any] | None = None  # `Trajectory.stored`, of a reply after several turns
 
     @classmethod
     def of(
@@ -158,6 +164,58 @@ class Generated:
         seeds = [seed_of(self._sampling.seed, item.position) for item, _ in prompts]
         tokens = [prompt.tokens for _, prompt in prompts]
         self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
+
+
+def episodes_of(
+    suite: SuiteConfig, engine: Engine, most: int, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> AbstractContextManager[Episodes]:
+    """Episodes with the suite's environments, of at most `most` tokens after the prompt. For errors, see `acting`."""
+    positions = positions_of(policy.config)
+    room = ENDLESS if positions is None else positions + 1 - most
+    limits = Limits(most, room, suite.max_turns, suite.max_tool_calls, suite.max_tool_result)
+    return acting(suite.environments, suite.tools, engine, written_by(suite, tokenizer)[1], limits)
+
+
+class Acted:
+    """Answers by episodes, of which a reply is the last one. Raises ConfigError if they lack the suite's reward."""
+
+    def __init__(
+        self, suite: SuiteConfig, episodes: Episodes, sampling: Sampling, prompts: Mapping[int, Prompt | Malformed]
+    ):
+        self._suite, self._episodes, self._sampling = suite, episodes, sampling
+        self._prompts, self.prompts = prompts, _texts(prompts)
+        if suite.rule == OF_ENVIRONMENT and not any(kind.rewards for kind in episodes.environments.kinds.values()):
+            raise ConfigError(f"suite {suite.name}: nothing rewards the episodes: give the class `get_reward`")
+
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        n = self._sampling.num_generations
+        asked: list[tuple[Item, Prompt]] = []
+        for item in items:
+            prompt = self._prompts[item.position]
+            if isinstance(prompt, Prompt):
+                asked.append((item, prompt))
+            else:
+                found(item, [Reply("", problem=prompt.reason)] * n)
+        at_once = max(1, 4 * self._episodes.environments.workers // n)  # items that are stored together
+        for start in range(0, len(asked), at_once):
+            some, began = asked[start : start + at_once], time.perf_counter()
+            seeds = [seed_of(self._sampling.seed, item.position) for item, _ in some]
+            starts = [start_of({"prompt": prompt.facts["prompt"], "columns": item.fields}) for item, prompt in some]
+            groups = self._episodes.run(starts, n, replace(self._sampling, num_generations=1), seeds)
+            seconds = (time.perf_counter() - began) / (n * len(some))
+            for (item, _), group in zip(some, groups, strict=True):
+                found(item, [self._reply(each, seconds) for each in group])
+
+    def _reply(self, made: Trajectory, seconds: float) -> Reply:
+        problem = None if made.has_verdict else f"{made.stop_reason}: {made.reason}"
+        if problem is None and made.stop_reason == "context_overflow":
+            problem = f"the prompt leaves no room: it has {len(made.prompt):,} tokens"
+        grade = None
+        if self._suite.rule == OF_ENVIRONMENT and problem is None:
+            none = Grade("ungraded", reason="the environment has no reward")
+            grade = none if made.reward is None else Grade("scored", made.reward)
+        tokens = len(made.logprobs)
+        return Reply(made.answer, tokens, made.finish_reason, seconds, problem, grade, made.stored())
 
 
 class Chosen:

@@ -17,13 +17,13 @@ from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, last_box
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import EvalOptions
-from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
+from posttrain.config.schema.suite import CALIBRATED, OF_ENVIRONMENT, SuiteConfig
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine
-from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask, stops_of
+from posttrain.evaluation.answering import Acted, Answers, Chosen, Generated, Recorded, ask, episodes_of, stops_of
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.pairs import evaluate_pairs, pair_facts, pairs_for
 from posttrain.evaluation.records import Answer, EvaluationStore, write_files
@@ -49,6 +49,8 @@ def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions,
     column = options.completion_column
     if other := next((items.suite for items in chosen if items.suite.kind != "generate"), None):
         raise DataError(f"{file}: recorded completions cannot answer the suite {other.name} of kind {other.kind}")
+    if other := next((items.suite for items in chosen if items.suite.rule == OF_ENVIRONMENT), None):
+        raise DataError(f"{file}: the suite {other.name} is graded by its environment, which needs a model: give one")
     content, records = f"sha256 {Files((file,)).digest}", list(read_files((file,)))
     about = {"name": file.stem, "path": str(file), "content": content}
     with EvaluationStore(folder, options.overwrite) as store:
@@ -130,6 +132,7 @@ def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOp
             "dtype": model.dtype,
         }
         facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
+        facts |= {name: value for name, value in _acting(suite).items() if value}
         if suite.kind == "preference":
             facts = pair_facts(model, suite, options, content)
         yield _Evaluation(items, sampling, named, facts)
@@ -170,6 +173,9 @@ class _Loaded(ExitStack):
                 self._prompts_of(items)
         if any(items.suite.kind == "generate" for items in chosen):
             self._started()
+        for items in chosen:
+            if items.suite.acts:
+                self._answers(items, _sampling(items.suite, self._options, {}))
 
     def _refuse_reward_model(self) -> None:
         if is_reward_model(self._model):
@@ -208,7 +214,11 @@ class _Loaded(ExitStack):
                 self._model.path,
                 sampling.max_completion_length,
             )
-        return Generated(engine, replace(sampling, stop_token_ids=stops), tokenizer, prompts)
+        sampling = replace(sampling, stop_token_ids=stops)
+        if items.suite.acts:
+            made = episodes_of(items.suite, engine, sampling.max_completion_length, policy, tokenizer)
+            return Acted(items.suite, self.enter_context(made), sampling, prompts)
+        return Generated(engine, sampling, tokenizer, prompts)
 
     def _prompts_of(self, items: Items) -> dict[int, Prompt | Malformed]:
         name, (policy, tokenizer) = items.suite.name, self.scored()
@@ -238,6 +248,12 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sam
         stop=suite.stop,
         seed=options.seed,
     )
+
+
+def _acting(suite: SuiteConfig) -> dict[str, Any]:
+    """The settings of a suite's episodes, as JSON reads them back."""
+    names = ("environments", "tools", "max_turns", "max_tool_calls", "max_tool_result")
+    return suite.model_dump(mode="json", by_alias=True, include={*names})
 
 
 def _shown(sampling: Sampling) -> dict[str, Any]:

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS evaluations (key TEXT PRIMARY KEY, facts TEXT, summar
 CREATE TABLE IF NOT EXISTS answers (
     key TEXT, position INTEGER, sample INTEGER, suite TEXT, setting TEXT, item TEXT, "group" TEXT, prompt TEXT,
     gold TEXT, completion TEXT, extracted TEXT, verdict TEXT, score REAL, format_and_answer TEXT, tokens INTEGER,
-    finish_reason TEXT, seconds REAL, reason TEXT,
+    finish_reason TEXT, seconds REAL, reason TEXT, episode TEXT,
     PRIMARY KEY (key, position, sample)
 ) WITHOUT ROWID;
 """
@@ -63,6 +63,7 @@ class Answer:
     finish_reason: str = ""  # stop, length; "" if nothing was generated
     seconds: float = 0.0  # its share of the generation time
     reason: str | None = None  # why the completion is not graded
+    episode: Mapping[str, Any] | None = None  # of several turns, of which `completion` is the last reply
 
 
 COLUMNS = tuple(field.name for field in fields(Answer))
@@ -150,7 +151,7 @@ class EvaluationStore:
     def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
         """Store answers with their items' positions: all of them, or none."""
         marks = ", ".join("?" * (len(COLUMNS) + 2))
-        rows = [(key, position, *(getattr(answer, name) for name in COLUMNS)) for position, answer in answers]
+        rows = [(key, position, *_columns(answer)) for position, answer in answers]
         self._write(f"INSERT OR REPLACE INTO answers (key, position, {_QUOTED}) VALUES ({marks})", rows)
 
     def finish(self, key: str, summary: Mapping[str, Any]) -> None:
@@ -164,7 +165,9 @@ class EvaluationStore:
         """The answers of one evaluation, or of all finished ones, ordered by suite, item and sample."""
         if key is not None:
             rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
-            yield from (Answer(**dict(zip(COLUMNS, row, strict=True))) for row in rows)
+            for row in rows:
+                facts = dict(zip(COLUMNS, row, strict=True))
+                yield Answer(**facts | {"episode": facts["episode"] and json.loads(facts["episode"])})
             return
         for finished in self.summaries():
             yield from self.answers(finished)
@@ -195,6 +198,12 @@ class EvaluationStore:
         return RunError(f"{self.path}: {text} ({advice})")
 
 
+def _columns(answer: Answer) -> Iterator[Any]:
+    for name in COLUMNS:
+        value = getattr(answer, name)
+        yield json.dumps(value, default=str) if isinstance(value, Mapping) else value
+
+
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
     """Open the database and create its tables; with `check`, read all of it. Raises sqlite3.Error if it is damaged."""
     check_database(path)
@@ -202,6 +211,8 @@ def _connected(path: Path, check: bool) -> sqlite3.Connection:
     try:
         with connection:
             connection.executescript(SCHEMA)
+            if "episode" not in {row[1] for row in connection.execute("PRAGMA table_info(answers)")}:
+                connection.execute("ALTER TABLE answers ADD COLUMN episode TEXT")  # made by an earlier version
         if check and (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(f"database disk image is malformed: {found}")
     except BaseException:
@@ -303,10 +314,15 @@ def write_files(
     folder: Path, store: EvaluationStore, model: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write `answers.jsonl` and `summary.json` from the database. Returns the summary."""
-    save_rows(folder / ANSWERS, (asdict(answer) for answer in store.answers()))
+    save_rows(folder / ANSWERS, map(_as_row, store.answers()))
     summary = {"format": FORMAT, **about, "model": dict(model), "suites": store.summaries()}
     save_json(folder / SUMMARY, summary)
     return summary
+
+
+def _as_row(answer: Answer) -> dict[str, Any]:
+    row = asdict(answer)
+    return row if answer.episode else {name: value for name, value in row.items() if name != "episode"}
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -331,7 +347,7 @@ def read_answers(folder: Path) -> list[Answer]:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
-                    answers.append(Answer(**{name: row[name] for name in COLUMNS}))
+                    answers.append(Answer(**{name: ({"episode": None} | row)[name] for name in COLUMNS}))
                 except (ValueError, KeyError, TypeError) as error:
                     raise RunError(f"{path} line {number} is damaged: {error}") from None
     except FileNotFoundError:

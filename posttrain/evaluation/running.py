@@ -17,7 +17,7 @@ from typing import Any, Self
 from posttrain.base.console import counter
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.config import TagsConfig
-from posttrain.config.schema.suite import SuiteConfig
+from posttrain.config.schema.suite import OF_ENVIRONMENT, SuiteConfig
 from posttrain.evaluation import ifeval
 from posttrain.evaluation.answering import Answers, Reply
 from posttrain.evaluation.items import Item, Items, text_of
@@ -52,7 +52,7 @@ class Judge:
         self._function: RewardFunction | None = None
         if self.calls_function:
             self._function = RewardFunction(self._rule)
-        elif self._rule != "none" and suite.kind != "choices":
+        elif self._rule not in ("none", OF_ENVIRONMENT) and suite.kind != "choices":
             self._pool = self._started(workers, deadline)
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
@@ -85,7 +85,8 @@ class Judge:
     def _started(self, workers: int | None, deadline: float) -> Pool:
         rule = self._rule
         if rule not in RULES:
-            raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}, only {', '.join(RULES)} and none")
+            known = ", ".join([*RULES, OF_ENVIRONMENT])
+            raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}, only {known} and none")
         module, _, name = RULES[rule].partition(":")
         judge = getattr(importlib.import_module(module), name).judge
         self._takes = {*list(inspect.signature(judge).parameters)[2:]}  # besides the completion and the answer
@@ -215,7 +216,12 @@ class Grading:
 
     def _submit(self) -> None:
         answered, self._answered = self._answered, []  # first: the user's function, called below, may fail
-        pairs = [(item, reply.text) for item, replies in answered for reply in replies if not reply.problem]
+        pairs = [
+            (item, reply.text)
+            for item, replies in answered
+            for reply in replies
+            if not reply.problem and reply.grade is None
+        ]
         pending = self._judge.submit([item for item, _ in pairs], [text for _, text in pairs]) if pairs else []
         self._submitted.put((answered, pending))
         self._count, self._since = 0, time.monotonic()
@@ -235,12 +241,17 @@ class Grading:
     def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
         grades = iter(self._judge.collect([grade for _, pending in submitted for grade in pending]))
         graded = [
-            (item, replies, [Grade("ungraded", reason=one.problem) if one.problem else next(grades) for one in replies])
+            (item, replies, [_ungraded(one) or one.grade or next(grades) for one in replies])
             for answered, _ in submitted
             for item, replies in answered
         ]
         if graded:
             self._graded(graded)
+
+
+def _ungraded(reply: Reply) -> Grade | None:
+    """The grade of a reply that cannot be graded; None for another."""
+    return Grade("ungraded", reason=reply.problem) if reply.problem else None
 
 
 def _answer(
@@ -258,6 +269,7 @@ def _answer(
         tokens=reply.tokens,
         finish_reason=reply.finish_reason,
         seconds=round(reply.seconds, 6),
+        episode=reply.episode,
         **{name: getattr(grade, name) for name in GRADED},
     )
 

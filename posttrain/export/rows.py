@@ -28,7 +28,7 @@ from posttrain.export.source import Source
 from posttrain.inspection.rows import generate_all
 from posttrain.inspection.sample import Setup, first_prompts
 from posttrain.models.families import positions_of
-from posttrain.rollout import sampling_of
+from posttrain.sampler import sampling_of
 
 log = logging.getLogger("posttrain")
 

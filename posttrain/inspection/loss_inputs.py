@@ -22,6 +22,7 @@ from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import SettingsConflict
 from posttrain.config.schema.methods import METHODS, AnyMethod
 from posttrain.data import Prepared
+from posttrain.environments.episodes import Trajectory
 from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.checkpoint import list_checkpoints, verify
@@ -167,6 +168,7 @@ def stored_step(folder: Path, step: int) -> StoredStep:
             row["version"],
             CompletionReward(row["reward"]),
             trained_tokens(row).tolist(),
+            Trajectory.restored(row["turns"], row["tokens"].tolist()) if row.get("turns") else None,
         )
         for row in rows
     ]

@@ -16,9 +16,9 @@ from posttrain.models.load import load_tokenizer
 from posttrain.recipes import REWARDED
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import RewardInput
-from posttrain.rollout import end_of, to_reward
 from posttrain.runs.inputs import run_settings
 from posttrain.runs.stored_rollouts import StoredRun, of_trained
+from posttrain.sampler import end_of, to_reward
 
 SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0", "same sign"
 

@@ -30,8 +30,8 @@ from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
-from posttrain.rollout import sampling_of
 from posttrain.runs.files import ready_to_write, save_rows
+from posttrain.sampler import sampling_of
 from posttrain.scoring import RewardScorer, Scorer
 
 log = logging.getLogger("posttrain")

@@ -2,42 +2,47 @@
 lengths, truncation, format, spread of rewards."""
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
-from statistics import fmean, pstdev
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.base.terminal import visible
 from posttrain.base.threads import sharing_cores
-from posttrain.base.words import counted
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
 from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
-from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.environments.episodes import Episodes, Limits, Trajectory, acting, rewarded_as, start_of
 from posttrain.evaluation.answering import too_long
+from posttrain.inspection.findings import (
+    InFormat,
+    Measured,
+    format_of,
+    over_temperatures,
+    shown_number,
+    table,
+    tags_of,
+)
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.families import positions_of
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
-from posttrain.rollout import sampling_of, to_reward
+from posttrain.rewards.parts import RewardInput
+from posttrain.sampler import sampling_of, to_reward
 
 SHOWN = 2_000  # maximum characters printed of a completion; the middle of a longer one is omitted
-FEW = 0.5  # threshold for reporting a share
-COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread")
-
-InFormat = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +57,13 @@ class Setup:
     longest_prompt: int | None  # tokens; training drops longer prompts
     seed: int  # for the rows of a built-in task
     behavior_version: int = 2  # that of the run
+    environments: tuple[EnvironmentConfig, ...] = ()
+    tools: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Statistics of the completions of one prompt. Shares are shares of these completions."""
-
-    row: int
-    lengths: tuple[int, ...]
-    truncated: float  # share that reached the length limit
-    distinct: float
-    formatted: float | None  # share that follows the template's format; None if the template has none
-    rewards: tuple[float, ...] | None = None  # rewards of the completions that have one; None without rewards
+    @property
+    def acts(self) -> bool:
+        """Whether the model acts over several turns."""
+        return bool(self.environments or self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +112,27 @@ def sample(
     stops = stop_token_ids(policy, tokenizer, setup.data.template != "none")
     sampling = sampling_of(rollout, num_generations, stops, seed)
     sampled: dict[float, list[SampledGroup]] = {}
-    with (
-        rewards_of(setup) as rewards,
-        closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
-    ):
+    with ExitStack() as resources:
+        engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
+        episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer)) if setup.acts else None
+        rewards = resources.enter_context(rewards_of(setup, episodes))
         for temperature in temperatures:
+            if episodes is not None:
+                live = Live(console) if show and not sampled else None
+                at = replace(sampling, temperature=temperature)
+                sampled[temperature] = acted(episodes, prompts, num_generations, at, rewards, tokenizer, live)
+                continue
             generated = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
             texts = {
                 prompt.row: [text_of(done, stops, tokenizer, prompt.tokens) for done in generated[prompt.row]]
                 for prompt in prompts
             }
-            sampled[temperature] = rewarded(prompts, generated, texts, rewards)
+            inputs = [
+                to_reward(completion, text, prompt.text, prompt.facts)
+                for prompt in prompts
+                for text, completion in zip(texts[prompt.row], generated[prompt.row], strict=True)
+            ]
+            sampled[temperature] = rewarded(prompts, generated, texts, rewards, inputs)
 
     in_format = format_of(setup.data)
     measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
@@ -174,12 +184,75 @@ def first_prompts(
     return usable, unused
 
 
-def rewards_of(setup: Setup) -> AbstractContextManager[compose.Rewards | None]:
+def rewards_of(setup: Setup, episodes: Episodes | None) -> AbstractContextManager[compose.Rewards | None]:
     """A context manager with the rewards of training; None if there are none."""
-    if not setup.rewards:
+    kinds = [] if episodes is None else [kind for kind in episodes.environments.kinds.values() if kind.rewards]
+    if not setup.rewards and not kinds:
         return nullcontext()
-    limit = setup.rollout.max_completion_length
-    return compose.Rewards(setup.rewards, tags=setup.data.tags, devices=setup.devices, max_completion_length=limit)
+    return compose.Rewards(
+        setup.rewards,
+        tags=setup.data.tags,
+        devices=setup.devices,
+        max_completion_length=setup.rollout.max_completion_length,
+        environments=list(dict.fromkeys(kind.title for kind in kinds)),
+    )
+
+
+def episodes_of(
+    setup: Setup, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> AbstractContextManager[Episodes]:
+    """Episodes with the limits of training."""
+    rollout, positions = setup.rollout, positions_of(policy.config)
+    rooms = [setup.longest_prompt, None if positions is None else positions + 1 - rollout.max_completion_length]
+    room = min((room for room in rooms if room is not None), default=1 << 30)
+    limits = Limits(
+        rollout.max_completion_length, room, rollout.max_turns, rollout.max_tool_calls, rollout.max_tool_result
+    )
+    return acting(setup.environments, setup.tools, engine, tokenizer, limits, rollout.environment_workers)
+
+
+class Live:
+    """Prints the messages of the first episode as they come."""
+
+    def __init__(self, console: Console):
+        self._console, self._shown = console, 0
+
+    def __call__(self, index: int, trajectory: Trajectory) -> None:
+        if index:
+            return
+        for message in trajectory.messages[self._shown :]:
+            self._console.rule(f"first episode, {message['role']}", align="left", characters="-")
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+            self._console.print(Text(visible(_shortened("\n".join([str(message["content"]), *calls]).strip()))))
+        self._shown = len(trajectory.messages)
+
+
+def acted(
+    episodes: Episodes,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    rewards: compose.Rewards | None,
+    tokenizer: PreTrainedTokenizerBase,
+    live: Live | None,
+) -> list[SampledGroup]:
+    """Sample and reward `n` episodes of each prompt. A group's prompt is that of its first episode."""
+    seeds, one = [seed_of(sampling.seed, prompt.row) for prompt in prompts], replace(sampling, num_generations=1)
+    starts = [start_of(prompt.facts) for prompt in prompts]
+    groups = episodes.run(starts, n, one, seeds, *([live] if live else []))
+    made = {
+        prompt.row: [Completion(each.tokens, each.logprobs, each.finish_reason, each.version) for each in group]
+        for prompt, group in zip(prompts, groups, strict=True)
+    }
+    shown = [
+        replace(prompt, text=str(tokenizer.decode(group[0].prompt)), tokens=group[0].prompt)
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
+    texts = {row: [str(tokenizer.decode(done.tokens)) for done in some] for row, some in made.items()}
+    pairs = zip(prompts, groups, strict=True)
+    return rewarded(
+        shown, made, texts, rewards, [rewarded_as(e, prompt.facts) for prompt, group in pairs for e in group]
+    )
 
 
 def rewarded(
@@ -187,19 +260,12 @@ def rewarded(
     sampled: Mapping[int, Sequence[Completion]],
     texts: Mapping[int, Sequence[str]],
     rewards: compose.Rewards | None,
+    inputs: Sequence[RewardInput],
 ) -> list[SampledGroup]:
-    """Group the completions by prompt, with their rewards."""
+    """Group the completions by prompt, with their rewards. `inputs`: each completion as the input of rewards."""
     if rewards is None:
         return [SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
-    results = iter(
-        rewards(
-            [
-                to_reward(completion, text, prompt.text, prompt.facts)
-                for prompt in prompts
-                for text, completion in zip(texts[prompt.row], sampled[prompt.row], strict=True)
-            ]
-        )
-    )
+    results = iter(rewards(inputs))
     groups = []
     for prompt in prompts:
         group = list(itertools.islice(results, len(sampled[prompt.row])))
@@ -218,7 +284,7 @@ def token_faults(
     """Problems with stop tokens and tags."""
     completions = [
         (group.prompt, tokens)
-        for group in sampled
+        for group in ([] if setup.acts else sampled)  # what tools write is not tokenised with what the model writes
         for completion in group.completions
         if (tokens := [token for token in completion.tokens if token not in stops])
     ]
@@ -248,113 +314,3 @@ def _shortened(text: str) -> str:
     if len(text) <= SHOWN:
         return text
     return f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters ... {text[-SHOWN // 2 :]}"
-
-
-# --- findings ---------------------------------------------------------------------------------------------------------
-
-
-def tags_of(data: DataConfig) -> tuple[str, ...]:
-    """The tags that the template asks for in a completion."""
-    if data.template == "tags":
-        return data.tags.reasoning_end, data.tags.solution_start, data.tags.solution_end
-    return {"r1_zero": ("</think>", "<answer>", "</answer>"), "question_only": ("\\boxed{",)}.get(data.template, ())
-
-
-def format_of(data: DataConfig) -> InFormat | None:
-    """A function that checks whether a completion follows the template's format; None if the template has none."""
-    if data.template == "tags":
-        return lambda text: all(text.count(tag) == 1 for tag in tags_of(data))
-    pattern = {"r1_zero": r"</think> <answer>.*</answer>", "question_only": r"\\boxed\{.*\}"}.get(data.template)
-    return None if pattern is None else lambda text: re.search(pattern, text, re.DOTALL) is not None
-
-
-def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
-    """A table by prompt or, for several temperatures, by temperature, with the mean of the prompts' spreads."""
-    sweep = len(measured) > 1
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
-        shown.add_column(name, justify="right")
-    for temperature, prompts in measured.items():
-        if sweep:
-            same = [float(len(set(prompt.rewards)) < 2) for prompt in prompts if prompt.rewards]
-            shown.add_row(f"{temperature:g}", *_cells(prompts), _share(same))
-        else:
-            for prompt in prompts:
-                shown.add_row(str(prompt.row), *_cells([prompt]))
-    return shown
-
-
-def _cells(prompts: Sequence[Measured]) -> list[str]:
-    lengths = [length for prompt in prompts for length in prompt.lengths]
-    rewards = [prompt.rewards for prompt in prompts if prompt.rewards]
-    return [
-        f"{fmean(lengths):.0f}",
-        f"{min(lengths)} to {max(lengths)}",
-        _share([prompt.truncated for prompt in prompts]),
-        _share([prompt.distinct for prompt in prompts]),
-        _share([prompt.formatted for prompt in prompts if prompt.formatted is not None]),
-        shown_number(fmean(itertools.chain(*rewards)) if rewards else None),
-        shown_number(fmean(map(pstdev, rewards)) if rewards else None),
-    ]
-
-
-def _share(shares: Sequence[float]) -> str:
-    return f"{fmean(shares):.0%}" if shares else "-"
-
-
-def shown_number(reward: float | None) -> str:
-    return "-" if reward is None else f"{reward:.3g}"
-
-
-def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: RolloutConfig) -> list[str]:
-    """The suggestions without repetitions, each with the temperatures at which it applies."""
-    temperatures: dict[str, list[str]] = {}
-    for temperature, prompts in measured.items():
-        for line in suggestions(prompts, rollout.model_copy(update={"temperature": temperature})):
-            temperatures.setdefault(line, []).append(f"{temperature:g}")
-    if len(measured) == 1:
-        return list(temperatures)
-    return [f"At temperature {', '.join(at)}: {line}" for line, at in temperatures.items()]
-
-
-def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
-    """What to change before training on such completions."""
-    found = []
-    if fmean(prompt.truncated for prompt in measured) > FEW:
-        found.append(
-            f"Most completions are truncated at {rollout.max_completion_length} tokens, so rewards see no ending: "
-            "raise rollout.max_completion_length, or train with SFT first, which teaches the model to stop."
-        )
-    if fmean(prompt.distinct for prompt in measured) < FEW:
-        found.append(
-            "Most completions of a prompt are the same, so a group has nothing to compare: raise the temperature "
-            f"(it is {rollout.temperature:g}) or choose harder prompts."
-        )
-    formats = [prompt.formatted for prompt in measured if prompt.formatted is not None]
-    if formats and fmean(formats) < FEW:
-        found.append(
-            f"Only {fmean(formats):.0%} of completions follow the template's format, so a reward that checks only the "
-            "answer would count most as wrong. Train with SFT first, or add a format reward."
-        )
-    rewards = [prompt.rewards for prompt in measured if prompt.rewards is not None]
-    sampled, rewarded = sum(len(prompt.lengths) for prompt in measured), sum(map(len, rewards))
-    if rewards and not rewarded:
-        found.append(
-            f"None of the {sampled} completions has a reward (no verdict, or no reward applies), so nothing can be "
-            "trained on: check whether the data has the answers that the rewards need, and completions the format."
-        )
-    elif rewards and rewarded < sampled:
-        found.append(
-            f"{sampled - rewarded} of {counted(sampled, 'completion')} have no reward: no verdict, or none applies."
-        )
-    same = sum(len(set(some)) == 1 for some in rewards)
-    if same:
-        advice = (
-            ": choose easier prompts where the reward is low and harder ones where it is high, generate more "
-            "completions (-n), or add a reward for partial success."
-        )
-        found.append(
-            f"Of {counted(len(rewards), 'prompt')}, {same} {'has' if same == 1 else 'have'} completions with equal "
-            "rewards, from which nothing is learned" + (advice if same / len(rewards) > FEW else ".")
-        )
-    return found or ["No problems found."]

@@ -42,6 +42,43 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
     return advantage_S.to(reward_S.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of S completions, in order; a completion without an episode is one turn. Each has trained tokens."""
+
+    reward_S: Tensor  # the rewards of a completion's turns add up to it
+    reward_U: Tensor
+    length_U: Tensor  # number of trained tokens
+    sequence_U: Tensor  # index of the turn's completion, ascending
+
+    @classmethod
+    def single(cls, reward_S: Tensor, length_S: Tensor) -> "Turns":
+        """Completions of one turn."""
+        return cls(reward_S, reward_S, length_S, torch.arange(len(length_S)))
+
+    @property
+    def sequence_N(self) -> Tensor:
+        """The index of each trained token's completion."""
+        return self.sequence_U.repeat_interleave(self.length_U)
+
+    def token_rewards(self, penalty_N: Tensor) -> Tensor:
+        """Each token's reward, with a turn's reward at its last token, minus the token's penalty. [N]"""
+        reward_N, last_U = -penalty_N, self.length_U.to(penalty_N.device).cumsum(0) - 1
+        reward_N[last_U] += self.reward_U.to(reward_N)
+        return reward_N
+
+    def totals(self, penalty_N: Tensor) -> Tensor:
+        """Each completion's reward minus the penalties of its tokens. [S]"""
+        length_S = torch.zeros(len(self.reward_S), dtype=torch.int64).index_add(0, self.sequence_U, self.length_U)
+        return self.reward_S - sum_segments(penalty_N, length_S)
+
+    def to_go(self, penalty_N: Tensor) -> tuple[Tensor, Tensor]:
+        """What each turn and those after it earn, minus the penalties of their tokens, and the turn's number. [U]"""
+        earned_U = self.reward_U - sum_segments(penalty_N, self.length_U)
+        first_U = torch.searchsorted(self.sequence_U, self.sequence_U)
+        return rewards_to_go(earned_U, self.sequence_U), torch.arange(len(first_U)) - first_U
+
+
 def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
     """RLOO: A_i = r_i − the mean reward of the group's other completions. [S]. arXiv 2402.14740, eq. 7.
 

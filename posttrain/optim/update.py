@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import fsum
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from posttrain.base.distributions import t_quantile
 from posttrain.base.errors import DamagedError
 from posttrain.models.experts import RouterLoss
 from posttrain.parallel.ranks import ALONE, Ranks
@@ -306,10 +308,18 @@ def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ranks: Ranks = ALONE) -> dict[str, float]:
-    """Return loss and metrics over all batches, weighted by their denominators (such as the number of tokens)."""
+def over_batches(
+    batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ranks: Ranks = ALONE
+) -> tuple[dict[str, float], float | None]:
+    """Return loss and metrics over all batches, weighted by their denominators (such as the number of tokens), and half
+    the loss's 95 % interval, None with one batch.
+
+    The loss L = Σ w_b l_b / Σ w_b is a ratio of sums over B batches, with the variance
+    B / (B - 1) Σ w_b² (l_b - L)² / (Σ w_b)² (Cochran, Sampling Techniques, 1977, eq. 2.46).
+    """
     total: dict[str, float] = {}
     count: dict[str, float] = {}
+    losses: list[tuple[float, float]] = []  # of each batch, with its weight
     for packs, objective in batches:
         share = partial(_over_packs, ranks.mine(packs), objective, ranks.spare(packs), learn=False)
         for key, value in summed(ranks.passes(share)).items():
@@ -319,7 +329,14 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
                 weight = objective.counts.get(key, objective.count)
                 total[key] = total.get(key, 0.0) + value * weight
                 count[key] = count.get(key, 0) + weight
-    return {key: value / count[key] if key in count else value for key, value in total.items()}
+                if key == "loss":
+                    losses.append((value, weight))
+    means = {key: value / count[key] if key in count else value for key, value in total.items()}
+    if len(losses) < 2:
+        return means, None
+    squares = fsum((weight * (loss - means["loss"])) ** 2 for loss, weight in losses)
+    error = math.sqrt(len(losses) / (len(losses) - 1) * squares) / fsum(weight for _, weight in losses)
+    return means, t_quantile(0.95, len(losses) - 1) * error
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -25,7 +25,8 @@ from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate,
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows, probe
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
-from posttrain.training.loop import total_steps, warmup_count
+from posttrain.training.loop import warmup_count
+from posttrain.training.state import total_steps
 
 SAMPLED_STEPS = 50  # number of steps that the plan averages over
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import Pack, sum_segments
+from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
-from posttrain.losses.advantage import group_advantages, leave_one_out, normalized, rewards_to_go
+from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
     POLICY_LOSSES,
     Counts,
@@ -34,13 +34,12 @@ from posttrain.recipes.online import (
     Step,
     TokenReference,
     Updates,
-    in_packs,
     minibatches,
     online,
     reference_of,
     scored,
 )
-from posttrain.rollout import Rollout, RolloutPack
+from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.job import Job
@@ -71,9 +70,8 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
     job, method, scorer, reference = models.job, models.method, models.scorer, models.reference
     step = Step(job, rollout, method.mask_truncated_completions)
     parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
-    if penalised and len(step.in_loss_S) < len(step.counted_S) and job.config.behavior_version >= 2:
-        step.penalised_S = step.counted_S  # truncated completions are outside the loss, but penalised
-        parts = in_packs(job, rollout, step.counted_S)
+    if penalised and job.config.behavior_version >= 2:
+        parts = step.score_truncated(job)  # their rewards have the penalty too
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
     elif method.updates > 1 or penalised:
@@ -84,7 +82,7 @@ def step_of(models: PolicyGradient, rollout: Rollout, old_R: Tensor | None = Non
         step.reference_R = scored(job, rollout, parts, reference)[:, 0]
     if penalised and step.old_R is not None and step.reference_R is not None:
         penalty_R = method.beta * kl_penalty(step.old_R, step.reference_R, estimator=method.kl_estimator)
-        inside_R = torch.isin(rollout.sequence_R, step.penalised_S).to(job.device)
+        inside_R = torch.isin(rollout.sequence_R, step.scored_S).to(job.device)
         step.penalty_R = penalty_R.where(inside_R, 0.0)
     step.advantage_R = advantages(method, step).to(job.device)
     return step
@@ -179,27 +177,27 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
     inside_R = torch.isin(rollout.sequence_R, chosen)
     advantage_R = torch.zeros(rollout.num_tokens)
     penalty_R = advantage_R if step.penalty_R is None else step.penalty_R.cpu()
-    advantage_R[inside_R] = of_tokens(
-        method, rollout.reward_S[chosen], rollout.group_S[chosen], rollout.length_S[chosen], penalty_R[inside_R]
-    )
+    advantage_R[inside_R] = of_tokens(method, rollout.turns(chosen), rollout.group_S[chosen], penalty_R[inside_R])
     return advantage_R
 
 
-def of_tokens(
-    method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor, length_S: Tensor, penalty_N: Tensor
-) -> Tensor:
-    """The advantage of each token (N) of completions with these rewards.
+def of_tokens(method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penalty_N: Tensor) -> Tensor:
+    """The advantage of each token (N) of completions with these turns.
 
-    Each reward, minus the penalties of its completion's tokens, is compared with the rewards of its group. In
+    Each completion's reward, minus the penalties of its tokens, is compared with the rewards of its group. With
+    `advantage_level: turn`, what each turn and those after it earn is compared with the same turn of the group's other
+    completions: an action is not credited with earlier rewards, and the baseline does not depend on the action. In
     REINFORCE++, each token's return is normalised over the step.
     """
-    if not len(reward_S):
+    if not len(group_S):
         return penalty_N
     if isinstance(method, ReinforcePlusPlusMethod):
-        reward_N = -penalty_N
-        reward_N[length_S.cumsum(0) - 1] += reward_S
-        return normalized(rewards_to_go(reward_N, torch.arange(len(length_S)).repeat_interleave(length_S)), eps=EPS)
-    return compared(method, reward_S - sum_segments(penalty_N, length_S), group_S).repeat_interleave(length_S)
+        return normalized(rewards_to_go(turns.token_rewards(penalty_N), turns.sequence_N), eps=EPS)
+    if method.advantage_level == "trajectory":
+        return compared(method, turns.totals(penalty_N), group_S)[turns.sequence_N]
+    to_go_U, number_U = turns.to_go(penalty_N)
+    place_U = group_S[turns.sequence_U] * (int(number_U.max()) + 1) + number_U
+    return compared(method, to_go_U, place_U).repeat_interleave(turns.length_U)
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
@@ -216,11 +214,11 @@ def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
     """The mean advantage of each stored completion of a step under these rewards, including those outside the loss."""
-    lengths = [len(row["tokens"]) for row in rollouts]
+    turns = stored_turns(rollouts, rewards)
     penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, row) for row in rollouts)])
     group_S = torch.tensor([row["prompt_index"] for row in rollouts])
-    advantage_N = of_tokens(method, torch.tensor(rewards), group_S, torch.tensor(lengths), penalty_N)
-    return [float(completion_N.mean()) for completion_N in advantage_N.double().split(lengths)]
+    advantage_N = of_tokens(method, turns, group_S, penalty_N).double()
+    return [float(each_N.mean()) for each_N in advantage_N.split([len(row["tokens"]) for row in rollouts])]
 
 
 def _stored_penalty(method: PolicyGradientMethod, row: Mapping[str, Any]) -> Tensor:

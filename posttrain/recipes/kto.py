@@ -26,8 +26,9 @@ from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop, ObjectiveOf, epoch_order, total_steps
+from posttrain.training.loop import Loop, ObjectiveOf, epoch_order
 from posttrain.training.reference import Portion, Reference, whole_sets
+from posttrain.training.state import total_steps
 
 log = logging.getLogger("posttrain")
 

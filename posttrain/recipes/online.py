@@ -26,8 +26,9 @@ from posttrain.data import Dataset, Prepared
 from posttrain.optim.update import Batch, Objective
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.rewards.parts import CompletionReward
-from posttrain.rollout import Rollout, RolloutPack, SampledCompletion, Sampler
+from posttrain.rollout import Rollout, RolloutPack, SampledCompletion
 from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
+from posttrain.sampler import Sampler
 from posttrain.scoring import Scorer
 from posttrain.training.checks import Alarms, check_packing, check_sampler
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
@@ -35,8 +36,8 @@ from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
 
-# The columns stored for a completion that is outside the loss, but whose reward has the penalty.
-PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
+# The columns stored for a completion that is scored, but outside the loss.
+SCORED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties", "old_values", "returns")
 
 ROUNDING = 1e-4  # nats
 TokenReference = Callable[[Pack], Tensor] | None
@@ -70,7 +71,7 @@ class Step:
         self.reference_R: Tensor | None = None  # log-probabilities under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.penalty_R: Tensor | None = None  # the weighted KL to the reference that is subtracted from the reward
-        self.penalised_S = self.in_loss_S  # the completions that the penalty is computed for
+        self.scored_S = self.in_loss_S  # the completions whose tokens are scored before the updates
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
         self._ranks = job.ranks
         self._mine_R, self._ours_R = torch.zeros_like(self.clipped_R), torch.zeros_like(self.clipped_R)
@@ -79,6 +80,13 @@ class Step:
     def num_tokens(self) -> int:
         """The number of tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
+
+    def score_truncated(self, job: Job) -> list[RolloutPack]:
+        """Score completions that are truncated and outside the loss too; return the packs of all that are scored."""
+        if len(self.in_loss_S) == len(self.counted_S):
+            return self.parts
+        self.scored_S = self.counted_S
+        return in_packs(job, self.rollout, self.counted_S)
 
     def sampler(self, at_N: Tensor, old_N: Tensor) -> Tensor:
         """The engine's log-probabilities of these tokens.
@@ -140,13 +148,13 @@ class Step:
     def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
         """The step's prompts and completions, for the rollout store."""
         rollout, tokens = self.rollout, self.rollout.length_S.tolist()
-        kept, penalised = set(self.in_loss_S.tolist()), set(self.penalised_S.tolist())
+        kept, scored = set(self.in_loss_S.tolist()), set(self.scored_S.tolist())
         flat = self.per_token()
         split = {name: None if values is None else values.cpu().split(tokens) for name, values in flat.items()}
         completions = []
         for index, completion in enumerate(rollout.completions):
-            names = split if index in kept else PENALISED if index in penalised else ("sampler_logprobs",)
-            columns = {name: split[name] for name in names}
+            names = split if index in kept else SCORED if index in scored else ("sampler_logprobs",)
+            columns = {name: split[name] for name in names if name in split}
             arrays = {name: None if values is None else values[index].numpy() for name, values in columns.items()}
             advantages = arrays.get("advantages")
             completions.append(

@@ -24,12 +24,12 @@ from posttrain.base.errors import RunError
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
 from posttrain.data import Prepared
-from posttrain.losses.advantage import ReturnScale, gae, normalized, rewards_to_go, value_loss, whitened
+from posttrain.losses.advantage import ReturnScale, Turns, gae, normalized, rewards_to_go, value_loss, whitened
 from posttrain.losses.policy import adapted_kl_coef, grpo_clip, kl_penalty, truncated_weights
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models
 from posttrain.recipes.online import Minibatch, Step, TokenReference, Updates, minibatches, online, reference_of, scored
-from posttrain.rollout import Rollout, RolloutPack
+from posttrain.rollout import Rollout, RolloutPack, stored_turns
 from posttrain.scoring import ValueScorer
 from posttrain.training.checks import check_margins, check_ratio
 from posttrain.training.job import Job
@@ -67,11 +67,12 @@ def step_of(models: PPO, rollout: Rollout, old_R: Tensor | None = None) -> PPOSt
         return torch.stack([scores.logprob_N, output_N], dim=1)
 
     step = PPOStep(job, rollout, method.mask_truncated_completions)
-    step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
+    parts = step.score_truncated(job) if job.config.behavior_version >= 2 else step.parts
+    step.trainer_R, step.output_R = scored(job, rollout, parts, logprobs_and_outputs, 2).unbind(1)
     if old_R is not None:
         step.trainer_R = old_R
     if models.reference is not None:
-        step.reference_R = scored(job, rollout, step.parts, models.reference)[:, 0]
+        step.reference_R = scored(job, rollout, parts, models.reference)[:, 0]
     step.kl_coef = memory.get("kl_coef", method.kl_coef)
     estimate_advantages(method, step, scale_in(memory))
     return step
@@ -159,7 +160,7 @@ class PPOStep(Step):
     value_R: Tensor  # the outputs on the scale of returns
     return_R: Tensor
     kl_coef: float  # the weight of the KL in the step's rewards
-    kl_S: Tensor | None = None  # KL of each completion in the loss, nats; None without a reference or completions
+    kl_S: Tensor | None = None  # KL of each scored completion, nats; None without a reference or completions
 
     def per_token(self) -> dict[str, Tensor | None]:
         return super().per_token() | {"old_values": self.value_R, "returns": self.return_R}
@@ -173,12 +174,12 @@ def scale_in(memory: Mapping[str, float]) -> ReturnScale:
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) -> None:
-    """Set the step's values, returns, and advantages normalised over its tokens; all are 0 outside the loss.
+    """Set the step's values, returns, and advantages normalised over its scored tokens; all are 0 for other tokens.
 
     `scale` is the scale after the previous steps. It is first updated with this step's rewards, so that values have the
     right scale from the first step on.
     """
-    rollout, chosen = step.rollout, step.in_loss_S
+    rollout, chosen = step.rollout, step.scored_S
     step.penalty_R = torch.zeros_like(step.output_R)
     if step.reference_R is not None:
         kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
@@ -188,8 +189,7 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) ->
     inside_R = torch.isin(rollout.sequence_R, chosen).to(step.penalty_R.device)
     step.scale, step.value_R, step.return_R = scale, torch.zeros_like(step.output_R), torch.zeros_like(step.output_R)
     if inside_R.any():
-        penalty_N, length_S = step.penalty_R[inside_R], rollout.length_S[chosen].to(inside_R.device)
-        reward_N, sequence_N = token_rewards(method, rollout.reward_S[chosen], penalty_N, length_S)
+        reward_N, sequence_N = token_rewards(method, rollout.turns(chosen), step.penalty_R[inside_R])
         if method.normalize_returns:
             step.scale = scale.after(rewards_to_go(reward_N, sequence_N, gamma=method.gamma))
         value_N = step.scale.values(step.output_R[inside_R])
@@ -197,11 +197,9 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) ->
         step.value_R[inside_R] = value_N
 
 
-def token_rewards(method: PPOMethod, reward_S: Tensor, penalty_N: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
+def token_rewards(method: PPOMethod, turns: Turns, penalty_N: Tensor) -> tuple[Tensor, Tensor]:
     """The reward of each token of completions, and the index of the token's completion (both N)."""
-    reward_N = -penalty_N
-    reward_N[length_S.cumsum(0) - 1] += reward_S.to(reward_N)
-    sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
+    reward_N, sequence_N = turns.token_rewards(penalty_N), turns.sequence_N.to(penalty_N.device)
     return whitened(reward_N) if method.whiten_rewards else reward_N, sequence_N
 
 
@@ -214,7 +212,7 @@ def of_tokens(method: PPOMethod, reward_N: Tensor, value_N: Tensor, sequence_N: 
 def value_metrics(step: PPOStep) -> dict[str, float]:
     """The mean value, and the share of the returns' variance that values explain: 1 is perfect, 0 is no better than the
     mean return."""
-    inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S).to(step.value_R.device)
+    inside_R = torch.isin(step.rollout.sequence_R, step.scored_S).to(step.value_R.device)
     return_N, value_N = step.return_R[inside_R], step.value_R[inside_R]
     if len(return_N) < 2 or return_N.var() == 0:
         return {}
@@ -237,11 +235,12 @@ def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: 
     lengths = [len(row["returns"]) for row, _ in inside]
     value_N = torch.cat([torch.tensor(row["old_values"]) for row, _ in inside])
     penalty_N = torch.cat([_stored_penalty(method, row) for row, _ in inside])
-    reward_S = torch.tensor([reward for _, reward in inside])
-    reward_N, sequence_N = token_rewards(method, reward_S, penalty_N, torch.tensor(lengths))
+    turns = stored_turns([row for row, _ in inside], [reward for _, reward in inside])
+    reward_N, sequence_N = token_rewards(method, turns, penalty_N)
     advantage_N, _ = of_tokens(method, reward_N, value_N, sequence_N)
-    means = iter(advantage_N.double().split(lengths))
-    return [None if row["returns"] is None else float(next(means).mean()) for row in rollouts]
+    means = iter([float(part_N.mean()) for part_N in advantage_N.double().split(lengths)])
+    means = [None if row["returns"] is None else next(means) for row in rollouts]
+    return [None if row["advantages"] is None else mean for row, mean in zip(rollouts, means, strict=True)]
 
 
 def _stored_penalty(method: PPOMethod, row: Mapping[str, Any]) -> Tensor:

@@ -29,8 +29,8 @@ from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 from posttrain.judges.judge import JudgeInput, SingleJudge
 from posttrain.rewards.calls import OverdueError
-from posttrain.rewards.parts import CompletionReward, Rewarded, RewardInput, RewardPart
-from posttrain.rewards.python import RewardFunction
+from posttrain.rewards.parts import CompletionReward, Rewarded, RewardInput, RewardPart, TrainerState
+from posttrain.rewards.python import Notes, RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 
 log = logging.getLogger("posttrain")
@@ -101,13 +101,13 @@ class Rewards:
             self.close(keep=False)
             raise
 
-    def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
+    def __call__(self, completions: Sequence[RewardInput], state: TrainerState | None = None) -> Rewarded:
         """Reward each completion. Rules grade and judges reply while other rewards compute. An episode whose
-        environment failed is not graded. Raises RewardError."""
+        environment failed is not graded. Functions may read the `state` of training. Raises RewardError."""
         has_verdict = [c.episode is None or c.episode.grade.verdict not in NON_VERDICTS for c in completions]
         graded = [completion for completion, has in zip(completions, has_verdict, strict=True) if has]
         order = sorted(self.settings, key=lambda term: isinstance(term, RuleReward | JudgeReward), reverse=True)
-        parts_of = {term_name(term): self._started(term, graded) for term in order if graded}
+        parts_of = {term_name(term): self._started(term, graded, state) for term in order if graded}
         columns = [parts_of[term_name(term)]() for term in self.settings if graded]
         rows = iter(zip(*columns, strict=True) if columns else [()] * len(graded))
         none = tuple(map(_without_verdict, self.settings))
@@ -117,7 +117,9 @@ class Rewards:
         ]
         return Rewarded(CompletionReward(self._total(each), each) for each in parts)
 
-    def _started(self, term: Reward, completions: Sequence[RewardInput]) -> Callable[[], list[RewardPart]]:
+    def _started(
+        self, term: Reward, completions: Sequence[RewardInput], state: TrainerState | None
+    ) -> Callable[[], list[RewardPart]]:
         """Start to grade or judge the completions, or compute their rewards. The returned function returns their parts,
         one per completion."""
         name = term_name(term)
@@ -125,9 +127,13 @@ class Rewards:
             grades = self._graded(term, completions)
             return lambda: [RewardPart(name, term.weight, grade.score, grade) for grade in grades()]
         if isinstance(term, PythonReward):
-            values, late = _called(self._python[name], completions)
-            overdue = None if term.timeout is None else late
-            parts = [RewardPart(name, term.weight, value, None, overdue, may_not_apply=True) for value in values]
+            values, notes = _called(self._python[name], completions, state)
+            overdue = None if term.timeout is None else notes is None
+            logged = notes.metrics if notes is not None else {}
+            parts = [
+                RewardPart(name, term.weight, value, None, overdue, True, notes.of(i) if notes else {}, logged)
+                for i, value in enumerate(values)
+            ]
         else:
             parts = [RewardPart(name, term.weight, value) for value in self._functions[name](completions)]
         return lambda: parts
@@ -218,13 +224,15 @@ Function = Callable[[Sequence[RewardInput]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
 
 
-def _called(function: RewardFunction, completions: Sequence[RewardInput]) -> tuple[Sequence[float | None], bool]:
-    """The values of a user's function for the completions, and whether it exceeded its deadline."""
+def _called(
+    function: RewardFunction, completions: Sequence[RewardInput], state: TrainerState | None
+) -> tuple[Sequence[float | None], Notes | None]:
+    """The values of a user's function for the completions, and what it noted; None if it exceeded its deadline."""
     try:
-        return function(_columns(completions)), False
+        return function.noted(_columns(completions), state or TrainerState())
     except OverdueError as error:
         log.warning("%s: no reward for %s", error, counted(len(completions), "completion"))
-        return [None] * len(completions), True
+        return [None] * len(completions), None
 
 
 def _function(

@@ -45,6 +45,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerState:
+    """How far training is, as reward functions see it; the names are those of transformers."""
+
+    global_step: int = 0  # completed steps
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RewardPart:
     """One unweighted reward of a completion. A value of None: the reward does not apply, or has no verdict."""
 
@@ -54,6 +63,8 @@ class RewardPart:
     grade: Grade | None = None  # for rules and judges
     overdue: bool | None = None  # whether the call exceeded its deadline; None: the reward has no deadline
     may_not_apply: bool = False  # whether it is a user's function, which may return None
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the function noted about the completion
+    logged: Mapping[str, float] = field(default_factory=dict)  # metrics that the function logged in this call
 
     @property
     def counts(self) -> bool:
@@ -107,7 +118,8 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
     """The metrics of one reward over all completions.
 
     Mean and standard deviation; for a rule, the count of each verdict and the shares of its classes; for a judge, the
-    count of each failure and the costs; for a function, the number of completions that it does not apply to.
+    count of each failure and the costs; for a function, the number of completions that it does not apply to, and the
+    metrics that it logged.
     """
     values = [part.value for part in parts if part.value is not None]
     grades = [part.grade for part in parts if part.grade is not None]
@@ -118,6 +130,8 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
         metrics[f"{prefix}/not_applicable"] = float(sum(part.value is None and part.counts for part in parts))
     if first.overdue is not None:
         metrics[f"{prefix}/timeout"] = float(late)
+    for name in dict.fromkeys(name for part in parts for name in part.logged):
+        metrics[f"{prefix}/{name}"] = statistics.fmean(part.logged[name] for part in parts if name in part.logged)
     if not grades:
         return metrics
     verdicts = Counter(grade.verdict for grade in grades)

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -20,24 +21,51 @@ from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from posttrain.base.errors import PosttrainError, RewardError
 from posttrain.base.files import settings_folders
 from posttrain.base.words import counted
 from posttrain.rewards.calls import Caller, ChangedError, OverdueError, folder_of_process, output_logged, unchanged
+from posttrain.rewards.parts import TrainerState
 
 log = logging.getLogger("posttrain")
 
 ENTRY_POINTS = "posttrain.functions"  # group of entry points in which packages offer functions
-OFFERED = frozenset(  # functions and classes of this package that settings may name
-    {
-        "posttrain.evaluation.mmlu:rows",
-        "posttrain.environments.calculator:Calculator",
-        "posttrain.environments.guess:Guess",
-    }
-)
+OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
+
+
+OFFERED_BESIDE = ("trainer_state", "log_extra", "log_metric")  # arguments besides the columns, as in TRL
+
+
+class Notes:
+    """What a reward function notes in a call: a value for each completion, and metrics. Plain data, as JSON has it."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self.extra: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[float]] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Store a value with each completion. Raises ValueError for another number of values."""
+        plain = json.loads(json.dumps(list(values), default=str))
+        if len(plain) != self._count:
+            raise ValueError(f"log_extra({column!r}) has {len(plain)} values for {self._count} completions")
+        self.extra[str(column)] = plain
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; those of a step are averaged."""
+        self._metrics.setdefault(str(name), []).append(float(value))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: fmean(values) for name, values in self._metrics.items()}
+
+    def of(self, index: int) -> dict[str, Any]:
+        """The values of a completion."""
+        return {column: values[index] for column, values in self.extra.items()}
 
 
 class RewardFunction:
@@ -64,31 +92,42 @@ class RewardFunction:
             )
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
-        """One number for each completion; None if the function returns None, which means not applicable.
+        """One number for each completion; None if the function returns None, which means not applicable. See `noted`
+        for errors."""
+        return self.noted(columns, TrainerState())[0]
+
+    def noted(self, columns: Mapping[str, Sequence[Any]], state: TrainerState) -> tuple[list[float | None], Notes]:
+        """The numbers, and what the function has noted. Besides the columns, a function may take TRL's `trainer_state`,
+        `log_extra` and `log_metric`.
 
         Raises RewardError if the function fails on the last try or returns anything else, and OverdueError if it
         exceeds its deadline.
         """
-        missing = [name for name in self._needs if name not in columns]
+        count = len(columns["completions"])
+        missing = [name for name in self._needs if name not in (*columns, *OFFERED_BESIDE)]
         if missing:
             raise RewardError(
                 f"{self.name} takes {', '.join(missing)}, which the data lacks; it has {', '.join(columns)}"
             )
-        return self._checked(self._tried(columns), len(columns["completions"]))
+        made, notes = self._tried(columns, state, count)
+        return self._checked(made, count), notes
 
     def close(self) -> None:
         """End the thread that makes the calls, if there is one."""
         self._closed = True
         self._caller.close()
 
-    def _tried(self, columns: Mapping[str, Sequence[Any]]) -> object:
+    def _tried(self, columns: Mapping[str, Sequence[Any]], state: TrainerState, count: int) -> tuple[object, Notes]:
         retries, pause = self._retries, PAUSE_S
         while True:
-            taken = [name for name in columns if self._takes_all or name in self._takes]
-            arguments = {name: list(columns[name]) for name in taken}
+            notes = Notes(count)  # of this try
+            beside = (state, notes.log_extra, notes.log_metric)
+            every = {name: list(values) for name, values in columns.items()}
+            every |= dict(zip(OFFERED_BESIDE, beside, strict=True))
+            arguments = {name: value for name, value in every.items() if self._takes_all or name in self._takes}
             try:
                 with output_logged(self.name):
-                    return self._called(arguments)
+                    return self._called(arguments), notes
             except OverdueError as error:
                 failure = error
             except ChangedError:
@@ -103,7 +142,7 @@ class RewardFunction:
             time.sleep(pause)
             retries, pause = retries - 1, min(2 * pause, LONGEST_PAUSE_S)
 
-    def _called(self, arguments: dict[str, list[Any]]) -> object:
+    def _called(self, arguments: dict[str, Any]) -> object:
         if self.timeout is not None:
             try:
                 return self._caller.call(lambda: self._made(arguments), self.timeout)
@@ -113,7 +152,7 @@ class RewardFunction:
         rewards = self._made(arguments)
         return self._caller.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
 
-    def _made(self, arguments: dict[str, list[Any]]) -> object:
+    def _made(self, arguments: dict[str, Any]) -> object:
         with unchanged(self.name, self._home, lambda: self._closed):
             made = self.function(**arguments)
         return self._awaited(made) if inspect.isawaitable(made) else made

@@ -9,10 +9,11 @@ push is 0 where the ratio was clipped, and near 0 where the token was already al
 
 from __future__ import annotations
 
+import json
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,12 +102,62 @@ class StoredPart:
     weight: float
     verdict: str | None
     extracted: str | None
+    extra: Mapping[str, Any]  # what a function noted about the completion
 
     @classmethod
     def of(cls, part: Any) -> StoredPart:
         facts = part if isinstance(part, Mapping) else {}
         weight = facts.get("weight")
-        return cls(facts.get("value"), 1.0 if weight is None else weight, facts.get("verdict"), facts.get("extracted"))
+        weight = 1.0 if weight is None else weight
+        extra = facts.get("extra")
+        extra = extra if isinstance(extra, Mapping) else {}
+        return cls(facts.get("value"), weight, facts.get("verdict"), facts.get("extracted"), extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of an episode: what its author wrote in tokens `start` to `stop` of the completion."""
+
+    author: str  # model, tool or user
+    start: int
+    stop: int
+    text: str
+    calls: tuple[str, ...]  # name(arguments) of the model's calls
+    failed: int  # number of calls that failed
+    reward: float | None  # that the environment gave the reply, if it rewards replies
+
+
+def turns_of(episode: Mapping[str, Any] | None) -> list[Turn]:
+    """The turns of a stored episode (`Trajectory.stored`); none of a completion without one."""
+    if not episode:
+        return []
+    made: list[Turn] = []
+    messages, rewards = list(episode["messages"]), iter(episode.get("turn_rewards") or ())
+    for part in episode["turns"]:
+        is_model, texts = part["author"] == "model", []
+        while messages and (messages[0]["role"] == "assistant") == is_model and not (is_model and texts):
+            texts.append(_said(messages.pop(0)))
+        # Calls are stored with their results or, if these had no room, with the reply.
+        written = tuple(f"{name}({_arguments(arguments)})" for name, arguments, _ in part["calls"])
+        failed = sum(bool(failed) for *_, failed in part["calls"])
+        if not is_model and made:
+            made[-1] = replace(made[-1], calls=written, failed=failed)
+        calls, failed = (written, failed) if is_model else ((), 0)
+        reward = next(rewards, None) if is_model else None
+        made.append(Turn(part["author"], part["start"], part["stop"], "\n".join(texts), calls, failed, reward))
+    return made
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    reasoning = message.get("reasoning_content")
+    content = str(message.get("content") or "")
+    return f"<think>{reasoning}</think>\n{content}" if reasoning else content
+
+
+def _arguments(arguments: Any) -> str:
+    if not isinstance(arguments, Mapping):
+        return json.dumps(arguments, ensure_ascii=False)
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +172,24 @@ class CompletionReceipt:
     finish_reason: str
     parts: dict[str, StoredPart]
     numbers: TokenNumbers
+    turns: Sequence[Turn]
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
-        """Read a row of `StoredRun.rollouts`."""
-        columns = ("rollout_index", "completion", "tokens", "reward", "advantage", "finish_reason")
+        """Read a row of `StoredRun.rollouts`. The `finish_reason` of an episode is its stop reason."""
+        columns = ("rollout_index", "completion", "tokens", "reward", "advantage")
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
-        return cls(*(row[column] for column in columns), parts=parts, numbers=TokenNumbers.of(row))
+        episode = row.get("turns") or None
+        ended = episode["stop_reason"] if episode else row["finish_reason"]
+        facts, numbers = [row[column] for column in columns], TokenNumbers.of(row)
+        return cls(*facts, ended, parts=parts, numbers=numbers, turns=turns_of(episode))
+
+    def of_turn(self, turn: Turn) -> tuple[float | None, float]:
+        """The mean advantage of a turn's tokens, None outside the loss, and the sum of their absolute pushes."""
+        span, advantage = slice(turn.start, turn.stop), self.numbers.advantage
+        inside = self.numbers.trained[span]
+        mean = None if advantage is None or not inside.any() else float(advantage[span][inside].mean())
+        return mean, float(np.abs(self.numbers.push[span]).sum())
 
     @property
     def push(self) -> float:

@@ -28,10 +28,15 @@ class Watch(Protocol):
     def look(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-def prefix_of(config: RunConfig, metric: str) -> str:
-    """The prefix of all metrics of the validation set that `metric` belongs to: `eval_`, or `eval_{set}_`."""
+def set_of(config: RunConfig, metric: str) -> str:
+    """The name of the validation set that `metric` is measured on."""
     sets = sorted((entry.name for entry in config.evaluation.datasets), key=len, reverse=True)
-    return next((f"eval_{name}_" for name in sets if metric.startswith(f"eval_{name}_")), "eval_")
+    return next((name for name in sets if metric.startswith(prefix_of(name))), "validation")
+
+
+def prefix_of(name: str) -> str:
+    """The prefix of the metrics of a validation set: `eval_`, or `eval_{set}_` if it has a name of its own."""
+    return "eval_" if name == "validation" else f"eval_{name}_"
 
 
 class Best:
@@ -50,11 +55,13 @@ class Best:
     ):
         self._watch = watch
         self._metric, self._patience = config.best_metric, config.checkpoint.early_stopping_patience
+        self.half_loss: dict[str, float | None] = {}  # half the 95 % interval of a validation set's loss, where known
         self._run, self._save, self._rows = run, save, rows
         if self._metric is None:
             return
         self._lower, self._ties = bool(config.lower_is_better(self._metric)), config.behavior_version >= 2
-        self._loss = f"{prefix_of(config, self._metric)}loss"
+        self._set = set_of(config, self._metric)
+        self._loss = f"{prefix_of(self._set)}loss"
         ties = "; the lower loss breaks ties" if self._ties and self._metric != self._loss else ""
         reason = "" if config.checkpoint.best_direction == "auto" else " (checkpoint.best_direction)"
         extreme = "lowest" if self._lower else "highest"
@@ -99,6 +106,8 @@ class Best:
             low, high = wilson(value, rows)
         elif low is None and rows and rows > 1 and f"{name}_std" in metrics:
             half = t_quantile(0.95, rows - 1) * metrics[f"{name}_std"] / math.sqrt(rows)
+            low, high = value - half, value + half
+        elif name == self._loss and (half := self.half_loss.get(self._set)) is not None:
             low, high = value - half, value + half
         if low is None or high is None:
             return ""

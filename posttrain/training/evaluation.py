@@ -5,6 +5,7 @@ only because the weights differ. Training's random generators are unaffected.
 """
 
 import logging
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -30,7 +31,7 @@ from posttrain.data.templates import choose_template
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
 from posttrain.environments.episodes import Episodes, Limits, codecs_of
 from posttrain.environments.process import Environments
-from posttrain.evaluation.answering import Answers, Found, Generated, ask, stops_of
+from posttrain.evaluation.answering import Acted, Answers, Found, Generated, ask, episodes_of, stops_of
 from posttrain.evaluation.items import Item, Items, load_items
 from posttrain.evaluation.records import EvaluationStore, write_files
 from posttrain.evaluation.running import Judge, run
@@ -41,14 +42,16 @@ from posttrain.grading.pool import workers_of
 from posttrain.models.families import base_of, positions_of
 from posttrain.parallel.ranks import Ranks
 from posttrain.rewards.compose import Rewards
-from posttrain.rewards.parts import CompletionReward
+from posttrain.rewards.parts import CompletionReward, TrainerState
 from posttrain.rewards.rules import TAGGED
-from posttrain.rollout import Rollout, Sampler, joined
+from posttrain.rollout import Rollout, joined
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation
+from posttrain.sampler import Sampler
 from posttrain.scoring import ValueScorer
 from posttrain.training.job import Job
 from posttrain.training.saving import Saver
+from posttrain.training.state import total_steps
 
 log = logging.getLogger("posttrain")
 
@@ -78,6 +81,7 @@ class _Samplers:
             self._environments = resources.enter_context(environments_of(job.config, job.ranks))
             self._codecs = codecs_of(self._environments, job.tokenizer, job.config.data.date)
         self.rewards = self._rewards(job.config.rewards)
+        self._rows = len(data.train)
 
     def sampler(
         self, rewards: Rewards, settings: RolloutConfig, dataset: EvaluationDataset | None = None, keeps: bool = True
@@ -99,7 +103,13 @@ class _Samplers:
             ranks=self._job.ranks,
             continues=config.behavior_version >= 2,
             episodes=self._episodes(settings),
+            state_at=self._state_at,
         )
+
+    def _state_at(self, step: int) -> TrainerState:
+        config = self._job.config
+        steps_per_epoch = math.ceil(self._rows / config.training.batch_size)
+        return TrainerState(step, total_steps(config, self._rows), step / steps_per_epoch)
 
     def _episodes(self, settings: RolloutConfig) -> Episodes | None:
         if self._environments is None:
@@ -253,10 +263,13 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
 
 
 def parts_of(reward: CompletionReward) -> dict[str, dict[str, object]]:
-    """The parts of a reward by name: value and weight; for rules also verdict, extracted answer and reason."""
+    """The parts of a reward by name: value and weight; for rules also verdict, extracted answer and reason; for
+    functions also what they noted."""
     parts: dict[str, dict[str, object]] = {}
     for part in reward.parts:
         facts = parts[part.name] = {"value": part.value, "weight": part.weight}
+        if part.extra:
+            facts["extra"] = dict(part.extra)
         if part.grade is not None:
             facts |= {"verdict": part.grade.verdict, "extracted": part.grade.extracted, "reason": part.grade.reason}
         elif not part.counts:
@@ -411,7 +424,11 @@ class SuiteEvaluation:
                 stop=suite.stop,
                 seed=job.config.seed,
             )
-            answers = Generated(engine, sampling, tokenizer, prompts[suite.name])
+            if suite.acts:
+                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer)
+                answers = Acted(suite, enter(made), sampling, prompts[suite.name])
+            else:
+                answers = Generated(engine, sampling, tokenizer, prompts[suite.name])
             parts[suite.name] = answers, enter(Judge(suite))
         return engine, parts
 

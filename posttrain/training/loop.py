@@ -31,12 +31,12 @@ from posttrain.optim.update import AdamW, HasTokens, Objective, balanced, over_b
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
-from posttrain.training.best import Best, prefix_of
+from posttrain.training.best import Best, prefix_of, set_of
 from posttrain.training.checks import MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation, SuiteEvaluation, evaluated_rows
 from posttrain.training.job import Job
 from posttrain.training.saving import Interruption, Saver, Stop
-from posttrain.training.state import State
+from posttrain.training.state import State, total_steps
 
 log = logging.getLogger("posttrain")
 
@@ -261,7 +261,7 @@ class Loop:
         for name, count in self._suites.sizes.items():
             if metric in (f"eval_{name}", f"eval_{name}_low", f"eval_{name}_high"):
                 return count
-        name = prefix_of(config, metric)[len("eval_") : -1] or "validation"
+        name = set_of(config, metric)
         sets = [sets[name] for sets in (self.data.validation, self.data.prompts) if name in sets]
         rows = (dataset.rows[evaluated_rows(config, 0, name, len(dataset))] for dataset in sets)
         return min((len(np.unique(numbers)) for numbers in rows), default=None)
@@ -283,7 +283,8 @@ class Loop:
         """
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
-            metrics = over_batches(self._batches(objective_of, name, dataset, with_previous), self.job.ranks)
+            batches = self._batches(objective_of, name, dataset, with_previous)
+            metrics, self._best.half_loss[name] = over_batches(batches, self.job.ranks)
             return {**metrics, **self._completions(name, self.state.step, self.interruption.sampling)}
 
         return self.evaluate_by(measure)
@@ -293,8 +294,7 @@ class Loop:
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
-            prefix = "eval_" if name == "validation" else f"eval_{name}_"
-            metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
+            metrics |= {f"{prefix_of(name)}{key}": value for key, value in measure(name, dataset).items()}
         suites = self.job.ranks.first(lambda: self._suites(self.state.step, self.interruption.sampling))
         metrics |= {f"eval_{name}": value for name, value in suites.items()}
         self.policy.train(self.job.config.method.dropout)
@@ -325,12 +325,6 @@ class Loop:
     def save_final(self) -> None:
         """Save `final/`: the model in the format of transformers or PEFT, with its tokenizer and template."""
         self.saver.save_model(self.job.run.final, self.state.step)
-
-
-def total_steps(config: RunConfig, rows: int) -> int:
-    """The number of steps of a run over this number of training examples."""
-    training = config.training
-    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
 
 
 def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:

@@ -213,6 +213,12 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
         )
 
 
+def total_steps(config: RunConfig, rows: int) -> int:
+    """The number of steps of a run over this number of training examples."""
+    training = config.training
+    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
+
+
 def memory_settings(config: RunConfig) -> str:
     """Advice on settings that lower the memory use of a run with this method, the most useful first."""
     method, training = config.method, config.training

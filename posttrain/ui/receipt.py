@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from posttrain.base.words import counted
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.runs.receipt import (
@@ -12,6 +13,7 @@ from posttrain.runs.receipt import (
     GroupReceipt,
     StoredPart,
     TokenNumbers,
+    Turn,
     decoder_of,
     group_receipt,
     step_receipt,
@@ -111,12 +113,35 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
         [
             cards(_facts(completion)),
             el("details", _prompt_title(group), el("pre", group.text)),
+            _turns(completion, query) if completion.turns else None,
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
             heat(texts, colours[colouring], COLOURINGS[colouring], numbers, pushed, chosen, query),
             _legend(colouring, colours[colouring], COLOURINGS[colouring], numbers),
             _responsible(completion, texts, pushed, chosen, query),
         ]
     )
+
+
+def _turns(completion: CompletionReceipt, query: Query) -> Markup:
+    """The turns of an episode, each with a link to its first token."""
+    shown = []
+    for number_of, turn in enumerate(completion.turns):
+        advantage, push = completion.of_turn(turn)
+        place = link(f"turn {number_of}", query.but(PATH, token=turn.start)) if turn.stop > turn.start else "turn"
+        facts = [counted(turn.stop - turn.start, "token")]
+        if turn.author == "model":
+            facts += [f"advantage {signed(advantage)}"] + ([f"reward {number(turn.reward)}"] if turn.reward else [])
+        bar = share_bar(push, completion.push) if turn.author == "model" and completion.push else None
+        shown.append(said(turn, place, " · ".join(facts), bar))
+    return el("section", el("h3", "Turns"), *shown, class_="turns")
+
+
+def said(turn: Turn, *about: object) -> Markup:
+    """A turn of an episode: its author, facts about it, its text and the calls that it makes."""
+    failed = el("span", f" {counted(turn.failed, 'call')} failed", class_="badge alarm") if turn.failed else None
+    head = el("p", el("b", turn.author), *(part for each in about if each for part in (" · ", each)), failed)
+    calls = [el("p", "calls ", el("code", call)) for call in turn.calls]
+    return el("div", head, el("div", turn.text, class_="text") if turn.text else None, *calls, class_=turn.author)
 
 
 def heat(
@@ -222,6 +247,10 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
     facts: dict[str, object] = {"reward": number(completion.reward), "advantage": signed(completion.advantage)}
     facts |= {name: _part(part) for name, part in completion.parts.items()}
     facts |= {"tokens": f"{len(completion.tokens):,}", "ended by": completion.finish_reason}
+    extras = [(f"{name}: {key}", value) for name, part in completion.parts.items() for key, value in part.extra.items()]
+    facts |= {name: short(str(value), 60) for name, value in extras}
+    if completion.turns:
+        facts["replies"] = str(sum(turn.author == "model" for turn in completion.turns))
     return facts | ({"verdict": completion.verdict} if completion.verdict else {})
 
 

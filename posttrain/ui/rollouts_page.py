@@ -83,12 +83,16 @@ def _overview(run: RunSummary, series: Series) -> Markup:
         return chart(lines, title, go=go, share=share) if lines else None
 
     parts = [name for name in series.names if name.startswith("rewards/") and name.endswith("/mean")]
+    ended = [name for name in series.names if name.startswith("episodes/") and any(series.points(name)[1])]
     shares = {"frac_reward_zero_std": "without spread", "completions/clipped_ratio": "truncated"}
     charts = [
         drawn("Reward", {"reward": "reward"}),
         drawn("Reward by part", {name: name.split("/")[1] for name in parts}),
         drawn("Completion length", {"completions/mean_length": "mean"}),
         drawn("Groups without spread, truncated completions", shares, share=True),
+        drawn("Replies and calls of an episode", {"turns": "replies", "tools/call_frequency": "calls"}),
+        drawn("Calls that failed", {"tools/failure_frequency": "failed"}, share=True),
+        drawn("How episodes end", {name: name.split("/")[1] for name in ended}, share=True),
     ]
     text = "Click a curve to open that step: its groups, their completions, and the tokens."
     hint = el("p", text, class_="quiet") if any(charts) else None

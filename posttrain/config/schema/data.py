@@ -22,6 +22,7 @@ Format = Literal[
     "prompt",
     "text",
     "hh",
+    "episode",
 ]
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 LABELLED_FORMATS = frozenset({"auto", "kto"})

@@ -75,6 +75,11 @@ class PolicyGradientMethod(RewardedMethod):
     epsilon_high: Annotated[Float, Field(gt=0)] | None = Field(
         default=None, description="Clip range above 1 (clip-higher); cispo: cap of the ratio itself; null: epsilon."
     )
+    advantage_level: Literal["trajectory", "turn"] = Field(
+        default="trajectory",
+        description="What is compared with the group: the reward of a whole episode, or what each turn and later ones "
+        "earn.",
+    )
     resampling_rounds: Annotated[Int, Field(ge=0)] = Field(
         default=0, description="Maximum number of times to resample groups whose rewards are all equal."
     )
@@ -194,6 +199,13 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
     @property
     def compares_groups(self) -> bool:
         return False
+
+    def check(self, problems: Problems) -> None:
+        super().check(problems)
+        if not self.is_default("advantage_level"):
+            problems.add(
+                "advantage_level", "is not read by reinforce_plus_plus, whose tokens have returns; leave it out"
+            )
 
 
 class PPOMethod(RewardedMethod):

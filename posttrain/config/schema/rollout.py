@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text
+from posttrain.config.schema.environments import MaxToolCalls, MaxToolResult, MaxTurns
 
 SERVER_ONLY = ("base_url", "servers", "gpus", "push", "timeout", "max_restarts")
 
@@ -90,15 +91,9 @@ class RolloutConfig(Settings):
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(
         default=(), description="Stop strings that end a completion, besides the stop token."
     )
-
-    max_turns: Positive | None = Field(
-        default=None, description="Maximum number of replies of an episode; null: as many as its tokens allow."
-    )
-    max_tool_calls: Positive | None = Field(default=None, description="Maximum number of tool calls of an episode.")
-    max_tool_result: Positive | None = Field(
-        default=None,
-        description="Maximum tokens of a tool's result, cut beyond; null: one without room ends the episode.",
-    )
+    max_turns: MaxTurns = None
+    max_tool_calls: MaxToolCalls = None
+    max_tool_result: MaxToolResult = None
     environment_workers: Positive = Field(
         default=64, description="Maximum number of episodes with a live environment at a time, on each rank."
     )

@@ -285,6 +285,10 @@ class RunConfig(Settings):
             for field in OF_EPISODES:
                 if not self.rollout.is_default(field):
                     problems.add(f"rollout.{field}", "has no effect without environments or tools")
+            if self.data.format == "episode":
+                problems.add("data.format", "is episode, which needs environments that give the messages")
+            if getattr(self.method, "advantage_level", "trajectory") == "turn":
+                problems.add("method.advantage_level", "is turn, but without environments or tools there is one turn")
             return
         setting = "environments" if self.environments else "tools"
         if not self.method.samples_completions:

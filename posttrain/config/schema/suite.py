@@ -6,9 +6,11 @@ from pydantic import Field
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.schema.data import Variables, check_template
+from posttrain.config.schema.environments import EnvironmentConfig, MaxToolCalls, MaxToolResult, MaxTurns
 
 RULE = r"^[a-z][a-z0-9_]*$"
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
+OF_ENVIRONMENT = "environment"  # the rule that takes the environment's reward
 LM_EVAL = "lm-eval:"  # prefix that marks lm-eval's tasks among the names of suites
 
 
@@ -50,7 +52,9 @@ class SuiteConfig(Settings):
     id: Text | None = Field(default=None, description="Field that identifies an item; null: the row's number.")
     group: Text | None = Field(default=None, description="Field with the item's subject or level; null: no groups.")
     rule: Annotated[Text, Field(pattern=f"{RULE}|{FUNCTION}")] = Field(
-        default="math", description="Rule that grades a completion, or module:function as in `rewards`; none: no grade."
+        default="math",
+        description="Rule that grades a completion, or module:function as in `rewards`; environment: the environment's "
+        "reward; none: no grade.",
     )
     options: dict[str, Text] = Field(
         default={}, description="Arguments of the rule, taken from fields of the row, e.g. {choices: options}."
@@ -70,11 +74,33 @@ class SuiteConfig(Settings):
     temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Sampling temperature; 0: greedy.")
     max_completion_length: Positive = Field(default=1024, description="Maximum number of tokens of a completion.")
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(default=(), description="Strings that end a completion.")
+    environments: tuple[EnvironmentConfig, ...] = Field(
+        default=(), description="Environments in which the model acts over several turns; `rule` grades its last reply."
+    )
+    tools: tuple[Text, ...] = Field(default=(), description="Functions that the model may call, FILE.py:FUNCTION.")
+    max_turns: MaxTurns = None
+    max_tool_calls: MaxToolCalls = None
+    max_tool_result: MaxToolResult = None
     outputs: Text | None = Field(
         default=None, description="File for the completions in AlpacaEval's format; null: none is written."
     )
 
+    @property
+    def acts(self) -> bool:
+        """Whether the model acts over several turns."""
+        return bool(self.environments or self.tools)
+
     def check(self, problems: Problems) -> None:
+        if self.acts:
+            for name in ("stop", "choices"):
+                if getattr(self, name):
+                    problems.add(name, "cannot be combined with environments or tools")
+            if self.kind != "generate":
+                problems.add("kind", "needs to be generate with environments or tools")
+            if self.template not in ("auto", "chat"):
+                problems.add("template", "needs to be auto or chat with environments or tools")
+        if self.rule == OF_ENVIRONMENT and not self.environments:
+            problems.add("rule", "is environment, but there is none: set `environments`")
         if self.template != "auto":
             check_template(problems, self.template)
         if self.kind == "choices" and len(self.choices) <= 1:
