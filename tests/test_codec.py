@@ -236,6 +236,9 @@ def test_arguments_are_what_json_has(value):
     assert [call.arguments for call in calls] == ([{"a": [1, 2]}] if value == "(1, 2)" else [])
 
 
+THOUGHTLESS = "<think>\n\n</think>\n\n"  # which Qwen3's template writes before the last reply
+
+
 def test_what_sft_teaches_is_what_an_episode_samples(codec, tokenizer, tmp_path):
     """A stored conversation with calls has the tokens of an episode in which the model wrote its replies, and trains
     them; and the line break that ends a turn, which nobody samples."""
@@ -247,6 +250,6 @@ def test_what_sft_teaches_is_what_an_episode_samples(codec, tokenizer, tmp_path)
     prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path / "cache")
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "today": true}}\n</tool_call><|im_end|>'
     ids = codec.first(HELLO) + ids_of(tokenizer, written)
-    ids += codec.bridge(ids, [RESULT]) + ids_of(tokenizer, "Yes.<|im_end|>")
+    ids += codec.bridge(ids, [RESULT]) + ids_of(tokenizer, f"{THOUGHTLESS}Yes.<|im_end|>")
     assert [*prepared.train[0].trees[0].tokens][: len(ids)] == ids
-    assert trained_text(prepared, tokenizer) == [f"{written}\n", "Yes.<|im_end|>\n"]
+    assert trained_text(prepared, tokenizer) == [f"{written}\n", f"{THOUGHTLESS}Yes.<|im_end|>\n"]

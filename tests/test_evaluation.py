@@ -254,7 +254,7 @@ def test_rewards_are_told_what_was_cut_off_and_what_the_prompt_opened(scratch_mo
     model = ModelConfig(path=str(scratch_model))
     tokenizer, seen = load_tokenizer(model), []
 
-    def reward(completions):
+    def reward(completions, state):
         seen.extend(completions)
         return Rewarded(CompletionReward(1.0) for _ in completions)
 
@@ -276,7 +276,7 @@ def test_rewards_read_what_was_sampled(shared, tmp_path):
     model = ModelConfig(path=str(shared / "models/stories260K"))
     tokenizer, seen = load_tokenizer(model), []
 
-    def reward(completions):
+    def reward(completions, state):
         seen.extend(one.text for one in completions)
         return Rewarded(CompletionReward(1.0) for _ in completions)
 

@@ -531,7 +531,7 @@ def test_the_interval_of_a_loss_is_that_of_a_ratio_of_sums():
 def test_a_run_shows_the_interval_of_the_loss_that_decides(tmp_path, shared, caplog):
     data = {"validation": {"rows": 5}, "overlong": "truncate"}
     settings = dpo(shared, shared / "models/stories260K", data=data, training={"max_steps": 2, "batch_size": 2})
-    settings |= {"checkpoint": {"best_metric": "eval_loss"}, "evaluation": {"eval_steps": 1}}
+    settings |= {"checkpoint": {"best_metric": "eval_loss"}, "evaluation": {"eval_steps": 1, "at_start": False}}
     with caplog.at_level("INFO", "posttrain"):
         folder = run(tmp_path, **settings)
     losses = metrics(folder, "eval_loss")

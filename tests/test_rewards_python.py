@@ -469,7 +469,7 @@ def test_a_function_logs_as_in_trl(noting):
 def test_another_number_of_values_is_an_error(noting):
     with (
         closing(RewardFunction("my_notes:miscounting")) as function,
-        pytest.raises(RewardError, match=r"line 10.*log_extra\('length'\) has 1 values for 2 completions"),
+        pytest.raises(RewardError, match=r"line 11.*log_extra\('length'\) has 1 values for 2 completions"),
     ):
         function(TWO)
 

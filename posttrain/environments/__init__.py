@@ -28,8 +28,8 @@ class Environment(ABC):
         """Whether the episode has ended; asked after each turn."""
         return False
 
-    def close(self) -> None:  # noqa: B027 (most environments open nothing)
-        """Release what `reset` has opened."""
+    def close(self) -> Any:
+        """Release what `reset` has opened; may be async."""
 
 
 class ToolServer(Environment):

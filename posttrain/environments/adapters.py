@@ -16,7 +16,7 @@ class Mcp(ToolServer):
     """The tools of an MCP server that is started for each episode and spoken to over stdio."""
 
     def __init__(self, command: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None):
-        from mcp import StdioServerParameters
+        from mcp import StdioServerParameters  # pyright: ignore[reportMissingImports]
 
         self._server = StdioServerParameters(command=command, args=[*args], env=dict(env) if env else None)
         self._task: asyncio.Task[None] | None = None
@@ -34,7 +34,7 @@ class Mcp(ToolServer):
         return self._opened.result()
 
     async def _connection(self) -> None:
-        from mcp import Client
+        from mcp import Client  # pyright: ignore[reportMissingImports]
 
         async with Client(self._server) as client:
             self._opened.set_result(client)
@@ -130,7 +130,7 @@ class SkyRL:
         self._name, self._config = environment, dict(config or {})
 
     def reset(self, prompt: Any = (), **row: Any) -> list[dict[str, Any]]:
-        import skyrl_gym
+        import skyrl_gym  # pyright: ignore[reportMissingImports]
 
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self._environment = skyrl_gym.make(self._name, env_config=_Config(self._config), extras=row)

@@ -181,8 +181,8 @@ class CompletionReceipt:
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
         episode = row.get("turns") or None
         ended = episode["stop_reason"] if episode else row["finish_reason"]
-        facts, numbers = [row[column] for column in columns], TokenNumbers.of(row)
-        return cls(*facts, ended, parts=parts, numbers=numbers, turns=turns_of(episode))
+        facts = [*(row[column] for column in columns), ended]
+        return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=turns_of(episode))
 
     def of_turn(self, turn: Turn) -> tuple[float | None, float]:
         """The mean advantage of a turn's tokens, None outside the loss, and the sum of their absolute pushes."""
