@@ -169,6 +169,7 @@ bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.evaluate
 	$(BIN)/python -m benchmarks.serve
+	$(BIN)/python -m benchmarks.turns
 
 # How fast the pages answer with 500 runs and 100,000 rollouts, made by a script (1 GB under build/).
 bench-ui: .venv/.installed-dev

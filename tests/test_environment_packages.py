@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from test_episodes import END, call, results
 from test_episodes import run as run  # the fixture
+
+from posttrain.base.errors import RewardError
 
 MCP = '''
 from mcp.server.mcpserver import MCPServer
@@ -43,12 +46,56 @@ def test_the_tools_of_an_mcp_server(run, tmp_path):
         call("note", '{"text": "a \\u00fc"}'), call("note", '{"text": "b"}'), call("read", '{"number": 1}'),
         call("read", '{"number": 9}'), call("erase"), "Done." + END,
     ]  # fmt: skip
-    arguments = {"command": sys.executable, "args": [str(tmp_path / "notes.py")]}
-    [[first, second]] = run({"Row 0": script}, n=2, cls="mcp", args=arguments, timeout=60)
+    [[first, second]] = run({"Row 0": script}, n=2, cls="mcp", args={"server": "notes.py"}, timeout=60)
     for made in (first, second):
         assert made.stop_reason == "completed", made.reason
         told = results(made)
         assert told[:3] == ["1 kept", "2 kept", "a ü"] and "error" in told[3] and "there is no tool erase" in told[4]
+
+
+SLOW = """
+import os, time
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("slow")
+
+
+@server.tool()
+def wait(file: str) -> str:
+    "Wait."
+    open(file, "w").write(str(os.getpid()))
+    time.sleep(60)
+
+
+server.run()
+"""
+
+
+def test_a_server_that_hangs_in_a_tool_ends_with_its_episode(run, tmp_path):
+    pytest.importorskip("mcp")
+    (tmp_path / "slow.py").write_text(SLOW)
+    file = tmp_path / "pid"
+    arguments = json.dumps({"file": str(file)})
+    [[made]] = run({"Row 0": [call("wait", arguments)]}, cls="mcp", args={"server": "slow.py"}, timeout=20)
+    assert made.stop_reason == "tool_timeout", made.reason
+    process, until = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 20
+    while process.exists() and process.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert time.monotonic() < until
+
+
+@pytest.mark.parametrize(
+    ("cls", "args"),
+    [("mcp", {"server": "/bin/sh"}), ("skyrl", {"environment": "os:system"}), ("mcp", {"server": "missing.py"})],
+)
+def test_settings_name_no_programs_of_others(run, cls, args):
+    pytest.importorskip({"mcp": "mcp", "skyrl": "skyrl_gym"}[cls])
+    if cls == "mcp":
+        with pytest.raises(RewardError, match="is no file in the current folder"):
+            run({"Row 0": []}, cls=cls, args=args)
+        return
+    [[made]] = run({"Row 0": ["ls" + END]}, cls=cls, args=args, contract="messages")
+    assert made.stop_reason == "env_error" and "belongs to Python" in made.reason
 
 
 OPENENV = """
@@ -124,7 +171,6 @@ def test_a_client_of_an_openenv_server(run, openenv):
 
 
 SKYRL = '''
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 
@@ -144,16 +190,14 @@ class Hot(BaseTextEnv):
         )
 
 
-skyrl_gym.register(id="hot", entry_point="hot_env:Hot")
 '''
 
 
-def test_environments_of_skyrl_gym(run, tmp_path, monkeypatch):
-    """One that comes with it, and one that a module registers."""
+def test_environments_of_skyrl_gym(run, tmp_path):
+    """One that comes with it, and one of the user's own."""
     pytest.importorskip("skyrl_gym")
     (tmp_path / "hot_env.py").write_text(SKYRL)
-    monkeypatch.syspath_prepend(tmp_path)
-    arguments = {"environment": "hot", "config": {"cost": 0.5}, "module": "hot_env"}
+    arguments = {"environment": "hot_env.py:Hot", "config": {"cost": 0.5}}
     settings = {"cls": "skyrl", "contract": "messages", "timeout": 60}
     [[made]] = run({"Row 0": ["1" + END, "3" + END]}, [{"secret": 3}], args=arguments, **settings)
     assert (made.stop_reason, made.turn_rewards, made.metrics) == ("env_done", [-0.5, 1.0], {"turns": 2.0}), made.reason

@@ -267,8 +267,9 @@ def test_programs_of_the_model_run_apart(run, tmp_path):
     assert "SyntaxError" in printed[4] and "Error" in printed[5]
     assert not (tmp_path / "made").exists() or not (tmp_path / "made").stat().st_size
     assert printed[6] == "" and "EOFError" in printed[7]
-    assert printed[8].startswith("a" * 10_000 + "…") and len(printed[8]) < 10_100
-    assert "did not end within 2 s" in printed[9] and "MemoryError" in printed[10] and printed[11] == ""
+    assert printed[8] == "a" * 10_000 + "… (more is not shown)"
+    assert "did not end within 2 s" in printed[9] and "MemoryError" in printed[10]
+    assert printed[11].strip() == "ended by signal 9"
     assert made.state.programs == programs and made.stop_reason == "completed"
 
 
@@ -280,18 +281,24 @@ def test_a_corpus_is_searched(run, tmp_path):
 
     def found(*queries):
         script = [*(call("search", json.dumps({"query": query})) for query in queries), "Done." + END]
-        [[made]] = run({"Row 0": script}, cls="search", args={"corpus": str(corpus), "results": 2})
+        [[made]] = run({"Row 0": script}, cls="search", args={"corpus": corpus.name, "results": 2})
         assert made.state.queries == [*queries]
         return results(made)
 
     cats, trees, nothing, odd = found("cats", "what is an OAK tree?", "zebra", '"; DROP TABLE x')
     assert {*cats.split("\n\n")} == {"[1] Cats: A cat sleeps all day.", '[2] Dogs bark at "cats".'}
     assert trees.startswith("[1] Trees: An oak") and nothing == odd == "nothing found"
-    before = (tmp_path / "corpus.jsonl.fts5").stat().st_mtime_ns
-    assert found("oak") == ["[1] Trees: An oak is a tree."]
-    assert (tmp_path / "corpus.jsonl.fts5").stat().st_mtime_ns == before
-    corpus.write_text(json.dumps({"text": "A zebra."}) + "\n")
-    assert found("zebra") == ["[1] A zebra."]
+    [made] = tmp_path.glob("*.fts5")
+    before = made.stat().st_mtime_ns
+    assert found("oak") == ["[1] Trees: An oak is a tree."] and made.stat().st_mtime_ns == before
+    corpus.write_text(json.dumps({"text": "A zebra."}) + "\n\n")
+    assert found("zebra") == ["[1] A zebra."] and len([*tmp_path.glob("*.fts5")]) == 2
+    corpus.write_text("{}\nnot JSON\n")
+    with pytest.raises(RewardError, match=r"line 1 has no string in the column text"):
+        found("zebra")
+    corpus.write_text("\nnot JSON\n")
+    with pytest.raises(RewardError, match=r"line 2 is not JSON"):
+        found("zebra")
     corpus.write_text(json.dumps({"body": "A zebra."}) + "\n")
     with pytest.raises(RewardError, match=r"line 1 has no string in the column text"):
         found("zebra")
@@ -327,8 +334,8 @@ def test_tools_that_are_known_only_when_it_runs(run, tmp_path, monkeypatch):
     (tmp_path / "served.py").write_text(SERVED)
     monkeypatch.setitem(BUILT_IN, "served", "served:Served")
     monkeypatch.syspath_prepend(tmp_path)
-    script = [call("look", '{"at": 3}'), call("fail"), call("schemas"), "Done." + END]
+    script = [call("look", '{"name": "a", "self": 3}'), call("fail"), call("schemas"), "Done." + END]
     [[made]] = run({"Row 0": script}, cls="served", args={"names": ["look", "fail"]})
     assert results(made)[0] == "LOOK" and results(made)[1] == "{'error': 'no'}"
     assert "there is no tool schemas; there are look, fail" in results(made)[2]
-    assert made.state.asked == [("look", {"at": 3})]
+    assert made.state.asked == [("look", {"name": "a", "self": 3})]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from test_acting import CALCULATOR, train
 
-from posttrain.base.errors import ConfigError, DataError
+from posttrain.base.errors import ConfigError, DataError, RunError
 from posttrain.cli import main
 from posttrain.evaluation.records import EvaluationStore, read_answers
 from posttrain.evaluation.running import run as run_suite
@@ -77,7 +77,17 @@ def test_an_environment_is_a_suite(suite, tmp_path, capsys):
     assert main(suite("-n", "4", "--temperature", "1.0", max_turns=1)) == 1
     assert "differs in max_turns" in " ".join(capsys.readouterr().err.split())
     assert main(suite("-n", "4", "--temperature", "1.0", "--overwrite", max_turns=1)) == 0
-    assert {answer.episode["stop_reason"] for answer in read_answers(tmp_path / "out")} >= {"max_turns"}
+    last = [answer for answer in read_answers(tmp_path / "out") if answer.episode["stop_reason"] == "max_turns"]
+    assert last and all(turns_of(answer.episode)[-1].calls for answer in last), "calls that were not made are shown"
+    assert main(suite("--overwrite", max_prompt_length=3)) == 0
+    assert {answer.reason.partition(":")[0] for answer in read_answers(tmp_path / "out")} == {"the prompt is too long"}
+    capsys.readouterr()
+    assert main(suite("--overwrite", max_completion_length=500)) == 1
+    assert "which leaves no room for a prompt: lower it" in " ".join(capsys.readouterr().err.split())
+    lines = (tmp_path / "out/answers.jsonl").read_text().splitlines()
+    (tmp_path / "out/answers.jsonl").write_text(lines[0].replace('"turns": [', '"turns": [3, ') + "\n")
+    with pytest.raises(RunError, match="line 1 is damaged"):
+        read_answers(tmp_path / "out")
 
 
 def test_an_environment_grades_its_episodes(suite, tmp_path, capsys):
@@ -145,6 +155,7 @@ def test_an_evaluation_of_an_earlier_version_is_read_and_goes_on(suite, tmp_path
     ("settings", "message"),
     [
         ({"template": "none"}, "template needs to be auto or chat"),
+        ({"environments": [CALCULATOR, CALCULATOR]}, "has two called 'calculator'"),
         ({"kind": "choices", "choices": ["a", "b"]}, "kind needs to be generate"),
         ({"stop": ["x"]}, "stop cannot be combined with environments or tools"),
         ({"environments": [], "rule": "environment"}, "rule is environment, but there is none"),

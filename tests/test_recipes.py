@@ -20,7 +20,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.methods import METHODS
 from posttrain.optim.update import Objective, over_batches
-from posttrain.training.best import Best
+from posttrain.training.best import Best, set_of
 from posttrain.training.state import State, memory_settings
 
 HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
@@ -494,6 +494,14 @@ def test_the_best_has_the_lower_loss_among_equal_ones(tmp_path, caplog):
     assert best_of(tmp_path, falling, best_metric="eval_entropy", behavior_version=1)[0] == [0]
     assert best_of(tmp_path, falling, best_metric="eval_entropy", best_direction="higher")[0] == [0]
     assert State.from_json({k: v for k, v in state.as_json().items() if k != "best_loss"}).best_loss is None
+
+
+def test_the_set_of_a_metric_is_the_one_with_the_longest_name():
+    entries = [{"name": name, "source": "a"} for name in ("validation", "test", "test_b")]
+    config = load({"model": "m", "method": "sft", "data": {"source": "d"}, "evaluation": {"datasets": entries}}).config
+    sets = {"eval_loss": "validation", "eval_test_loss": "test", "eval_test_b_loss": "test_b"}
+    assert {metric: set_of(config, metric) for metric in sets} == sets
+    assert set_of(config, "eval_reward") == "validation"
 
 
 def test_few_rows_that_decide_are_a_warning_with_an_interval(tmp_path, caplog):

@@ -107,7 +107,7 @@ def estimated(advantages):
 
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
 def test_rloo_is_unbiased_at_both_levels(level):
-    """Enumerated exactly: the expected gradient is that of the expected reward."""
+    """Enumerated exactly, with two turns in every episode: the expected gradient is that of the expected reward."""
     method = RLOOMethod(advantage_level=level, num_generations=2)
     gradient, exact = estimated(
         lambda turns: grpo.of_tokens(method, turns, torch.zeros(2, dtype=torch.int64), torch.zeros(4))
@@ -115,6 +115,19 @@ def test_rloo_is_unbiased_at_both_levels(level):
     for one, other in zip(gradient, exact, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     assert exact[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("method", [GRPOMethod(), RLOOMethod(advantage_level="turn"), ReinforcePlusPlusMethod()])
+def test_episodes_without_a_reply_are_regraded_as_none(method):
+    """Of a step's stored rows; those without tokens were in no group."""
+    stored = episode([2, 1], [0.5]).stored() | {"turn_rewards": [0.5]}
+    row = {"prompt_index": 0, "tokens": [1, 2, 3], "turns": stored, "advantages": None, "ref_logprobs": None}
+    empty = row | {"tokens": [], "turns": Trajectory([1], [], stop_reason="context_overflow").stored()}
+    got = grpo.regraded(method, [empty, row, row, empty], [0.0, 1.0, 3.0, 0.0])
+    assert got[0] is got[3] is None
+    alone = grpo.regraded(method, [row, row], [1.0, 3.0])
+    assert got[1:3] == alone and alone[0] != alone[1]
+    assert grpo.regraded(method, [empty], [0.0]) == [None]
 
 
 def test_returns_of_tokens_see_when_a_turn_earned_its_reward():
@@ -167,7 +180,7 @@ def test_a_run_places_stores_and_regrades_the_rewards_of_turns(calculator_home, 
     for row in rows:
         calls = [call for part in row["turns"]["turns"] for call in part["calls"]]
         assert row["turns"]["turn_rewards"] == [0.25 if "+" in call[1]["expression"] else -0.5 for call in calls]
-        assert row["turns"]["reward"] == (sum(row["turns"]["turn_rewards"]) if calls else None)
+        assert row["turns"]["reward"] == sum(row["turns"]["turn_rewards"])
     longest = max(called, key=lambda row: len(row["turns"]["turns"]))
     spans = [part for part in longest["turns"]["turns"] if part["author"] == "model"]
     each = [set(longest["advantages"][part["start"] : part["stop"]].tolist()) for part in spans]

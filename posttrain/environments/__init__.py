@@ -28,7 +28,7 @@ class Environment(ABC):
         """Whether the episode has ended; asked after each turn."""
         return False
 
-    def close(self) -> Any:
+    def close(self) -> Any:  # noqa: B027 (most environments open nothing)
         """Release what `reset` has opened; may be async."""
 
 

@@ -1,24 +1,43 @@
 """Environments of other packages: tools of an MCP server, clients of OpenEnv, environments of SkyRL-Gym.
 
-Each needs its package (`mcp`, `openenv-core`, `skyrl-gym`); `make test-env` runs them.
+Each needs its package (`mcp` 2, `openenv-core`, `skyrl-gym`); `make test-env` runs them. Settings may come from
+strangers, so they name neither programs nor classes outside of the user's files.
 """
 
 import asyncio
-import importlib
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.environments import Step, ToolServer
+from posttrain.rewards.python import check_own_file, find_function
+
+# Has the server killed with this process, also while it is stuck in a tool and does not see that its input has ended.
+LAUNCH = (
+    "import os, sys; from posttrain.grading.worker import die_with_parent; die_with_parent(); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Mcp(ToolServer):
-    """The tools of an MCP server that is started for each episode and spoken to over stdio."""
+    """The tools of an MCP server, a Python file of yours, which is started for each episode and spoken to over stdio.
 
-    def __init__(self, command: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None):
+    For another program, write a class of your own that passes `command` to this one's `__init__`: settings alone may
+    not name programs.
+    """
+
+    def __init__(self, server: str, *, command: Sequence[str] | None = None, env: Mapping[str, str] | None = None):
         from mcp import StdioServerParameters  # pyright: ignore[reportMissingImports]
 
-        self._server = StdioServerParameters(command=command, args=[*args], env=dict(env) if env else None)
+        if command is None:
+            check_own_file(server)
+            command = (sys.executable, server)
+        arguments = ["-c", LAUNCH, *command]
+        environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")} | dict(env or {})
+        self._server = StdioServerParameters(command=sys.executable, args=arguments, env=environment, cwd=os.getcwd())
         self._task: asyncio.Task[None] | None = None
 
     async def _client(self) -> Any:
@@ -75,22 +94,14 @@ class Mcp(ToolServer):
 class OpenEnv:
     """`contract: messages`. A client of an OpenEnv server at `base_url`: a reply is the action `{field: reply}`.
 
-    With `client` and `action` (module:Class), these classes of the environment's package are used instead of OpenEnv's
-    generic client. `shows`: the field of observations that the model reads; None: all of them as JSON. `columns`: the
-    columns of a row that the server's `reset` receives.
+    `shows`: the field of observations that the model reads; None: all of them as JSON. `columns`: the columns of a row
+    that the server's `reset` receives.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        field: str = "message",
-        shows: str | None = None,
-        columns: Sequence[str] = (),
-        client: str = "openenv.core:GenericEnvClient",
-        action: str | None = None,
-    ):
-        self._client = _named(client)(base_url=base_url)
-        self._action = None if action is None else _named(action)
+    def __init__(self, base_url: str, field: str = "message", shows: str | None = None, columns: Sequence[str] = ()):
+        from openenv.core import GenericEnvClient  # pyright: ignore[reportMissingImports]
+
+        self._client = GenericEnvClient(base_url=base_url)
         self._field, self._shows, self._columns = field, shows, columns
 
     async def reset(self, **row: Any) -> list[dict[str, Any]]:
@@ -98,8 +109,7 @@ class OpenEnv:
         return self._messages(result.observation)
 
     async def step(self, message: dict[str, Any]) -> Step:
-        given = {self._field: message["content"]}
-        result = await self._client.step(given if self._action is None else self._action(**given))
+        result = await self._client.step({self._field: message["content"]})
         messages = [] if result.done else self._messages(result.observation)
         return Step(messages, float(result.reward or 0.0), bool(result.done))
 
@@ -107,10 +117,9 @@ class OpenEnv:
         await self._client.close()
 
     def _messages(self, observation: Any) -> list[dict[str, Any]]:
-        fields = observation if isinstance(observation, Mapping) else observation.model_dump()
-        if self._shows is not None and self._shows not in fields:
-            raise KeyError(f"an observation has {', '.join(fields)}, but no {self._shows}")
-        shown = fields if self._shows is None else fields[self._shows]
+        if self._shows is not None and self._shows not in observation:
+            raise KeyError(f"an observation has {', '.join(observation)}, but no {self._shows}")
+        shown = observation if self._shows is None else observation[self._shows]
         return [{"role": "user", "content": shown if isinstance(shown, str) else json.dumps(shown, default=str)}]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,22 +127,23 @@ class OpenEnv:
 
 
 class SkyRL:
-    """`contract: messages`. An environment of SkyRL-Gym by its `environment`'s name; a row's columns are its `extras`.
+    """`contract: messages`. An environment of SkyRL-Gym: the name of one that comes with it, or `FILE.py:CLASS`.
 
-    `module` is imported first, so that it can register environments of its own. The column `prompt` begins the
-    conversation; what `init` adds to it follows.
+    `config` are its settings, a row's columns its `extras`. The column `prompt` begins the conversation; what `init`
+    adds to it follows.
     """
 
-    def __init__(self, environment: str, config: Mapping[str, Any] | None = None, module: str | None = None):
-        if module is not None:
-            importlib.import_module(module)
+    def __init__(self, environment: str, config: Mapping[str, Any] | None = None):
         self._name, self._config = environment, dict(config or {})
 
     def reset(self, prompt: Any = (), **row: Any) -> list[dict[str, Any]]:
         import skyrl_gym  # pyright: ignore[reportMissingImports]
 
+        make: Any = partial(skyrl_gym.make, self._name)
+        if ":" in self._name:
+            make = find_function(self._name.replace(".py:", ":"))
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        self._environment = skyrl_gym.make(self._name, env_config=_Config(self._config), extras=row)
+        self._environment = make(env_config=_Config(self._config), extras=row)
         messages, _ = self._environment.init([dict(message) for message in given])
         if messages[: len(given)] != given:
             raise ValueError(f"init of {self._name} changes the prompt; it can only add to it")
@@ -160,8 +170,3 @@ class _Config(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
-
-
-def _named(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

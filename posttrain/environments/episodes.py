@@ -364,12 +364,13 @@ def acting(
     tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
     workers: int = 64,
+    date: str | None = None,
 ) -> Iterator[Episodes]:
     """Episodes outside of training. Raises RewardError for an environment that does not work, DataError for a chat
     template that cannot be used."""
     with (
         Environments(environments, tools, workers) as made,
-        closing(Episodes(engine, made, codecs_of(made, tokenizer), limits)) as episodes,
+        closing(Episodes(engine, made, codecs_of(made, tokenizer, date), limits)) as episodes,
     ):
         yield episodes
 

@@ -38,6 +38,7 @@ BUILT_IN = {
     "openenv": "posttrain.environments.adapters:OpenEnv",
     "skyrl": "posttrain.environments.adapters:SkyRL",
 }
+KEPT = ("PATH", "HOME", "LANG", "TZ")  # variables, besides those of grading workers
 STARTUP_S = 120.0  # until the template has imported everything
 TOOLS_S = 30.0  # for a call of a tool without an environment
 END_S = 10.0  # for `get_reward` and the attributes, unless the environment's own deadline is longer
@@ -167,10 +168,11 @@ class Environments:
         for name in names:
             _found(name)  # that it exists, in a file of the user's
         modules = dict.fromkeys(name.partition(":")[0] for name in names)
-        environment = worker_environment()
+        environment = worker_environment() | {name: os.environ[name] for name in KEPT if name in os.environ}
         folders = os.pathsep.join(map(str, settings_folders()))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], folders)))
-        self._modules = frozenset(modules)
+        # What attributes may be made of: classes of the user's files, not of the built-in environments.
+        self._modules = frozenset(modules) - {name.partition(":")[0] for name in BUILT_IN.values()}
         self._template = Template([BODY, *modules], environment)
         self.kinds: dict[str | None, Kind] = {}
         try:
@@ -209,6 +211,7 @@ class Environments:
             "make": None if settings is None else _module_name(settings.class_),
             "args": {} if settings is None else dict(settings.args),
             "contract": "tools" if settings is None else settings.contract,
+            "folders": [os.getcwd(), *map(str, settings_folders())],
             "tools": self._tools,
         }
 

@@ -1,6 +1,5 @@
 """Python as an environment: programs of the model run in a restricted process."""
 
-import contextlib
 import os
 import select
 import signal
@@ -10,7 +9,7 @@ import traceback
 from typing import Any
 
 from posttrain.environments import Environment
-from posttrain.grading.worker import allow_cpu_seconds, die_with_parent, isolate
+from posttrain.grading.worker import RESTRICTED, allow_cpu_seconds, die_with_parent, isolate
 
 SECONDS = 10.0  # of a program
 CHARACTERS = 10_000  # of its output
@@ -20,11 +19,16 @@ MEMORY_BYTES = 1_000_000_000
 class Python(Environment):
     """Runs Python programs. It has no reward: grade the reply, for example with the rule `math`.
 
-    A program can neither change files nor start programs and, as far as the system can forbid it, use the network
-    (docs/security.md). It can read files.
+    A program can neither change files nor start programs; docs/security.md says what else is forbidden where. It can
+    read files. Raises OSError where the system cannot restrict it so, unless `unrestricted`.
     """
 
-    def __init__(self, seconds: float = SECONDS):
+    def __init__(self, seconds: float = SECONDS, unrestricted: bool = False):
+        if not unrestricted and not _restricts():
+            raise OSError(
+                "this system cannot keep programs from changing files and starting others (Landlock, Linux 5.13): "
+                "set args: {unrestricted: true} to run them all the same, where nothing can be lost"
+            )
         self._seconds = seconds
 
     def reset(self, **row: Any) -> None:
@@ -43,32 +47,51 @@ class Python(Environment):
         if child == 0:
             _run(code, writing, self._seconds)
         os.close(writing)
+        deadline, status = time.monotonic() + self._seconds, None
         try:
-            output, in_time = _read(reading, time.monotonic() + self._seconds)
+            output = _read(reading, deadline)
+            while status is None and time.monotonic() < deadline:  # it may go on without its output
+                status = _status(child)
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            if status is None:
                 os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
             os.close(reading)
-            os.waitpid(child, 0)
-        if not in_time:
+        if status is None:
             raise TimeoutError(f"the program did not end within {self._seconds:g} s")
         text = output.decode(errors="replace")
-        return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}… {len(text):,} characters"
+        if len(text) > CHARACTERS:
+            text = f"{text[:CHARACTERS]}… (more is not shown)"
+        return f"{text}\nended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else text
 
 
-def _read(pipe: int, deadline: float) -> tuple[bytes, bool]:
-    """All that is written to a pipe until the deadline, cut above four times CHARACTERS, and whether it has ended."""
+def _restricts() -> bool:
+    """Whether a process can be kept from changing files and starting programs; a child tries it."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(RESTRICTED not in isolate(MEMORY_BYTES)))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _status(child: int) -> int | None:
+    """The status of a process that has ended; None, after a moment, of one that has not."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        time.sleep(0.002)
+    return status if ended else None
+
+
+def _read(pipe: int, deadline: float) -> bytes:
+    """What is written to a pipe until it is closed, or until the deadline; of much, only the beginning."""
     parts, size = [], 0
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]:
-            break
+    while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
         part = os.read(pipe, 1 << 16)
         if not part:
-            return b"".join(parts), True
+            break
         if size <= 4 * CHARACTERS:
             parts.append(part)
             size += len(part)
-    return b"".join(parts), False
+    return b"".join(parts)
 
 
 def _run(code: str, output: int, seconds: float) -> None:

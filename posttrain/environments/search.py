@@ -1,6 +1,7 @@
 """Search over a local corpus as an environment, by SQLite's full-text index (FTS5, ranked by BM25)."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ CHARACTERS = 1_000  # of a passage in a result
 class Search(Environment):
     """Finds passages in `corpus`, a JSONL file with a string in the column `text` and, if it is there, `title`.
 
-    The index is kept beside the file (`CORPUS.fts5`), and made again when the file changes. There is no reward: grade
+    The index is kept beside the file (`CORPUS.….fts5`), and made again when the file changes. There is no reward: grade
     the reply.
     """
 
@@ -49,28 +50,39 @@ class Search(Environment):
 
 
 def _index_of(corpus: Path, text: str, title: str) -> Path:
-    """The index of a file. Raises ValueError, with the line, for a row without a text."""
+    """The index of a file. Raises ValueError, with the line, for a row without a text; OSError if it cannot be written.
+
+    Its name has the columns, and the size and the time of the file, so that another version has another index.
+    """
     facts = corpus.stat()
-    index, stamp = corpus.with_name(f"{corpus.name}.fts5"), json.dumps([facts.st_size, facts.st_mtime_ns, text, title])
+    stamp = hashlib.sha256(json.dumps([facts.st_size, facts.st_mtime_ns, text, title]).encode()).hexdigest()[:12]
+    index = corpus.with_name(f"{corpus.name}.{stamp}.fts5")
     if index.is_file():
-        with contextlib.closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as made:
-            if made.execute("SELECT stamp FROM about").fetchone() == (stamp,):
-                return index
+        return index
     descriptor, temporary = tempfile.mkstemp(prefix=f".{index.name}.", dir=corpus.parent)
     os.close(descriptor)
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as made, made:
             made.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='porter unicode61')")
-            made.execute("CREATE TABLE about (stamp TEXT)")
             with corpus.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    row = json.loads(line)
-                    if not isinstance(row, dict) or not isinstance(row.get(text), str):
-                        raise ValueError(f"{corpus} line {number} has no string in the column {text}")
-                    made.execute("INSERT INTO passages VALUES (?, ?)", (str(row.get(title) or ""), row[text]))
-            made.execute("INSERT INTO about VALUES (?)", (stamp,))
+                passages = (_passage(corpus, number, line, text, title) for number, line in enumerate(lines, 1))
+                made.executemany("INSERT INTO passages VALUES (?, ?)", filter(None, passages))
+        os.chmod(temporary, 0o644)
         os.replace(temporary, index)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     return index
+
+
+def _passage(corpus: Path, number: int, line: str, text: str, title: str) -> tuple[str, str] | None:
+    """Title and text of a line; None of a blank one."""
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{corpus} line {number} is not JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get(text), str):
+        raise ValueError(f"{corpus} line {number} has no string in the column {text}")
+    return str(row.get(title) or ""), row[text]

@@ -3,7 +3,8 @@
 It reads requests from stdin and writes a reply to each, one JSON object per line (`serve` runs in a process that
 posttrain/grading/worker.py starts):
 
-    {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"]}
+    {"make": "module:Class", "args": {…}, "contract": …, "tools": ["module:function"],
+     "folders": [where it works, those of settings files]}
                                        {"name": Class, "tools": [names], "schemas": [of a ToolServer's tools],
                                         "rewards": whether it has any}
     {"reset": {column: value}}         {"messages": […], "done": …}; a string of `contract: tools` is one user message
@@ -26,8 +27,10 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
+from posttrain.base.files import remember_settings
 from posttrain.base.terminal import visible
 from posttrain.environments import ToolServer
 from posttrain.grading.worker import end_with, limits, say
@@ -77,6 +80,10 @@ class Episode:
             return {"error": f"{kind}: {described(error)}"}
 
     def _make(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        folder, *others = request["folders"]
+        os.chdir(folder)
+        for other in others:
+            remember_settings(Path(other, "settings"))
         if request["make"] is not None:
             self.environment = _named(request["make"])(**request["args"])
         if self.environment is not None and not callable(getattr(self.environment, "reset", None)):
@@ -103,7 +110,7 @@ class Episode:
             "rewards": hasattr(self.environment, "get_reward") or hasattr(self.environment, "turn_rewards"),
         }
 
-    def _served(self, name: str, **arguments: Any) -> Any:
+    def _served(self, name: str, /, **arguments: Any) -> Any:
         return self.environment.call(name, arguments)
 
     def _reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,9 +141,10 @@ class Episode:
     def _end(self) -> dict[str, Any]:
         get_reward = getattr(self.environment, "get_reward", None)
         reward = None if get_reward is None else self._awaited(get_reward())
-        given = list(getattr(self.environment, "turn_rewards", list)())
+        turn_rewards = getattr(self.environment, "turn_rewards", None)
+        given = [] if turn_rewards is None else self._awaited(turn_rewards())
         turns = [_number(value, "turn_rewards()") for value in given]
-        if get_reward is None and turns:
+        if get_reward is None and turn_rewards is not None:
             reward = math.fsum(turns)
         reply = {
             "reward": None if reward is None else _number(reward, "get_reward()"),

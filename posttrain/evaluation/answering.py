@@ -30,7 +30,6 @@ from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer
 
 CHOICE_PACK_TOKENS = 8192
-ENDLESS = 1 << 30  # tokens of a model without a fixed number of positions
 CHOSEN_AT_ONCE = 64  # items scored at a time
 
 
@@ -167,13 +166,25 @@ class Generated:
 
 
 def episodes_of(
-    suite: SuiteConfig, engine: Engine, most: int, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    suite: SuiteConfig,
+    engine: Engine,
+    most: int,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    date: str | None = None,
 ) -> AbstractContextManager[Episodes]:
-    """Episodes with the suite's environments, of at most `most` tokens after the prompt. For errors, see `acting`."""
-    positions = positions_of(policy.config)
-    room = ENDLESS if positions is None else positions + 1 - most
+    """Episodes with the suite's environments, of at most `most` tokens after the prompt. For errors, see `acting`;
+    also raises ConfigError if the model has no room for a prompt."""
+    positions, room = positions_of(policy.config), suite.max_prompt_length
+    if positions is not None:
+        room = min(room, positions + 1 - most)
+        if room < 1:
+            raise ConfigError(
+                f"suite {suite.name}: the model has {positions:,} positions, but max_completion_length is {most:,}, "
+                "which leaves no room for a prompt: lower it"
+            )
     limits = Limits(most, room, suite.max_turns, suite.max_tool_calls, suite.max_tool_result)
-    return acting(suite.environments, suite.tools, engine, written_by(suite, tokenizer)[1], limits)
+    return acting(suite.environments, suite.tools, engine, written_by(suite, tokenizer)[1], limits, date=date)
 
 
 class Acted:
@@ -209,7 +220,8 @@ class Acted:
     def _reply(self, made: Trajectory, seconds: float) -> Reply:
         problem = None if made.has_verdict else f"{made.stop_reason}: {made.reason}"
         if problem is None and made.stop_reason == "context_overflow":
-            problem = f"the prompt leaves no room: it has {len(made.prompt):,} tokens"
+            most = self._episodes.limits.max_prompt_length
+            problem = f"the prompt is too long: it has {len(made.prompt):,} tokens, at most {most:,} are allowed"
         grade = None
         if self._suite.rule == OF_ENVIRONMENT and problem is None:
             none = Grade("ungraded", reason="the environment has no reward")

@@ -173,9 +173,10 @@ class _Loaded(ExitStack):
                 self._prompts_of(items)
         if any(items.suite.kind == "generate" for items in chosen):
             self._started()
-        for items in chosen:
-            if items.suite.acts:
-                self._answers(items, _sampling(items.suite, self._options, {}))
+        for suite in [items.suite for items in chosen if items.suite.acts]:
+            most = self._options.max_completion_length or suite.max_completion_length
+            with episodes_of(suite, self._started(), most, loaded, tokenizer):
+                pass
 
     def _refuse_reward_model(self) -> None:
         if is_reward_model(self._model):
@@ -252,7 +253,9 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sam
 
 def _acting(suite: SuiteConfig) -> dict[str, Any]:
     """The settings of a suite's episodes, as JSON reads them back."""
-    names = ("environments", "tools", "max_turns", "max_tool_calls", "max_tool_result")
+    if not suite.acts:
+        return {}
+    names = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
     return suite.model_dump(mode="json", by_alias=True, include={*names})
 
 

@@ -22,6 +22,7 @@ from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passe
 from posttrain.runs.atomic import cannot_write
 from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
+from posttrain.runs.stored_rollouts import check_episode
 
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
@@ -348,6 +349,8 @@ def read_answers(folder: Path) -> list[Answer]:
                 try:
                     row = json.loads(line)
                     answers.append(Answer(**{name: ({"episode": None} | row)[name] for name in COLUMNS}))
+                    if answers[-1].episode is not None:
+                        check_episode(answers[-1].episode)
                 except (ValueError, KeyError, TypeError) as error:
                     raise RunError(f"{path} line {number} is damaged: {error}") from None
     except FileNotFoundError:

@@ -40,6 +40,7 @@ from posttrain.base.memory import peak_of_process
 from posttrain.base.system import IS_LINUX, leave_signals_to_parent, resource
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, FORK, NUMBER, BadGold, Rule
 
+RESTRICTED = "no writable files, no programs"  # what Landlock forbids
 MEMORY_BYTES = 1_000_000_000  # limit on address space, which also limits memory
 ROOM_BYTES = 500_000_000  # minimum address space for answers, if a rule's packages leave less of the limit
 # Landlock's system call numbers are the same on every architecture.
@@ -48,6 +49,7 @@ NO_NEW_PRIVS, PARENT_DEATH_SIGNAL = 38, 1
 # The rights of each version of Landlock's interface except reading.
 EXECUTE, WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE, DEVICE_CONTROL = 1, 2, 0x1FF0, 1 << 13, 1 << 14, 1 << 15
 TCP = 0b11  # bind, connect
+SCOPE = 0b11  # abstract sockets and signals of processes outside
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
 
 
@@ -59,10 +61,10 @@ def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
             in_force.append("no network")
         files, network = _landlock()
         if files:
-            in_force.append("no writable files, no programs")
+            in_force.append(RESTRICTED)
         if network and "no network" not in in_force:
             in_force.append("no TCP")
-    return in_force + limits(memory_bytes, files_open="no writable files, no programs" not in in_force)
+    return in_force + limits(memory_bytes, files_open=RESTRICTED not in in_force)
 
 
 def allow_cpu_seconds(seconds: float) -> None:
@@ -131,6 +133,7 @@ def _landlock() -> tuple[bool, bool]:
         rights |= (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
         rights |= DEVICE_CONTROL if version >= 5 else 0
         attributes = struct.pack("=Q", rights) + (struct.pack("=Q", TCP) if version >= 4 else b"")
+        attributes += struct.pack("=Q", SCOPE) if version >= 6 else b""
         ruleset = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
         if ruleset < 0:
             return False, False

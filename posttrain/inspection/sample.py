@@ -203,12 +203,15 @@ def episodes_of(
 ) -> AbstractContextManager[Episodes]:
     """Episodes with the limits of training."""
     rollout, positions = setup.rollout, positions_of(policy.config)
-    rooms = [setup.longest_prompt, None if positions is None else positions + 1 - rollout.max_completion_length]
-    room = min((room for room in rooms if room is not None), default=1 << 30)
+    room = setup.longest_prompt or setup.data.max_length
+    if positions is not None:
+        room = min(room, positions + 1 - rollout.max_completion_length)
     limits = Limits(
         rollout.max_completion_length, room, rollout.max_turns, rollout.max_tool_calls, rollout.max_tool_result
     )
-    return acting(setup.environments, setup.tools, engine, tokenizer, limits, rollout.environment_workers)
+    return acting(
+        setup.environments, setup.tools, engine, tokenizer, limits, rollout.environment_workers, setup.data.date
+    )
 
 
 class Live:

@@ -213,12 +213,21 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
 def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
-    """The mean advantage of each stored completion of a step under these rewards, including those outside the loss."""
-    turns = stored_turns(rollouts, rewards)
-    penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, row) for row in rollouts)])
-    group_S = torch.tensor([row["prompt_index"] for row in rollouts])
+    """The mean advantage of each stored completion of a step under these rewards, including those outside the loss.
+
+    None for a completion without trained tokens."""
+    known = [index for index, row in enumerate(rollouts) if len(row["tokens"])]  # an episode may have no reply
+    means: list[float | None] = [None] * len(rollouts)
+    if not known:
+        return means
+    rows = [rollouts[index] for index in known]
+    turns = stored_turns(rows, [rewards[index] for index in known])
+    penalty_N = torch.cat([_stored_penalty(method, row) for row in rows])
+    group_S = torch.tensor([row["prompt_index"] for row in rows])
     advantage_N = of_tokens(method, turns, group_S, penalty_N).double()
-    return [float(each_N.mean()) for each_N in advantage_N.split([len(row["tokens"]) for row in rollouts])]
+    for index, each_N in zip(known, advantage_N.split([len(row["tokens"]) for row in rows]), strict=True):
+        means[index] = float(each_N.mean())
+    return means
 
 
 def _stored_penalty(method: PolicyGradientMethod, row: Mapping[str, Any]) -> Tensor:

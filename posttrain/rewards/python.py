@@ -37,6 +37,7 @@ OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this pac
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
 
 
+MEASURED = ("mean", "std", "timeout", "not_applicable")  # metrics of a function's rewards
 OFFERED_BESIDE = ("trainer_state", "log_extra", "log_metric")  # arguments besides the columns, as in TRL
 
 
@@ -56,7 +57,9 @@ class Notes:
         self.extra[str(column)] = plain
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; those of a step are averaged."""
+        """Log a number; those of a step are averaged. Raises ValueError for the name of a metric that is measured."""
+        if name in MEASURED:
+            raise ValueError(f"log_metric({name!r}): rewards/FUNCTION/{name} is measured already; use another name")
         self._metrics.setdefault(str(name), []).append(float(value))
 
     @property
@@ -267,6 +270,13 @@ def _check_origin(name: str, module: str, origin: str | None, folders: Sequence[
             f"{name}: {module} is found at {origin}, which is neither in the current folder nor next to the settings "
             "file or the program: move it, or start the command in its folder"
         )
+
+
+def check_own_file(file: str) -> None:
+    """Raise RewardError unless a Python file is in the current folder or next to a settings file."""
+    path, folders = Path(file).resolve(), [Path.cwd(), *settings_folders()]
+    if not path.is_file() or _is_library(path) or not any(path.is_relative_to(each.resolve()) for each in folders):
+        raise RewardError(f"{file} is no file in the current folder or next to the settings file")
 
 
 def _is_library(path: Path) -> bool:

@@ -134,17 +134,17 @@ def turns_of(episode: Mapping[str, Any] | None) -> list[Turn]:
     made: list[Turn] = []
     messages, rewards = list(episode["messages"]), iter(episode.get("turn_rewards") or ())
     for part in episode["turns"]:
-        is_model, texts = part["author"] == "model", []
-        while messages and (messages[0]["role"] == "assistant") == is_model and not (is_model and texts):
-            texts.append(_said(messages.pop(0)))
-        # Calls are stored with their results or, if these had no room, with the reply.
-        written = tuple(f"{name}({_arguments(arguments)})" for name, arguments, _ in part["calls"])
+        is_model, own = part["author"] == "model", []
+        while messages and (messages[0]["role"] == "assistant") == is_model and not (is_model and own):
+            own.append(messages.pop(0))
+        calls = tuple(_called(call["function"]) for message in own for call in message.get("tool_calls") or ())
+        # Failures are stored with the results or, if these had no room, with the reply.
         failed = sum(bool(failed) for *_, failed in part["calls"])
         if not is_model and made:
-            made[-1] = replace(made[-1], calls=written, failed=failed)
-        calls, failed = (written, failed) if is_model else ((), 0)
+            made[-1], failed = replace(made[-1], failed=failed), 0
         reward = next(rewards, None) if is_model else None
-        made.append(Turn(part["author"], part["start"], part["stop"], "\n".join(texts), calls, failed, reward))
+        text = "\n".join(map(_said, own))
+        made.append(Turn(part["author"], part["start"], part["stop"], text, calls, failed, reward))
     return made
 
 
@@ -154,10 +154,13 @@ def _said(message: Mapping[str, Any]) -> str:
     return f"<think>{reasoning}</think>\n{content}" if reasoning else content
 
 
-def _arguments(arguments: Any) -> str:
+def _called(function: Mapping[str, Any]) -> str:
+    """A call as text: name(argument=value)."""
+    arguments = function["arguments"]
     if not isinstance(arguments, Mapping):
-        return json.dumps(arguments, ensure_ascii=False)
-    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+        return f"{function['name']}({arguments})"
+    written = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function['name']}({', '.join(written)})"
 
 
 @dataclass(frozen=True, slots=True)

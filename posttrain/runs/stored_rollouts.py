@@ -21,6 +21,11 @@ TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version
 TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
 PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
+EPISODE = {
+    "environment": str, "stop_reason": str, "reason": str, "reward": NUMBER, "turns": list, "messages": list,
+    "turn_rewards": list | None,
+}  # fmt: skip
+TURN = {"author": str, "start": int, "stop": int, "calls": list}
 NEAR_ENDS = 200  # best (or worst) completions, from which those of different prompts are chosen
 STEP_ENDS = (
     "SELECT rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
@@ -177,9 +182,31 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
             for part in decoded[name].values() if name == "parts" else ():
                 for key, kind in PART.items() if isinstance(part, dict) else ():
                     _typed(f"{key} of a reward", part.get(key), kind)
+            if name == "turns":
+                check_episode(decoded[name])
         elif name in TYPES:
             _typed(name, value, TYPES[name])
     return decoded
+
+
+def check_episode(episode: Any) -> None:
+    """Raise ValueError unless an episode has what `Trajectory.stored` writes."""
+    for key, kind in EPISODE.items():
+        _typed(f"{key} of an episode", _typed("episode", episode, dict).get(key), kind)
+    for turn in episode["turns"]:
+        for key, kind in TURN.items():
+            _typed(f"{key} of a turn", _typed("turn", turn, dict).get(key), kind)
+        for call in turn["calls"]:
+            if not isinstance(call, list) or len(call) != 3:
+                raise ValueError(f"a turn has {str(call)[:40]!r} as a call")
+    for message in episode["messages"]:
+        _typed("role of a message", _typed("message", message, dict).get("role"), str)
+        for call in message.get("tool_calls") or ():
+            function = _typed("call", _typed("call", call, dict).get("function"), dict)
+            _typed("name of a call", function.get("name"), str)
+            function.setdefault("arguments", {})
+    for reward in episode.get("turn_rewards") or ():
+        _typed("reward of a turn", reward, int | float)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:

@@ -30,7 +30,8 @@ class Watch(Protocol):
 
 def set_of(config: RunConfig, metric: str) -> str:
     """The name of the validation set that `metric` is measured on."""
-    sets = sorted((entry.name for entry in config.evaluation.datasets), key=len, reverse=True)
+    named = {entry.name for entry in config.evaluation.datasets} - {"validation"}
+    sets = sorted(named, key=len, reverse=True)
     return next((name for name in sets if metric.startswith(prefix_of(name))), "validation")
 
 

@@ -425,7 +425,7 @@ class SuiteEvaluation:
                 seed=job.config.seed,
             )
             if suite.acts:
-                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer)
+                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer, date)
                 answers = Acted(suite, enter(made), sampling, prompts[suite.name])
             else:
                 answers = Generated(engine, sampling, tokenizer, prompts[suite.name])

@@ -1,10 +1,11 @@
 """The settings of an environment."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from posttrain.config.schema.base import Float, Positive, Settings, Text
+from posttrain.config.schema.base import Float, Positive, Problems, Settings, Text
 
 MaxTurns = Annotated[
     Positive | None,
@@ -35,3 +36,12 @@ class EnvironmentConfig(Settings):
     timeout: Annotated[Float, Field(gt=0)] = Field(
         default=30.0, description="Maximum seconds of a call of the environment; then its episode ends."
     )
+
+
+def check_environments(problems: Problems, environments: Sequence[EnvironmentConfig], tools: Sequence[str]) -> None:
+    """What environments and tools need of one another."""
+    if tools and any(each.contract == "messages" for each in environments):
+        problems.add("tools", "cannot be combined with an environment of contract: messages, which makes no calls")
+    names = [each.name for each in environments]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        problems.add("environments", f"has two called {twice!r}; give one of them a different `name`")

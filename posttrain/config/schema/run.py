@@ -8,7 +8,7 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Folder, FolderName, Int, Problems, Settings, Text, is_name
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.environments import EnvironmentConfig, check_environments
 from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
@@ -285,8 +285,10 @@ class RunConfig(Settings):
             for field in OF_EPISODES:
                 if not self.rollout.is_default(field):
                     problems.add(f"rollout.{field}", "has no effect without environments or tools")
-            if self.data.format == "episode":
-                problems.add("data.format", "is episode, which needs environments that give the messages")
+            of_sets = {f"evaluation.datasets.{n}.format": each for n, each in enumerate(self.evaluation.datasets)}
+            for setting, data in {"data.format": self.data, **of_sets}.items():
+                if data.format == "episode":
+                    problems.add(setting, "is episode, which needs environments that give the messages")
             if getattr(self.method, "advantage_level", "trajectory") == "turn":
                 problems.add("method.advantage_level", "is turn, but without environments or tools there is one turn")
             return
@@ -297,11 +299,7 @@ class RunConfig(Settings):
             problems.add(setting, "cannot be combined with completions of the data (method.on_policy_fraction below 1)")
         if self.data.template == "none":
             problems.add(setting, "need a chat template, but data.template is none")
-        if self.tools and any(each.contract == "messages" for each in self.environments):
-            problems.add("tools", "cannot be combined with an environment of contract: messages, which makes no calls")
-        names = [each.name for each in self.environments]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            problems.add("environments", f"has two called {twice!r}; give one of them a different `name`")
+        check_environments(problems, self.environments, self.tools)
         if self.rollout.stop:
             problems.add(
                 "rollout.stop", f"cannot be combined with {setting}: a reply ends with the template's end of turn"

@@ -6,7 +6,13 @@ from pydantic import Field
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.schema.data import Variables, check_template
-from posttrain.config.schema.environments import EnvironmentConfig, MaxToolCalls, MaxToolResult, MaxTurns
+from posttrain.config.schema.environments import (
+    EnvironmentConfig,
+    MaxToolCalls,
+    MaxToolResult,
+    MaxTurns,
+    check_environments,
+)
 
 RULE = r"^[a-z][a-z0-9_]*$"
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
@@ -78,6 +84,9 @@ class SuiteConfig(Settings):
         default=(), description="Environments in which the model acts over several turns; `rule` grades its last reply."
     )
     tools: tuple[Text, ...] = Field(default=(), description="Functions that the model may call, FILE.py:FUNCTION.")
+    max_prompt_length: Positive = Field(
+        default=2048, description="Maximum tokens of an episode's prompt, tools included; more memory is reserved."
+    )
     max_turns: MaxTurns = None
     max_tool_calls: MaxToolCalls = None
     max_tool_result: MaxToolResult = None
@@ -99,6 +108,7 @@ class SuiteConfig(Settings):
                 problems.add("kind", "needs to be generate with environments or tools")
             if self.template not in ("auto", "chat"):
                 problems.add("template", "needs to be auto or chat with environments or tools")
+            check_environments(problems, self.environments, self.tools)
         if self.rule == OF_ENVIRONMENT and not self.environments:
             problems.add("rule", "is environment, but there is none: set `environments`")
         if self.template != "auto":
