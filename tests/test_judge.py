@@ -461,7 +461,7 @@ def test_a_run_survives_an_outage_and_regrades_free(server, settings, sums_home,
     steps = iter((False, True, False))
     ask = Rewards.__call__
 
-    def call(self, completions):
+    def call(self, completions, state=None):
         (down.set if next(steps) else down.clear)()
         return ask(self, completions)
 

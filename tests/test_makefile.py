@@ -20,6 +20,7 @@ def clone(tmp_path):
         "pyproject.toml",
         "constraints.txt",
         "constraints-vllm.txt",
+        "constraints-env.txt",
         "constraints-eval.txt",
         "constraints-old.txt",
     ):
@@ -55,6 +56,17 @@ def test_old_versions_have_an_environment_and_constraints_of_their_own(clone):
     for name in ("torch", "transformers"):
         [oldest] = [text.removeprefix(f"{name}>=").split(",")[0] for text in allowed if text.startswith(f"{name}>=")]
         assert old[name].startswith(oldest)
+
+
+def test_packages_of_environments_have_one_of_their_own(clone):
+    done = subprocess.run(["make", "-n", "test-env"], cwd=clone, capture_output=True, text=True, check=True)
+    [line] = [line for line in done.stdout.splitlines() if " -e " in line]
+    assert line.startswith("build/env/bin/pip install") and line.endswith(" mcp openenv-core skyrl-gym")
+    assert " -c constraints.txt -c constraints-env.txt -e '.[dev]' " in line
+    assert "build/env/bin/python -m pytest tests/test_environment_packages.py" in done.stdout
+    more = [line.split("==") for line in (clone / "constraints-env.txt").read_text().splitlines() if "==" in line]
+    known = {line.split("==")[0] for line in (clone / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert {"mcp", "openenv-core", "skyrl-gym"} <= {name for name, _ in more} and not known & {name for name, _ in more}
 
 
 def test_new_versions_are_what_pip_takes_but_for_torch(clone):
