@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.book import PAGES, Book, by_turns
 from benchmarks.common import (
@@ -77,6 +78,12 @@ def teach(folder: Path) -> Path:
         num_attention_heads=6, num_key_value_heads=3, head_dim=32, max_position_embeddings=8192,
         tie_word_embeddings=True,
     )  # fmt: skip
+    # Qwen3's template as TRL has it: it reads calls of templates that it knows alone.
+    templates = find_spec("trl")
+    assert templates is not None and templates.origin is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+    tokenizer.chat_template = (Path(templates.origin).parent / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    tokenizer.save_pretrained(folder / "start")
     tools = [get_json_schema(Book().read)]
     rows = [{"messages": conversation(), "tools": tools}] * 64
     settings = {
@@ -100,11 +107,13 @@ def run_posttrain(model: Path, folder: Path) -> dict[str, float]:
     from posttrain.config import load
     from posttrain.environments.episodes import Episodes
 
-    run, began = Episodes.run, []
+    run, began, sampling = Episodes.run, [], []
 
     def from_now(self, *arguments, **more):
         began.append(time.perf_counter())
-        return run(self, *arguments, **more)
+        made = run(self, *arguments, **more)
+        sampling.append(time.perf_counter() - began[-1])
+        return made
 
     Episodes.run = from_now
     settings = {
@@ -130,6 +139,7 @@ def run_posttrain(model: Path, folder: Path) -> dict[str, float]:
     lines = [line for line in lines if "turns" in line]
     return {
         "seconds": seconds,
+        "sampling_seconds": sum(sampling),
         "turns": statistics.fmean(line["turns"] for line in lines),
         "length": statistics.fmean(line["completions/mean_length"] for line in lines),
     }
@@ -157,11 +167,13 @@ def run_trl(model: Path, folder: Path) -> dict[str, float]:
         str(model), by_turns, args=config, train_dataset=rows, environment_factory=Book,
         processing_class=AutoTokenizer.from_pretrained(model),
     )  # fmt: skip
-    generate, began = trainer.model.generate, []
+    generate, began, sampling = trainer.model.generate, [], []
 
     def from_now(*arguments, **more):
         began.append(time.perf_counter())
-        return generate(*arguments, **more)
+        made = generate(*arguments, **more)
+        sampling.append(time.perf_counter() - began[-1])
+        return made
 
     trainer.model.generate = from_now
     trainer.train()
@@ -169,6 +181,7 @@ def run_trl(model: Path, folder: Path) -> dict[str, float]:
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return {
         "seconds": seconds,
+        "sampling_seconds": sum(sampling),
         "turns": 1 + statistics.fmean(line["tools/call_frequency"] for line in lines),
         "length": statistics.fmean(line["completions/mean_length"] for line in lines),
     }
@@ -205,12 +218,20 @@ def trajectories(
     return prompt, made
 
 
+def loaded(model: Path) -> Any:
+    """The model as posttrain trains it."""
+    from posttrain.config import ModelConfig
+    from posttrain.models.load import load_model
+
+    return load_model(ModelConfig(path=str(model)), "lm", torch.float32, torch.device("cpu"))
+
+
 def feed(model: Path, examples: list[Any], tokens: int) -> float:
     """The seconds of a pass forward and back over packs of the examples."""
     from posttrain.batch import pack
     from posttrain.scoring import Scorer
 
-    scorer = Scorer(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    scorer = Scorer(loaded(model))
     packs = pack(examples, tokens)
     for warm in (packs[:1], packs):
         began = time.perf_counter()
@@ -259,8 +280,7 @@ def bookkeeping(model: Path, turns: int = 128, reply: int = 24) -> dict[str, flo
     from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    engine = EmbeddedEngine(policy, tokenizer)
+    engine = EmbeddedEngine(loaded(model), tokenizer)
     prompt, [parts] = trajectories(model, turns, 1)
     added = [part for part, sampled in parts if not sampled]
     done: list[int] = []
@@ -330,6 +350,7 @@ def table(results: dict[str, Any]) -> str:
         f"| TRL time ÷ ours, {ours['turns']:.1f} / {theirs['turns']:.1f} turns | {results['time_ratio']:.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f}) | ≥ {GOALS['time']:.0f} |",
         f"| s a step, ours / TRL | {ours['seconds'] / STEPS:.1f} / {theirs['seconds'] / STEPS:.1f} | |",
+        f"| of it sampling | {ours['sampling_seconds'] / STEPS:.1f} / {theirs['sampling_seconds'] / STEPS:.1f} | |",
         f"| our peak memory ÷ TRL's | {results['memory_ratio']:.2f} | ≤ {GOALS['memory']} |",
         f"| rows of their own ÷ episodes, 8 turns × {GENERATIONS} | {alone['rows']:.2f} | ≥ {GOALS['rows']:.0f} |",
     ]
@@ -342,13 +363,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=["posttrain", "trl", "alone"], help="one side in this process")
-    parser.add_argument("--model", type=Path, help="with --side: folder of the model")
+    parser.add_argument("--model", type=Path, help="folder of a model that was taught before")
     arguments = parser.parse_args()
     if arguments.side:
         print(json.dumps(one_side(arguments.side, arguments.model)))
         return
     with TemporaryDirectory() as folder:
-        model = teach(Path(folder))
+        model = arguments.model or teach(Path(folder))
         found: dict[str, list[dict[str, float]]] = {"posttrain": [], "trl": []}
         for number in range(arguments.rounds):
             for side, results in found.items():
