@@ -276,7 +276,7 @@ def bookkeeping(model: Path, turns: int = 128, reply: int = 24) -> dict[str, flo
     from posttrain.data.codec import Codec
     from posttrain.engines import EmbeddedEngine, Sampling
     from posttrain.engines.turns import Turn, converse
-    from posttrain.environments.episodes import Trajectory
+    from posttrain.environments.trajectory import Trajectory
     from posttrain.runs.rollouts import RolloutStore, StoredPrompt, StoredRollout
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.engines.protocol import FinishReason
-from posttrain.environments.episodes import Trajectory, metrics_of
+from posttrain.environments.trajectory import Trajectory, metrics_of
 from posttrain.losses.advantage import Turns
 from posttrain.rewards.parts import CompletionReward, Rewarded
 

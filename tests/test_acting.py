@@ -14,7 +14,7 @@ from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.environments.calculator import value_of
-from posttrain.environments.episodes import Part, Trajectory
+from posttrain.environments.trajectory import Part, Trajectory
 from posttrain.grading.verdict import Grade
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import CompletionReward, Outcome, RewardInput

@@ -177,16 +177,12 @@ def test_a_turn_that_the_length_limit_cut_is_closed(codec, tokenizer):
     )
 
 
-def test_thinking_is_apart_and_its_loss_is_known(codec, tokenizer):
+def test_thinking_is_apart_and_stays_as_sampled(codec, tokenizer):
     sampled = "<think>\nRome is in the south.\n</think>\n\nYes.<|im_end|>"
     reply = codec.parse(ids_of(tokenizer, sampled))
     assert reply == Reply("Yes.", "Rome is in the south.")
     assert codec.parse(ids_of(tokenizer, "<think>\nRome is")) == Reply("", "Rome is")
-    user, tool = {"role": "user", "content": "Thanks."}, RESULT
-    called = Reply("", "I ask.", (Call("weather", {"city": "Rome"}),))
-    assert (
-        codec.is_lost(reply, [user]) and not codec.is_lost(called, [tool]) and not codec.is_lost(Reply("Yes."), [user])
-    )
+    user = {"role": "user", "content": "Thanks."}
     ids = codec.first(HELLO) + ids_of(tokenizer, sampled)
     forked = codec.first([*HELLO, reply.message, user])
     assert "Rome is in the south" in tokenizer.decode(ids + codec.bridge(ids, [user]))

@@ -11,7 +11,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.config.schema.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
-from posttrain.environments.episodes import Trajectory
+from posttrain.environments.trajectory import Trajectory
 from posttrain.inspection.losslab import losses
 from posttrain.losses.advantage import Turns
 from posttrain.recipes import REWARDED, grpo, ppo

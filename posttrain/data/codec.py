@@ -126,18 +126,6 @@ class Codec:
         ids = self._ids(text)
         return text if len(ids) <= most else str(self.tokenizer.decode(ids[:most]))
 
-    def is_lost(self, reply: Reply, messages: Sequence[Message]) -> bool:
-        """Whether the template, when these messages follow a reply, omits what it wrote before: thinking, or tools."""
-        given = _reply(**({"reasoning_content": THOUGHT} if reply.reasoning else {}))
-        if reply.calls:
-            given["tool_calls"] = tool_calls([(call.name, call.arguments) for call in reply.calls])
-        answered = [{**m, "tool_call_id": call_id(0)} if m["role"] == "tool" else m for m in messages]
-        talks = [[QUESTION], [QUESTION, given], [QUESTION, given, *answered]]
-        start, before, whole = self._render(talks, self.tools, opens=(False, False, True))
-        if start.error or before.error or whole.error:
-            return False
-        return not whole.text.startswith(start.text) or (THOUGHT in before.text and THOUGHT not in whole.text)
-
     def parse(self, ids: Sequence[int]) -> Reply:
         """A sampled reply in parts. What is not a complete tool call stays in the content."""
         text = self._decoded(ids)

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,19 +27,10 @@ from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
-from posttrain.engines.protocol import FinishReason
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
-from posttrain.grading.verdict import Grade
-from posttrain.rewards.parts import Outcome, RewardInput
+from posttrain.environments.trajectory import Calls, StopReason, Trajectory
 
-StopReason = Literal[
-    "completed", "env_done", "max_turns", "max_tokens", "max_tool_calls", "context_overflow", "parse_error",
-    "tool_timeout", "env_error",
-]  # fmt: skip
-Author = Literal["model", "tool", "user"]
-Calls = tuple[tuple[str, Mapping[str, Any], bool], ...]  # name, arguments, whether it failed
-NO_VERDICT = ("tool_timeout", "env_error")
 STARTS = 4  # environments that are reset at a time
 SHOWN = 3  # reasons of failures that are logged for each rollout
 log = logging.getLogger("posttrain")
@@ -63,92 +54,6 @@ class Start:
     messages: Sequence[Message]
     row: Mapping[str, Any]  # columns, for `reset`
     environment: str | None = None  # its name; None: the only one
-
-
-@dataclass(slots=True)
-class Part:
-    """A turn in a trajectory's tokens."""
-
-    author: Author
-    start: int
-    stop: int
-    calls: Calls = ()
-
-    def moved(self, by: int) -> Part:
-        """This turn behind `by` further tokens."""
-        return replace(self, start=self.start + by, stop=self.stop + by)
-
-
-@dataclass(slots=True)
-class Trajectory:
-    """An episode. `tokens` follow the prompt; of these, `trained` are the sampled ones, with a log-probability each."""
-
-    prompt: list[int]
-    messages: list[Message]  # without the prompt's
-    tokens: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    stop_reason: StopReason = "completed"
-    reason: str = ""  # of an episode without a verdict
-    reward: float | None = None  # of the environment
-    turn_rewards: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)  # of the environment's last step
-    state: Any = None  # the environment's attributes
-    title: str = ""  # the environment's class
-    version: int = 0
-    malformed: int = 0
-
-    @property
-    def has_verdict(self) -> bool:
-        return self.stop_reason not in NO_VERDICT
-
-    @property
-    def turns(self) -> int:
-        """The number of replies."""
-        return len(self.reply_lengths)
-
-    @property
-    def reply_lengths(self) -> list[int]:
-        """The number of tokens of each reply."""
-        return [part.stop - part.start for part in self.parts if part.author == "model"]
-
-    @property
-    def answer(self) -> str:
-        """The last reply; empty without one."""
-        replies = [message for message in self.messages if message["role"] == "assistant"]
-        return str(replies[-1]["content"]) if replies else ""
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """`length` if there was no room for the next turn."""
-        return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
-
-    def stored(self) -> dict[str, Any]:
-        """The episode for the rollout store: its environment's class, why it ended, its reward, that of each reply, the
-        messages, and each turn's author, span of tokens and calls."""
-        return {
-            "environment": self.title, "stop_reason": self.stop_reason, "reason": self.reason, "reward": self.reward,
-            "turn_rewards": self.turn_rewards, "turns": [asdict(part) for part in self.parts],
-            "messages": self.messages,
-        }  # fmt: skip
-
-    @classmethod
-    def restored(cls, stored: Mapping[str, Any], tokens: Sequence[int]) -> Self:
-        """An episode from the rollout store, without its prompt, its log-probabilities and the environment."""
-        return cls(
-            [], stored["messages"], [*tokens], parts=[Part(**part) for part in stored["turns"]],
-            stop_reason=stored["stop_reason"], reason=stored["reason"], reward=stored["reward"],
-            turn_rewards=stored.get("turn_rewards", []), title=stored["environment"],
-        )  # fmt: skip
-
-    def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
-        """Append a turn; one without log-probabilities is not trained."""
-        start = len(self.tokens)
-        self.tokens += tokens
-        self.trained += [bool(logprobs)] * len(tokens)
-        self.logprobs += logprobs
-        self.parts.append(Part(author, start, len(self.tokens), calls))
 
 
 class Episodes:
@@ -387,42 +292,6 @@ def start_of(facts: Mapping[str, Any]) -> Start:
     prompt, columns = facts["prompt"], facts["columns"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     return Start(messages, columns, columns.get("environment"))
-
-
-def rewarded_as(trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
-    """An episode as the input of rewards. `facts`: those of its row."""
-    if trajectory.stop_reason in NO_VERDICT:
-        verdict = "timeout" if trajectory.stop_reason == "tool_timeout" else "crashed"
-        grade = Grade(verdict, reason=trajectory.reason)
-    elif trajectory.reward is None:
-        grade = Grade("not_applicable")
-    else:
-        grade = Grade("scored", trajectory.reward)
-    return RewardInput(
-        trajectory.answer,
-        trajectory.tokens,
-        prompt=facts["prompt"],
-        answer=facts["answer"],
-        columns=facts["columns"],
-        truncated=trajectory.finish_reason == "length",
-        episode=Outcome(trajectory.title, grade, trajectory.state, trajectory),
-    )
-
-
-def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns and calls of episodes, and the share of each way to end. Calls have TRL's names."""
-    count = len(trajectories)
-    calls = [failed for each in trajectories for part in each.parts for *_, failed in part.calls]
-    reasons = Counter(each.stop_reason for each in trajectories)
-    own = sorted({name for each in trajectories for name in each.metrics})
-    values = {name: [each.metrics[name] for each in trajectories if name in each.metrics] for name in own}
-    return {
-        "turns": sum(each.turns for each in trajectories) / count,
-        "tools/call_frequency": len(calls) / count,
-        "tools/failure_frequency": sum(calls) / len(calls) if calls else 0.0,
-        **{f"episodes/{reason}": reasons[reason] / count for reason in get_args(StopReason)},
-        **{f"environments/{name}": sum(some) / len(some) for name, some in values.items()},
-    }
 
 
 def _extend(messages: list[Message], observed: Sequence[Message]) -> None:

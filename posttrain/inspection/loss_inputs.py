@@ -22,7 +22,7 @@ from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import SettingsConflict
 from posttrain.config.schema.methods import METHODS, AnyMethod
 from posttrain.data import Prepared
-from posttrain.environments.episodes import Trajectory
+from posttrain.environments.trajectory import Trajectory
 from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.checkpoint import list_checkpoints, verify

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain import engines
 from posttrain.base.errors import PosttrainError, RunError
 from posttrain.config.schema.rewards import Reward
-from posttrain.environments.episodes import Trajectory, rewarded_as
+from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes import REWARDED
 from posttrain.rewards.compose import Rewards
