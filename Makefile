@@ -74,11 +74,12 @@ build/eval/.installed: pyproject.toml constraints-eval.txt
 test-env: build/env/.installed
 	build/env/bin/python -m pytest tests/test_environment_packages.py tests/test_episodes.py
 
-build/env/.installed: pyproject.toml constraints.txt constraints-env.txt
+build/env/.installed: pyproject.toml constraints-env.txt
 	$(PYTHON) -m venv build/env
 	build/env/bin/pip install --quiet --upgrade pip
-	build/env/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	build/env/bin/pip install --quiet -c constraints.txt -c constraints-env.txt -e '.[dev]' mcp openenv-core skyrl-gym
+	build/env/bin/pip install --quiet "$$(grep '^torch==' constraints-env.txt)"
+	build/env/bin/pip install --quiet --no-deps -r constraints-env.txt
+	build/env/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 # The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has

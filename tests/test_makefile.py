@@ -58,17 +58,6 @@ def test_old_versions_have_an_environment_and_constraints_of_their_own(clone):
         assert old[name].startswith(oldest)
 
 
-def test_packages_of_environments_have_one_of_their_own(clone):
-    done = subprocess.run(["make", "-n", "test-env"], cwd=clone, capture_output=True, text=True, check=True)
-    [line] = [line for line in done.stdout.splitlines() if " -e " in line]
-    assert line.startswith("build/env/bin/pip install") and line.endswith(" mcp openenv-core skyrl-gym")
-    assert " -c constraints.txt -c constraints-env.txt -e '.[dev]' " in line
-    assert "build/env/bin/python -m pytest tests/test_environment_packages.py" in done.stdout
-    more = [line.split("==") for line in (clone / "constraints-env.txt").read_text().splitlines() if "==" in line]
-    known = {line.split("==")[0] for line in (clone / "constraints.txt").read_text().splitlines() if "==" in line}
-    assert {"mcp", "openenv-core", "skyrl-gym"} <= {name for name, _ in more} and not known & {name for name, _ in more}
-
-
 def test_new_versions_are_what_pip_takes_but_for_torch(clone):
     done = subprocess.run(["make", "-n", "test-new"], cwd=clone, capture_output=True, text=True, check=True)
     torch, ours = [line for line in done.stdout.splitlines() if "^torch==" in line or " -e " in line]
@@ -87,19 +76,27 @@ def test_the_suite_runs_with_the_kernels_of_other_processors_and_on_other_weight
     assert len({run[1] for run in runs}) == 3 and all("not slow and not ui" in " ".join(run) for run in runs)
 
 
-def test_evaluation_packages_have_an_environment_of_their_own_with_our_versions(clone):
-    done = subprocess.run(["make", "-n", "test-eval"], cwd=clone, capture_output=True, text=True, check=True)
-    commands = [line for line in done.stdout.splitlines() if line.startswith("build/eval/bin/")]
+@pytest.mark.parametrize(
+    ("name", "tests", "packages", "others"),
+    [
+        ("eval", "test_interoperability.py", {"inspect_ai", "lm_eval"}, {"fsspec", "python-dateutil"}),
+        ("env", "test_environment_packages.py", {"mcp", "openenv-core", "skyrl-gym"}, set()),
+    ],
+)
+def test_other_packages_have_an_environment_of_their_own_with_our_versions(clone, name, tests, packages, others):
+    done = subprocess.run(["make", "-n", f"test-{name}"], cwd=clone, capture_output=True, text=True, check=True)
+    commands = [line for line in done.stdout.splitlines() if line.startswith(f"build/{name}/bin/")]
+    file = f"constraints-{name}.txt"
     assert [line.partition("pip install --quiet ")[2] for line in commands[1:-1]] == [
-        "\"$(grep '^torch==' constraints-eval.txt)\"", "--no-deps -r constraints-eval.txt", "--no-deps -e .",
+        f"\"$(grep '^torch==' {file})\"", f"--no-deps -r {file}", "--no-deps -e .",
     ]  # fmt: skip
-    assert commands[-1].startswith("build/eval/bin/python -m pytest tests/test_interoperability.py")
+    assert commands[-1].startswith(f"build/{name}/bin/python -m pytest tests/{tests}")
     ours, theirs = (
-        dict(line.split("==") for line in (clone / name).read_text().splitlines() if not line.startswith("#"))
-        for name in ("constraints.txt", "constraints-eval.txt")
+        dict(line.split("==") for line in (clone / each).read_text().splitlines() if not line.startswith("#"))
+        for each in ("constraints.txt", file)
     )
-    assert {"inspect_ai", "lm_eval", "torch", "transformers"} <= set(theirs)
-    assert {name for name in set(ours) & set(theirs) if ours[name] != theirs[name]} == {"fsspec", "python-dateutil"}
+    assert {*packages, "torch", "transformers"} <= set(theirs)
+    assert {each for each in set(ours) & set(theirs) if ours[each] != theirs[each]} == others
 
 
 def test_the_kit_takes_the_wheels_that_were_brought_along(clone):
