@@ -19,7 +19,7 @@ from test_launched_ranks import ENVIRONMENT, rank_of, until
 from test_resume import start
 
 from benchmarks.models import write_model
-from posttrain import rollout
+from posttrain import sampler
 from posttrain.base.memory import memory_in_use
 from posttrain.recipes import grpo, online
 from posttrain.rewards.compose import Rewards
@@ -196,7 +196,7 @@ def test_checks_store_and_grading_take_little_of_a_step(shared, tmp_path, monkey
     lines = (shared / "data/gsm8k/example_model_solutions.jsonl").read_text(encoding="utf-8").splitlines()
     recorded = [value["solution"] for line in lines for value in json.loads(line).values() if isinstance(value, dict)]
     texts = iter(recorded)
-    monkeypatch.setattr(rollout, "text_of", lambda *_: next(texts))
+    monkeypatch.setattr(sampler, "text_of", lambda *_: next(texts))
     spent = dict.fromkeys(TIMED, 0.0)
 
     def timed(kind: str, function: Callable) -> Callable:
