@@ -109,9 +109,10 @@ def sample_tokens(
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
     if not sampling.greedy:
-        count, vocabulary = logits.shape  # a few rows at a time stay in a processor's cache
-        rows = max(1, count if logits.is_cuda else CACHED // vocabulary)
-        for part in [slice(start, start + rows) for start in range(0, count, rows)]:
+        rows = max(1, CACHED // logits.shape[-1])  # so many at a time stay in a processor's cache
+        whole = logits.is_cuda or torch.compiler.is_compiling()
+        parts = [slice(None)] if whole else [slice(at, at + rows) for at in range(0, len(logits), rows)]
+        for part in parts:
             weight[part].div_(exponentials(words_V, key_B2[part], position_B[part]))
     race = logits if sampling.greedy else weight
     token_B = race.max(-1).indices  # on a CPU this takes half the time of argmax
