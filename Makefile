@@ -61,25 +61,17 @@ build/vllm/.installed: pyproject.toml constraints-vllm.txt
 test-eval: build/eval/.installed
 	build/eval/bin/python -m pytest tests/test_interoperability.py tests/test_evaluation_exports.py
 
-# inspect-ai excludes our fsspec, and its aiobotocore our python-dateutil: an environment of its own, every package pinned.
-build/eval/.installed: pyproject.toml constraints-eval.txt
-	$(PYTHON) -m venv build/eval
-	build/eval/bin/pip install --quiet --upgrade pip
-	build/eval/bin/pip install --quiet "$$(grep '^torch==' constraints-eval.txt)"
-	build/eval/bin/pip install --quiet --no-deps -r constraints-eval.txt
-	build/eval/bin/pip install --quiet --no-deps -e .
-	touch $@
-
 # Environments of other packages (docs/environments.md), unmodified, in an environment of their own.
 test-env: build/env/.installed
 	build/env/bin/python -m pytest tests/test_environment_packages.py tests/test_episodes.py
 
-build/env/.installed: pyproject.toml constraints-env.txt
-	$(PYTHON) -m venv build/env
-	build/env/bin/pip install --quiet --upgrade pip
-	build/env/bin/pip install --quiet "$$(grep '^torch==' constraints-env.txt)"
-	build/env/bin/pip install --quiet --no-deps -r constraints-env.txt
-	build/env/bin/pip install --quiet --no-deps -e .
+# Every package is pinned: inspect-ai excludes our fsspec, and its aiobotocore our python-dateutil.
+build/eval/.installed build/env/.installed: build/%/.installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/pip install --quiet --upgrade pip
+	build/$*/bin/pip install --quiet "$$(grep '^torch==' constraints-$*.txt)"
+	build/$*/bin/pip install --quiet --no-deps -r constraints-$*.txt
+	build/$*/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 # The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has

@@ -13,7 +13,7 @@ from posttrain.cli import main
 from posttrain.evaluation.records import EvaluationStore, read_answers
 from posttrain.evaluation.running import run as run_suite
 from posttrain.evaluation.suite import find_suite
-from posttrain.runs.receipt import turns_of
+from posttrain.runs.receipt import shown_turns
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
 from posttrain.ui.evaluations_page import _side
@@ -78,7 +78,7 @@ def test_an_environment_is_a_suite(suite, tmp_path, capsys):
     assert "differs in max_turns" in " ".join(capsys.readouterr().err.split())
     assert main(suite("-n", "4", "--temperature", "1.0", "--overwrite", max_turns=1)) == 0
     last = [answer for answer in read_answers(tmp_path / "out") if answer.episode["stop_reason"] == "max_turns"]
-    assert last and all(turns_of(answer.episode)[-1].calls for answer in last), "calls that were not made are shown"
+    assert last and all(shown_turns(answer.episode)[-1].calls for answer in last), "calls that were not made are shown"
     assert main(suite("--overwrite", max_prompt_length=3)) == 0
     assert {answer.reason.partition(":")[0] for answer in read_answers(tmp_path / "out")} == {"the prompt is too long"}
     capsys.readouterr()
@@ -202,7 +202,7 @@ def test_turns_are_shown_with_their_calls_and_what_they_did(calculator_home, tmp
     with StoredRun(folder) as stored:
         rows = stored.rollouts(1)
         row = next(row for row in rows if len(row["turns"]["turns"]) == 3)
-        said, told, answer = turns_of(row["turns"])
+        said, told, answer = shown_turns(row["turns"])
         assert [turn.author for turn in (said, told, answer)] == ["model", "tool", "model"]
         [call] = said.calls
         assert call.startswith('calculate(expression="') and not told.calls and told.text in answer.text

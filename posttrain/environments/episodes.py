@@ -17,19 +17,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
+from posttrain.config import RolloutConfig
 from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
 from posttrain.environments.trajectory import Calls, StopReason, Trajectory
+from posttrain.models.families import positions_of
 
 STARTS = 4  # environments that are reset at a time
 SHOWN = 3  # reasons of failures that are logged for each rollout
@@ -45,6 +48,14 @@ class Limits:
     max_turns: int | None = None  # replies
     max_tool_calls: int | None = None
     max_tool_result: int | None = None  # tokens of a tool's result; more are cut. None: without room, the episode ends
+
+    @classmethod
+    def of(cls, settings: RolloutConfig | SuiteConfig, room: int, config: Any, most: int | None = None) -> Self:
+        """The limits of these settings with prompts of at most `room` tokens, and fewer if the model of this
+        transformers configuration has fewer positions. `most`: tokens of all turns; None: those of the settings."""
+        most, positions = most or settings.max_completion_length, positions_of(config)
+        room = room if positions is None else min(room, positions + 1 - most)
+        return cls(most, room, settings.max_turns, settings.max_tool_calls, settings.max_tool_result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,15 +176,13 @@ def episodes_of(
 ) -> AbstractContextManager[Episodes]:
     """Episodes with the suite's environments, of at most `most` tokens after the prompt. For errors, see `acting`;
     also raises ConfigError if the model has no room for a prompt."""
-    positions, room = positions_of(policy.config), suite.max_prompt_length
-    if positions is not None:
-        room = min(room, positions + 1 - most)
-        if room < 1:
-            raise ConfigError(
-                f"suite {suite.name}: the model has {positions:,} positions, but max_completion_length is {most:,}, "
-                "which leaves no room for a prompt: lower it"
-            )
-    limits = Limits(most, room, suite.max_turns, suite.max_tool_calls, suite.max_tool_result)
+    limits = Limits.of(suite, suite.max_prompt_length, policy.config, most)
+    if limits.max_prompt_length < 1:
+        positions = positions_of(policy.config)
+        raise ConfigError(
+            f"suite {suite.name}: the model has {positions:,} positions, but max_completion_length is {most:,}, which "
+            "leaves no room for a prompt: lower it"
+        )
     return acting(suite.environments, suite.tools, engine, written_by(suite, tokenizer)[1], limits, date=date)
 
 

@@ -347,8 +347,8 @@ def read_answers(folder: Path) -> list[Answer]:
         with TextIOWrapper(open_regular(path), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    row = json.loads(line)
-                    answers.append(Answer(**{name: ({"episode": None} | row)[name] for name in COLUMNS}))
+                    row = {"episode": None} | json.loads(line)  # which earlier versions do not have
+                    answers.append(Answer(**{name: row[name] for name in COLUMNS}))
                     if answers[-1].episode is not None:
                         check_episode(answers[-1].episode)
                 except (ValueError, KeyError, TypeError) as error:

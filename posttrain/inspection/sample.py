@@ -37,7 +37,6 @@ from posttrain.inspection.findings import (
 )
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.families import positions_of
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rewards.parts import RewardInput
@@ -203,15 +202,9 @@ def episodes_of(
     setup: Setup, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> AbstractContextManager[Episodes]:
     """Episodes with the limits of training."""
-    rollout, positions = setup.rollout, positions_of(policy.config)
-    room = setup.longest_prompt or setup.data.max_length
-    if positions is not None:
-        room = min(room, positions + 1 - rollout.max_completion_length)
-    limits = Limits(
-        rollout.max_completion_length, room, rollout.max_turns, rollout.max_tool_calls, rollout.max_tool_result
-    )
+    limits = Limits.of(setup.rollout, setup.longest_prompt or setup.data.max_length, policy.config)
     return acting(
-        setup.environments, setup.tools, engine, tokenizer, limits, rollout.environment_workers, setup.data.date
+        setup.environments, setup.tools, engine, tokenizer, limits, setup.rollout.environment_workers, setup.data.date
     )
 
 

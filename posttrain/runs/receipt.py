@@ -127,7 +127,7 @@ class Turn:
     reward: float | None  # that the environment gave the reply, if it rewards replies
 
 
-def turns_of(episode: Mapping[str, Any] | None) -> list[Turn]:
+def shown_turns(episode: Mapping[str, Any] | None) -> list[Turn]:
     """The turns of a stored episode (`Trajectory.stored`); none of a completion without one."""
     if not episode:
         return []
@@ -185,7 +185,7 @@ class CompletionReceipt:
         episode = row.get("turns") or None
         ended = episode["stop_reason"] if episode else row["finish_reason"]
         facts = [*(row[column] for column in columns), ended]
-        return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=turns_of(episode))
+        return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=shown_turns(episode))
 
     def of_turn(self, turn: Turn) -> tuple[float | None, float]:
         """The mean advantage of a turn's tokens, None outside the loss, and the sum of their absolute pushes."""

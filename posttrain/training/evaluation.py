@@ -16,9 +16,8 @@ from typing import Protocol
 import numpy as np
 from torch import nn
 
-from posttrain import __version__
 from posttrain.base.console import progress
-from posttrain.base.errors import ConfigError, RewardError
+from posttrain.base.errors import RewardError
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
@@ -26,20 +25,14 @@ from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.codec import Codec
 from posttrain.data.prepare import settings_of
-from posttrain.data.prompts import Prompt
 from posttrain.data.templates import choose_template
-from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
+from posttrain.engines import make_engine, stop_token_ids
 from posttrain.environments.episodes import Episodes, Limits, codecs_of
 from posttrain.environments.process import Environments
-from posttrain.evaluation.answering import Acted, Answers, Found, Generated, ask, episodes_of, stops_of
-from posttrain.evaluation.items import Item, Items, load_items
-from posttrain.evaluation.records import EvaluationStore, write_files
-from posttrain.evaluation.running import Judge, run
 from posttrain.evaluation.statistics import passes
-from posttrain.evaluation.suite import find_suite, with_settings
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
-from posttrain.models.families import base_of, positions_of
+from posttrain.models.families import base_of
 from posttrain.parallel.ranks import Ranks
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import CompletionReward, TrainerState
@@ -48,7 +41,6 @@ from posttrain.rollout import Rollout, joined
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredEvaluation
 from posttrain.sampler import Sampler
-from posttrain.scoring import ValueScorer
 from posttrain.training.job import Job
 from posttrain.training.saving import Saver
 from posttrain.training.state import total_steps
@@ -114,14 +106,8 @@ class _Samplers:
     def _episodes(self, settings: RolloutConfig) -> Episodes | None:
         if self._environments is None:
             return None
-        room, positions = self._job.config.data.max_length, positions_of(base_of(self._policy).config)
-        limits = Limits(
-            settings.max_completion_length,
-            min(room, room if positions is None else positions + 1) - settings.max_completion_length,
-            settings.max_turns,
-            settings.max_tool_calls,
-            settings.max_tool_result,
-        )
+        room = self._job.config.data.max_length - settings.max_completion_length
+        limits = Limits.of(settings, room, base_of(self._policy).config)
         return self._resources.enter_context(closing(Episodes(self.engine, self._environments, self._codecs, limits)))
 
     def of_sets(self) -> dict[str, Sampler]:
@@ -331,115 +317,3 @@ class CompletionEvaluation:
     def close(self) -> None:
         self._resources.close()
         self._made = None
-
-
-class SuiteEvaluation:
-    """Evaluates the suites of `evaluation.suites`; the records are stored in `evaluation/step-N`.
-
-    Rows are read at the start of the run; engine and graders start at the first evaluation. Suites are answered by the
-    embedded engine with the policy's own modules, whichever engine training uses. With `rollout.engine: transformers`,
-    for models that the embedded engine does not support, that engine answers. Each suite sets its sampling.
-    """
-
-    def __init__(self, job: Job, policy: nn.Module):
-        self._job, self._policy = job, policy.model if isinstance(policy, ValueScorer) else policy
-        settings = job.config.evaluation
-        entries = settings.suites if settings.eval_steps > 0 else ()
-        self._chosen: list[Items] = []
-        for entry in entries:
-            suite = find_suite(entry.suite)
-            if suite.kind != "generate":
-                raise ConfigError(
-                    f"evaluation.suites: {suite.name} is a suite of the kind {suite.kind}: use `posttrain eval` for it"
-                )
-            source = {} if entry.source is None else {"source": entry.source}
-            self._chosen.append(load_items(with_settings(suite, source), entry.max_rows))
-        names = [items.suite.name for items in self._chosen]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"evaluation.suites lists {', '.join(sorted(twice))} twice")
-        self._resources = ExitStack()
-        self._made: tuple[Engine, dict[str, tuple[Answers, Judge]]] | None = None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of items of each suite."""
-        return {items.suite.name: len(items.items) for items in self._chosen}
-
-    def __bool__(self) -> bool:
-        return bool(self._chosen)
-
-    def __call__(self, step: int, sampling: SamplingContext) -> dict[str, float]:
-        """The metrics `{name}`, `{name}_low` and `{name}_high` of each suite in which anything was graded."""
-        if not self._chosen:
-            return {}
-        if self._made is None:
-            self._made = self._start()
-        engine, parts = self._made
-        engine.load(self._policy, step)
-        folder, metrics = self._job.run.folder / "evaluation" / f"step-{step}", {}
-        with EvaluationStore(folder, overwrite=True) as store:
-            for items in self._chosen:
-                answers, judge = parts[items.suite.name]
-                summary = run(
-                    items,
-                    _Abandonable(answers, sampling),
-                    judge,
-                    items.suite.num_generations,
-                    store=store,
-                    key=items.suite.name,
-                    facts={"step": step, "items": items.digest},
-                    sampling={"step": step},
-                )
-                for key, suffix in {"value": "", "low": "_low", "high": "_high"}.items():
-                    if summary[key] is not None:
-                        metrics[items.suite.name + suffix] = summary[key]
-            model = {"name": f"{self._job.run.folder.name}/step-{step}", "path": str(folder), "content": None}
-            write_files(folder, store, model, {"posttrain": __version__})
-        engine.release()
-        return metrics
-
-    def close(self) -> None:
-        self._resources.close()
-        self._made = None
-
-    def _start(self) -> tuple[Engine, dict[str, tuple[Answers, Judge]]]:
-        job, enter = self._job, self._resources.enter_context
-        policy, tokenizer, date = base_of(self._policy), job.tokenizer, job.config.data.date
-        version = job.config.behavior_version
-        prompts = {
-            items.suite.name: ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen
-        }
-        every = (prompt for of_suite in prompts.values() for prompt in of_suite.values())
-        longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
-        name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
-        engine = enter(closing(make_engine(name, self._policy, tokenizer, longest_prompt=longest)))
-        parts = {}
-        for items in self._chosen:
-            suite = items.suite
-            sampling = Sampling(
-                temperature=suite.temperature,
-                max_completion_length=suite.max_completion_length,
-                num_generations=suite.num_generations,
-                stop_token_ids=stops_of(suite, self._policy, tokenizer, job.stops_at_turns),
-                stop=suite.stop,
-                seed=job.config.seed,
-            )
-            if suite.acts:
-                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer, date)
-                answers = Acted(suite, enter(made), sampling, prompts[suite.name])
-            else:
-                answers = Generated(engine, sampling, tokenizer, prompts[suite.name])
-            parts[suite.name] = answers, enter(Judge(suite))
-        return engine, parts
-
-
-class _Abandonable:
-    """Answers a suite's items; a signal interrupts the sampling."""
-
-    def __init__(self, answers: Answers, sampling: SamplingContext):
-        self._answers, self._sampling = answers, sampling
-        self.prompts = answers.prompts
-
-    def __call__(self, items: Sequence[Item], found: Found) -> None:
-        with self._sampling(evaluating=True):
-            self._answers(items, found)

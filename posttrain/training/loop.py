@@ -33,10 +33,11 @@ from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best, prefix_of, set_of
 from posttrain.training.checks import MovedWeights
-from posttrain.training.evaluation import CompletionEvaluation, SuiteEvaluation, evaluated_rows
+from posttrain.training.evaluation import CompletionEvaluation, evaluated_rows
 from posttrain.training.job import Job
 from posttrain.training.saving import Interruption, Saver, Stop
 from posttrain.training.state import State, total_steps
+from posttrain.training.suites import SuiteEvaluation
 
 log = logging.getLogger("posttrain")
 

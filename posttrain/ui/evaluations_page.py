@@ -10,7 +10,7 @@ from posttrain.evaluation.comparing.differences import Difference, Flip, Suite, 
 from posttrain.evaluation.comparing.page import HOW, differences_table, interval, notes, values_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, short, table
-from posttrain.runs.receipt import turns_of
+from posttrain.runs.receipt import shown_turns
 from posttrain.ui.parts import Query, address, choice, form, hidden, pager, search
 from posttrain.ui.receipt import said
 from posttrain.ui.runs_page import toggle
@@ -244,6 +244,6 @@ def _side(name: str, answer: Answer) -> Markup:
         el("span", f" · {answer.reason}", class_="quiet") if answer.reason else None,
         el("span", " · truncated", class_="quiet") if answer.finish_reason == "length" else None,
     ]  # fmt: skip
-    episode = turns_of(answer.episode)
+    episode = shown_turns(answer.episode)
     shown = map(said, episode) if episode else [el("div", answer.completion, class_="text")]
     return el("div", el("p", *head), *shown, class_="side turns" if episode else "side")
