@@ -275,8 +275,8 @@ def losses(
     devices = None if device is None else devices_from_flag(device)
     with quick_imports():
         from posttrain.inspection.loss_inputs import parsed  # these import torch, which takes seconds
+        from posttrain.inspection.loss_tables import save, show
         from posttrain.inspection.losslab import losses as compute
-        from posttrain.inspection.losslab import save, show
 
     names = [name.strip() for text in loss for name in text.split(",") if name.strip()]
     lab = compute(folder, step, names, parsed(set_), devices)
