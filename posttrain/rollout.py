@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Example, Node, Pack, sent
+from posttrain.data.turns import common_prefix
 from posttrain.engines.protocol import FinishReason
 from posttrain.environments.trajectory import Trajectory, metrics_of
 from posttrain.losses.advantage import Turns
@@ -63,6 +64,11 @@ class SampledCompletion:
     reward: CompletionReward
     trained: Sequence[bool] | None = None  # for each token: False if it was not sampled; None: all are trained
     episode: Trajectory | None = None  # of several turns
+
+    @property
+    def tree(self) -> int | None:
+        """Of an episode in a group that branches: the number of its tree."""
+        return None if self.episode is None else self.episode.tree
 
     def __post_init__(self) -> None:
         trained = len(self.tokens) if self.trained is None else sum(self.trained)
@@ -162,12 +168,48 @@ class Rollout:
             members.setdefault(int(self.group_S[index]), []).append(index)
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
-            for some in _fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
-                completions = [self.completions[index] for index in some]
-                leaves = (Node(c.tokens, trained=True if c.trained is None else c.trained) for c in completions)
-                examples.append(replace(self.prompts[group], trees=(replace(prompt, children=tuple(leaves)),)))
-                owners.append(some)
+            for some in self._fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
+                nodes, leaves = self._nodes(some)
+                examples.append(replace(self.prompts[group], trees=(replace(prompt, children=nodes),)))
+                owners.append(leaves)
         return examples, owners
+
+    def _fitting(self, indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
+        """Divide completions that feed `fed_S` tokens into parts that fit, with the prompt, in packs of `most`."""
+        some: list[int] = []
+        taken = prompt
+        for index in indices:
+            fed = fed_S[index] - max((self._shared(index, other) for other in some), default=0)
+            if some and taken + fed > most:
+                yield some
+                some, taken, fed = [], prompt, fed_S[index]
+            some.append(index)
+            taken += fed
+        yield some
+
+    def _nodes(self, some: Sequence[int], start: int = 0) -> tuple[tuple[Node, ...], list[int]]:
+        """The nodes of completions without their first `start` tokens, where branches share what they have in common;
+        and the completions that are their leaves, in order."""
+        nodes, leaves, left = list[Node](), list[int](), [*some]
+        while left:
+            first, *left = left
+            near = [other for other in left if self._shared(first, other) > start]
+            left = [other for other in left if other not in near]
+            stop = min((self._shared(first, other) for other in near), default=None)
+            children, below = ((), [first]) if stop is None else self._nodes([first, *near], stop)
+            completion = self.completions[first]
+            trained = True if completion.trained is None else completion.trained[start:stop]
+            nodes.append(Node(completion.tokens[start:stop], trained, children))
+            leaves += below
+        return tuple(nodes), leaves
+
+    def _shared(self, one: int, other: int) -> int:
+        """The number of tokens that two completions of a tree have in common, while each has a further one."""
+        left, right = self.completions[one], self.completions[other]
+        if left.tree is None or left.tree != right.tree or left.trained is None or right.trained is None:
+            return 0
+        same = min(common_prefix(left.tokens, right.tokens), common_prefix(left.trained, right.trained))
+        return min(same, len(left.tokens) - 1, len(right.tokens) - 1)
 
     def parts(
         self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int, feeds_last: bool = False
@@ -231,27 +273,15 @@ def turns_of(episodes: Sequence[Trajectory | None], reward_S: Tensor, length_S: 
                 held = 0.0
         rewards[-1] += held
     reward_U = torch.tensor(rewards, dtype=reward_S.dtype)
-    return Turns(reward_S, reward_U, torch.tensor(lengths), torch.tensor(owners))
+    trees = [None if episode is None else episode.tree for episode in episodes]
+    tree_S = None if None in trees else torch.tensor(trees, dtype=torch.int64)
+    return Turns(reward_S, reward_U, torch.tensor(lengths), torch.tensor(owners), tree_S)
 
 
 def stored_turns(rows: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> Turns:
     """The turns of stored completions, of which only trained tokens are given, under these rewards."""
     episodes = [Trajectory.restored(row["turns"], row["tokens"]) if row.get("turns") else None for row in rows]
     return turns_of(episodes, torch.tensor(rewards), torch.tensor([len(row["tokens"]) for row in rows]))
-
-
-def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """Divide completions that feed `fed_S` tokens into parts that fit, with the prompt, in packs of `most` tokens."""
-    some: list[int] = []
-    taken = prompt
-    for index in indices:
-        fed = fed_S[index]
-        if some and taken + fed > most:
-            yield some
-            some, taken = [], prompt
-        some.append(index)
-        taken += fed
-    yield some
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:

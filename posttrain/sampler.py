@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
@@ -19,7 +20,8 @@ from posttrain.batch import Example
 from posttrain.config import RolloutConfig
 from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
-from posttrain.environments.episodes import Episodes, start_of
+from posttrain.environments.episode import start_of
+from posttrain.environments.episodes import Episodes, Forest
 from posttrain.environments.trajectory import rewarded_as
 from posttrain.grading.extract import THINK
 from posttrain.parallel.ranks import ALONE, Ranks
@@ -80,38 +82,49 @@ class Sampler:
         return self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0
 
     def __call__(
-        self, stream: int | str, prompts: Sequence[Example], num_generations: int, rounds: int = 0, version: int = 0
+        self,
+        stream: int | str,
+        prompts: Sequence[Example],
+        num_generations: int,
+        rounds: int = 0,
+        version: int = 0,
+        forest: Forest | None = None,
     ) -> Rollout:
         """Sample `num_generations` completions of each prompt, with weights that must have this `version`.
 
         `stream` names the random stream: the step, or the validation set. Groups in which all rewards are equal are
-        sampled again, at most `rounds` times. Raises VitalSignError if the weights have another version; RewardError.
+        sampled again, at most `rounds` times. `forest`: how the episodes of a prompt branch.
+
+        Raises VitalSignError if the weights have another version; RewardError.
         """
-        rollout = self._sample(f"{stream}", prompts, num_generations, version)
+        sample = partial(self._sample, n=num_generations, version=version, forest=forest)
+        rollout = sample(f"{stream}", prompts)
         for round in range(1, rounds + 1):
             again = (~rollout.spread_G()).nonzero().squeeze(1).tolist()
             if not again:
                 break
-            fresh = self._sample(f"{stream} {round}", [prompts[group] for group in again], num_generations, version)
+            fresh = sample(f"{stream} {round}", [prompts[group] for group in again])
             rollout = with_groups(rollout, again, fresh)
         if not self.keeps:
             self.engine.release()
         return rollout
 
-    def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
+    def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int, forest: Forest | None) -> Rollout:
         requests = [(i, prompt, seed_of(self.seed, stream, i, prompt.row)) for i, prompt in enumerate(prompts)]
         # Each rank completes some of the prompts; the seeds do not depend on which rank it is.
-        made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version))
+        made = self.ranks.together(lambda: self._generate(self.ranks.mine(requests), n, version, forest))
         completions = sorted(chain(*made), key=attrgetter("group"))
         return Rollout(prompts, completions) if self.episodes is None else of_episodes(prompts, completions)
 
-    def _generate(self, requests: Sequence[tuple[int, Example, int]], n: int, version: int) -> list[SampledCompletion]:
+    def _generate(
+        self, requests: Sequence[tuple[int, Example, int]], n: int, version: int, forest: Forest | None
+    ) -> list[SampledCompletion]:
         """The rewarded completions of prompts, which are given with their index in the step and their seed.
 
         The engine is called even if there are no prompts, because the ranks share its servers.
         """
         if self.episodes is not None:
-            return self._act(self.episodes, requests, n, version)
+            return self._act(self.episodes, requests, n, version, forest)
         prompts = [np.asarray(prompt.trees[0].tokens) for _, prompt, _ in requests]
         groups = self.engine.generate(
             [tokens.tolist() for tokens in prompts],
@@ -135,11 +148,17 @@ class Sampler:
         ]
 
     def _act(
-        self, episodes: Episodes, requests: Sequence[tuple[int, Example, int]], n: int, version: int
+        self,
+        episodes: Episodes,
+        requests: Sequence[tuple[int, Example, int]],
+        n: int,
+        version: int,
+        forest: Forest | None,
     ) -> list[SampledCompletion]:
         """The rewarded episodes of prompts, each as one completion of several turns; their prompts may be longer."""
         facts, seeds = [_facts(prompt) for _, prompt, _ in requests], [seed for _, _, seed in requests]
-        groups = episodes.run([*map(start_of, facts)], n, replace(self.sampling, num_generations=1), seeds)
+        sampling = replace(self.sampling, num_generations=1)
+        groups = episodes.run([*map(start_of, facts)], n, sampling, seeds, forest=forest)
         made = [(index, made) for (index, _, _), group in zip(requests, groups, strict=True) for made in group]
         _refuse_stale({each.version for _, each in made if each.turns}, version)
         inputs = [rewarded_as(each, facts[number // n]) for number, (_, each) in enumerate(made)]
@@ -174,7 +193,8 @@ def of_episodes(prompts: Sequence[Example], completions: Sequence[SampledComplet
         for each, episode in begun:
             extra = episode.prompt[common:] if episode.turns else []
             trained = [*([False] * len(extra)), *episode.trained]
-            own = replace(episode, parts=[part.moved(len(extra)) for part in episode.parts])
+            parts, trunk = [part.moved(len(extra)) for part in episode.parts], episode.shared
+            own = replace(episode, parts=parts, shared=trunk + len(extra) if trunk else 0)
             made.append(replace(each, tokens=[*extra, *each.tokens], trained=trained, episode=own))
     return Rollout(shared, made)
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from posttrain.base.errors import RewardError
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.engines import Completion, Sampling
-from posttrain.environments.episodes import Episodes, Limits, Start, codecs_of
+from posttrain.environments.episode import Start
+from posttrain.environments.episodes import Episodes, Limits, codecs_of
 from posttrain.environments.process import BUILT_IN, Environments
 
 CODE = '''

@@ -100,7 +100,13 @@ class EmbeddedEngine:
                 raise
 
     def converse(
-        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+        self,
+        begun: Sequence[Future[Turn | None]],
+        sampling: Sampling,
+        *,
+        follow: Follow,
+        longest: int,
+        branching: bool = False,
     ) -> None:
         """Hold conversations (turns.py) of at most `longest` tokens; every token of them is computed once."""
         base, head = base_of(self.policy), head_layer(self.policy)
@@ -111,7 +117,7 @@ class EmbeddedEngine:
             own = max(FEWEST_COLUMNS, sampling.max_completion_length)
             rows = max(1, min(self.max_rows, len(begun), tokens // (longest + own)))
             memory = Memory.of(Room(rows, rows, 1, longest, own), Stepper(self.policy, sampling, head.weight.device))
-            Conversing(memory, begun, self.version, rows_step, texts, self._next, follow).run()
+            Conversing(memory, begun, self.version, rows_step, texts, self._next, follow, branching).run()
 
     def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
         """The request of a conversation's next reply."""

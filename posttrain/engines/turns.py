@@ -8,8 +8,9 @@ reply, which were not sampled, and the seed and the limit of the next reply. A c
 holds no place in the engine, so a slow tool delays no other conversation.
 
 The embedded engine keeps the keys and values of a conversation between its turns, so each token is computed once, and
-once for all conversations with the same prompt. Other engines get the whole conversation as a prompt again (vLLM finds
-its beginning in the prefix cache).
+once for all conversations with the same prompt. A branch begins with the tokens of a conversation that has ended, which
+are not computed again either. Other engines get the whole conversation as a prompt again (vLLM finds its beginning
+in the prefix cache).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Turn:
     tokens: Sequence[int]  # at least one
     seed: int  # of the next reply
     limit: int  # its tokens
+    branches_from: int | None = None  # of a prompt: the index of the conversation that begins with the same tokens
 
 
 Follow = Callable[[int, Completion], "Future[Turn | None] | None"]  # index of a conversation, reply
@@ -92,6 +94,7 @@ class Resuming:
 
 
 KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
+KEPT_TRUNKS = 32  # ended conversations whose keys stay for branches; these begin soon after
 
 
 class Conversing(Generation):
@@ -106,12 +109,15 @@ class Conversing(Generation):
         texts: StopTexts,
         request_of: Callable[[Sequence[int], Turn, Sampling], Request],
         follow: Follow,
+        branching: bool,
     ):
         super().__init__(memory, memory.room, [], version, rows_step, texts)
         self.request_of, self.follow, self.texts = request_of, follow, texts
         self.pending: dict[Future[Turn | None], Past] = {future: Past(i, [], {}) for i, future in enumerate(begun)}
         self.pasts: dict[Group, Past] = {}  # of waiting and live groups
         self.prompts: dict[tuple[int, ...], tuple[Layers, Tensor]] = {}  # keys and values, and the last hidden state
+        self.trunks = dict[int, Past]()  # conversations that have ended, if others may branch from them
+        self.branching = branching
 
     def run(self) -> None:
         """Generate until every conversation has ended."""
@@ -128,12 +134,25 @@ class Conversing(Generation):
         """Queue the conversations whose next turn is there; with `block`, wait for one."""
         if block:
             wait(self.pending, WAIT_S, FIRST_COMPLETED)
-        for future in [future for future in self.pending if future.done()]:
-            past, turn = self.pending.pop(future), future.result()
+        ready = [(self.pending.pop(future), future.result()) for future in list(self.pending) if future.done()]
+        if self.branching:
+            self.trunks |= {past.index: past for past, turn in ready if turn is None and past.tokens}
+            for index in list(self.trunks)[:-KEPT_TRUNKS]:
+                del self.trunks[index]
+        for past, turn in ready:
             if turn is not None:
+                if turn.branches_from in self.trunks:
+                    past, turn = self._branch(past.index, self.trunks[turn.branches_from], turn)
                 group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
                 self.pasts[group] = past
                 self.waiting.append(group)
+
+    @staticmethod
+    def _branch(index: int, trunk: Past, turn: Turn) -> tuple[Past, Turn]:
+        """A branch with the keys and values of its trunk for all but its last token, and nothing to add."""
+        own = len(turn.tokens) - 1
+        layers = {number: (keys[:, :own], values[:, :own]) for number, (keys, values) in trunk.layers.items()}
+        return Past(index, [*turn.tokens], layers), replace(turn, tokens=())
 
     def _request(self, past: Past, turn: Turn) -> Request:
         """The request of the next reply. Raises DataError for one that the room does not hold."""
@@ -207,15 +226,22 @@ class Conversing(Generation):
 
 
 def converse(
-    engine: Engine, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+    engine: Engine,
+    begun: Sequence[Future[Turn | None]],
+    sampling: Sampling,
+    *,
+    follow: Follow,
+    longest: int,
+    branching: bool = False,
 ) -> None:
     """Hold conversations of at most `longest` tokens each. `follow` is called in this thread, in no particular order.
+    With `branching`, conversations may begin with the tokens of others (`Turn.branches_from`).
 
     Raises what a future has raised. `num_generations` of `sampling` is not read.
     """
     sampling = replace(sampling, num_generations=1)
     if isinstance(engine, Conversational):
-        engine.converse(begun, sampling, follow=follow, longest=longest)
+        engine.converse(begun, sampling, follow=follow, longest=longest, branching=branching)
         return
     pending: dict[Future, Past] = {future: Past(index, [], {}) for index, future in enumerate(begun)}
     while pending:
@@ -237,5 +263,11 @@ class Conversational(Protocol):
     """An engine that keeps conversations between their turns."""
 
     def converse(
-        self, begun: Sequence[Future[Turn | None]], sampling: Sampling, *, follow: Follow, longest: int
+        self,
+        begun: Sequence[Future[Turn | None]],
+        sampling: Sampling,
+        *,
+        follow: Follow,
+        longest: int,
+        branching: bool = False,
     ) -> None: ...

@@ -6,6 +6,9 @@
 Each episode's tokens only grow: the model's replies as they were sampled, and what the template writes of tools and
 users (posttrain/data/codec.py). Calls of tools run in threads, each episode in its own process, so that a slow tool
 delays no other episode.
+
+With `Forest`, some episodes of a start branch from others: they share the turns up to an inner one, chosen at random,
+and go on with other replies (Tree-GRPO, arXiv 2509.21240). A branch's environment repeats the shared calls.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from threading import Lock
-from typing import Any, Self, cast
+from typing import Any, Self
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
@@ -30,8 +36,9 @@ from posttrain.data.codec import Codec, Reply
 from posttrain.data.render import Message
 from posttrain.engines import Completion, Engine, Sampling, seed_of
 from posttrain.engines.turns import Turn, converse
-from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
-from posttrain.environments.trajectory import Calls, StopReason, Trajectory
+from posttrain.environments.episode import Episode, Start, Trunk
+from posttrain.environments.process import Environments, EpisodeError
+from posttrain.environments.trajectory import StopReason, Trajectory
 from posttrain.models.families import positions_of
 
 STARTS = 4  # environments that are reset at a time
@@ -59,12 +66,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """A row that an episode begins with."""
+class Forest:
+    """How the episodes of a start branch: the first `trees` begin anew. The others branch from turns of these, an
+    equal number in each of `rounds`; those of a later round may also branch from earlier branches."""
 
-    messages: Sequence[Message]
-    row: Mapping[str, Any]  # columns, for `reset`
-    environment: str | None = None  # its name; None: the only one
+    trees: int
+    rounds: int = 1
+
+    def rounds_of(self, tree: int, n: int) -> list[list[int]]:
+        """The numbers of a tree's episodes by round, of `n` in all; the first round has the one that begins anew."""
+        branches = np.arange(tree + self.trees, n, self.trees)
+        return [[tree], *(part.tolist() for part in np.array_split(branches, self.rounds) if len(part))]
 
 
 class Episodes:
@@ -93,16 +105,18 @@ class Episodes:
         sampling: Sampling,
         seeds: Sequence[int],
         seen: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
+        forest: Forest | None = None,
     ) -> list[list[Trajectory]]:
         """`n` trajectories of each start, in order; number k of start i has the random streams (seeds[i], k, turn).
-        `seen` is called with the index of an episode after each of its turns, in that episode's thread.
+        `seen` is called with the index of an episode after each of its turns, in that episode's thread. Which turns the
+        branches of a `forest` begin with depends on the seeds and on what was sampled.
 
         An episode with a prompt above `max_prompt_length` ends as `context_overflow`. Raises DataError for a start
         whose environment is not known.
         """
         keys = [(index, number) for index in range(len(starts)) for number in range(n)]
-        episodes = [_Episode(starts[index], seed_of(seeds[index], number), self.environments) for index, number in keys]
-        begun = [self._starts.submit(self._begin, episode) for episode in episodes]
+        episodes = [Episode(starts[index], seed_of(seeds[index], number), self.environments) for index, number in keys]
+        growth = _Growth(episodes, n, forest, lambda episode: self._starts.submit(self._begin, episode))
 
         def turn(index: int, reply: Completion) -> Turn | None:
             following = self._turn(episodes[index], reply)
@@ -110,14 +124,17 @@ class Episodes:
             return following
 
         def follow(index: int, reply: Completion) -> Future[Turn | None]:
-            return self._turns.submit(turn, index, reply)
+            future = self._turns.submit(turn, index, reply)
+            future.add_done_callback(partial(growth.answered, index))
+            return future
 
         longest = self.limits.max_prompt_length + self.limits.max_completion_length
         try:
-            converse(self.engine, begun, sampling, follow=follow, longest=longest)
+            growth.plant()
+            branching = forest is not None
+            converse(self.engine, growth.begun, sampling, follow=follow, longest=longest, branching=branching)
         finally:
-            for future in begun:
-                future.cancel()
+            growth.stop()
             for episode in episodes:
                 episode.end()
         made = [episode.trajectory for episode in episodes]
@@ -131,7 +148,7 @@ class Episodes:
         for threads in (self._starts, self._turns):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, episode: _Episode) -> Turn | None:
+    def _begin(self, episode: Episode) -> Turn | None:
         """Reset an episode's environment and return its prompt; None if that has failed."""
         codec = self.codecs[episode.name]
         messages = [dict(message) for message in episode.start.messages] or [{"role": "user", "content": ""}]
@@ -140,13 +157,30 @@ class Episodes:
             episode.trajectory.prompt = codec.first(messages)
             if len(episode.trajectory.prompt) > self.limits.max_prompt_length:
                 return episode.finish("context_overflow")
+            if episode.trunk is not None:
+                return self._branch(episode, episode.trunk)
         except EpisodeError as error:
             return episode.fail(error)
         except DataError as error:
             return episode.fail(EpisodeError("env_error", f"its messages cannot be rendered: {error}"))
         return Turn(episode.trajectory.prompt, episode.seed, self.limits.max_completion_length)
 
-    def _turn(self, episode: _Episode, reply: Completion) -> Turn | None:
+    def _branch(self, episode: Episode, trunk: Trunk) -> Turn | None:
+        """Repeat the first replies of another episode; None if the environment fails. Raises EpisodeError if it gives
+        other answers."""
+        own, turn = episode.trajectory, None
+        for reply in trunk.trajectory.replies()[: trunk.replies]:
+            turn = self._turn(episode, reply)
+            if not own.has_verdict:
+                return None
+            same = trunk.trajectory.prompt == own.prompt and trunk.trajectory.tokens[: len(own.tokens)] == own.tokens
+            if turn is None or not same:
+                raise EpisodeError("env_error", "a branch repeated the calls of another episode, with other results")
+        assert turn is not None
+        own.shared = len(own.tokens)
+        return Turn([*own.prompt, *own.tokens], turn.seed, turn.limit, trunk.index)
+
+    def _turn(self, episode: Episode, reply: Completion) -> Turn | None:
         """Add a reply and what the environment answers; None if the episode has ended."""
         trajectory, codec = episode.trajectory, self.codecs[episode.name]
         trajectory.version = reply.version
@@ -178,7 +212,7 @@ class Episodes:
         left = self.limits.max_completion_length - len(trajectory.tokens)
         return Turn(added, seed_of(episode.seed, trajectory.turns), left)
 
-    def _ended(self, episode: _Episode, reply: Completion, parsed: Reply) -> StopReason | None:
+    def _ended(self, episode: Episode, reply: Completion, parsed: Reply) -> StopReason | None:
         """Why an episode ends with this reply; None if the environment answers it."""
         limits = self.limits
         if reply.finish_reason == "length":
@@ -191,7 +225,7 @@ class Episodes:
             return "max_tool_calls"
         return self._last(episode)
 
-    def _last(self, episode: _Episode) -> StopReason | None:
+    def _last(self, episode: Episode) -> StopReason | None:
         """`max_turns` if no further reply may follow. A game answers the last one; a tool is not called by it."""
         most = self.limits.max_turns
         return "max_turns" if most is not None and episode.trajectory.turns >= most else None
@@ -204,72 +238,76 @@ class Episodes:
         return [{**m, "content": codec.cut(m["content"], most)} if m["role"] == "tool" else m for m in messages]
 
 
-class _Episode:
-    """An episode: its process, while it is live, and its trajectory. Owned by one thread at a time."""
+class _Growth:
+    """Begins the episodes of a run: those that begin anew at once, branches when the round before them is over.
 
-    def __init__(self, start: Start, seed: int, environments: Environments):
-        self.start, self.seed, self._environments = start, seed, environments
-        self.name = environments.name_of(start.environment)
-        self._lock, self.process = Lock(), cast(EpisodeProcess | None, None)
-        kind = environments.kinds[self.name]
-        self.trajectory, self.calls, self._is_over = Trajectory([], messages=[], title=kind.title), 0, False
-        self.is_game = kind.is_game
+    `begun` are the futures of their first turns. `begin` starts an episode.
+    """
 
-    def reset(self) -> Sequence[Message]:
-        """Start the environment; returns what its `reset` adds to the messages."""
-        process = self._environments.start(self.name)
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        n: int,
+        forest: Forest | None,
+        begin: Callable[[Episode], Future[Turn | None]],
+    ):
+        self.episodes, self.n, self.begin = episodes, n, begin
+        trees = n if forest is None else forest.trees
+        self.begun = [Future[Turn | None]() for _ in episodes]
+        self._lock, self._started = Lock(), list[Future[Turn | None]]()
+        self._rounds: dict[int, list[list[int]]] = {}  # of each tree, by the index of its first episode
+        for first in range(0, len(episodes), n):
+            for tree in range(min(trees, n)):
+                rounds = [[tree]] if forest is None else forest.rounds_of(tree, n)
+                self._rounds[first + tree] = [[first + number for number in part] for part in rounds]
+                for number in chain(*rounds):
+                    episodes[first + number].root = first + tree
+                    episodes[first + number].trajectory.tree = None if forest is None else tree
+        self._live = {root: 1 for root in self._rounds}  # episodes of the current round that are not over
+
+    def plant(self) -> None:
+        """Start the episodes that begin anew."""
+        for root in self._rounds:
+            self._start(root)
+
+    def stop(self) -> None:
+        for future in (*self._started, *self.begun):
+            future.cancel()
+
+    def answered(self, index: int, future: Future[Turn | None]) -> None:
+        """Called when it is known what follows in an episode. If this is nothing, branches may begin."""
+        if future.cancelled() or future.exception() is not None or future.result() is not None:
+            return
+        root = self.episodes[index].root
         with self._lock:
-            if self._is_over:  # the run ended while it waited for a place
-                process.end()
-                raise EpisodeError("env_error", "the run has ended")
-            self.process = process
-        row = {key: value for key, value in self.start.row.items() if key != "environment"}
-        return process.ask({"reset": row}, self._environments.seconds(self.name))["messages"]
+            self._live[root] -= 1
+            if self._live[root] or len(self._rounds[root]) == 1:
+                return
+            grown, following = self._rounds[root][:2]
+            self._rounds[root][:2] = [[*grown, *following]]
+            self._live[root] = len(following)
+        nodes = [(trunk, replies) for trunk in grown for replies in self.episodes[trunk].inner]
+        order = np.random.default_rng([self.episodes[root].seed, len(grown)]).permutation(len(nodes))
+        for position, branch in enumerate(following):
+            if nodes:
+                trunk, replies = nodes[order[position % len(nodes)]]
+                self.episodes[branch].trunk = Trunk(trunk, self.episodes[trunk].trajectory, replies)
+                self.episodes[branch].trajectory.trunk = trunk % self.n
+            self._start(branch)
 
-    def fail(self, error: EpisodeError) -> None:
-        """End the episode without a verdict."""
-        self.trajectory.stop_reason, self.trajectory.reason = error.verdict, error.reason
-        self.end()
+    def _start(self, index: int) -> None:
+        if self.begun[index].set_running_or_notify_cancel():
+            self._started.append(started := self.begin(self.episodes[index]))
+            started.add_done_callback(partial(self._has_begun, index))
 
-    def answer(self, parsed: Reply) -> tuple[list[Message], bool, Calls]:
-        """The messages that follow a reply, whether the episode has ended, and the calls."""
-        assert self.process is not None
-        seconds = self._environments.seconds(self.name)
-        if self.is_game:
-            step = self.process.ask({"step": parsed.message}, seconds)
-            self.trajectory.turn_rewards.append(step["reward"])
-            self.trajectory.metrics |= step["metrics"]
-            return step["messages"], step["done"], ()
-        messages, calls, done = [], [], False
-        for call in parsed.calls:
-            self.calls += 1
-            told = self.process.ask({"call": call.name, "arguments": call.arguments}, seconds)
-            messages.append({"role": "tool", "name": call.name, "content": told["result"]})
-            calls.append((call.name, call.arguments, told["failed"]))
-            done = done or told["done"]
-        return messages, done, tuple(calls)
-
-    def finish(self, reason: StopReason) -> None:
-        """End the episode with its rewards. Raises EpisodeError without a verdict."""
-        assert self.process is not None
-        self.trajectory.stop_reason = reason
-        reward, turns, state = self._environments.end(self.process, self.name)
-        self.process = None
-        self.trajectory.reward, self.trajectory.state = reward, state
-        self.trajectory.turn_rewards = turns or self.trajectory.turn_rewards
-        if len(turns) > self.trajectory.turns:
-            replies = counted(self.trajectory.turns, "reply", "replies")
-            raise EpisodeError("env_error", f"turn_rewards() has {len(turns)} rewards for {replies}")
-        if self.is_game and reward is None:
-            self.trajectory.reward = sum(self.trajectory.turn_rewards)
-
-    def end(self) -> None:
-        """Kill its process. May be called again, and from another thread."""
-        with self._lock:
-            self._is_over = True
-            process, self.process = self.process, None
-        if process is not None:
-            process.end()
+    def _has_begun(self, index: int, future: Future[Turn | None]) -> None:
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self.begun[index].set_exception(error)
+            return
+        self.begun[index].set_result(future.result())
+        self.answered(index, future)
 
 
 @contextmanager
@@ -296,13 +334,6 @@ def codecs_of(
 ) -> dict[str | None, Codec]:
     """A codec for the tools of each environment. Raises DataError for a chat template that cannot be used."""
     return {name: Codec(tokenizer, kind.tools, date=date) for name, kind in environments.kinds.items()}
-
-
-def start_of(facts: Mapping[str, Any]) -> Start:
-    """The start of an episode from a row's facts: its messages, its columns, the environment that it names."""
-    prompt, columns = facts["prompt"], facts["columns"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    return Start(messages, columns, columns.get("environment"))
 
 
 def _extend(messages: list[Message], observed: Sequence[Message]) -> None:

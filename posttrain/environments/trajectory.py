@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from posttrain.data.render import Message
-from posttrain.engines.protocol import FinishReason
+from posttrain.engines.protocol import Completion, FinishReason
 from posttrain.grading.verdict import Grade
 from posttrain.rewards.parts import Outcome, RewardInput
 
@@ -54,6 +54,9 @@ class Trajectory:
     title: str = ""  # the environment's class
     version: int = 0
     malformed: int = 0
+    tree: int | None = None  # of a group that branches: the number of the episode that its tree began with
+    trunk: int | None = None  # of a branch: the number of the episode whose first turns it shares
+    shared: int = 0  # of a branch: its first tokens, which the trunk has sampled
 
     @property
     def has_verdict(self) -> bool:
@@ -80,13 +83,25 @@ class Trajectory:
         """`length` if there was no room for the next turn."""
         return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
 
+    def replies(self) -> list[Completion]:
+        """Its replies, as they were sampled."""
+        made, begin = [], 0
+        for part in self.parts:
+            if part.author == "model":
+                end = begin + part.stop - part.start
+                tokens = self.tokens[part.start : part.stop]
+                made.append(Completion(tokens, self.logprobs[begin:end], "stop", self.version))
+                begin = end
+        return made
+
     def stored(self) -> dict[str, Any]:
         """The episode for the rollout store: its environment's class, why it ended, its reward, that of each reply, the
         messages, and each turn's author, span of tokens and calls."""
         return {
             "environment": self.title, "stop_reason": self.stop_reason, "reason": self.reason, "reward": self.reward,
             "turn_rewards": self.turn_rewards, "turns": [asdict(part) for part in self.parts],
-            "messages": self.messages,
+            "messages": self.messages, **({} if self.tree is None else {"tree": self.tree, "trunk": self.trunk,
+            "shared": self.shared}),
         }  # fmt: skip
 
     @classmethod
@@ -95,7 +110,8 @@ class Trajectory:
         return cls(
             [], stored["messages"], [*tokens], parts=[Part(**part) for part in stored["turns"]],
             stop_reason=stored["stop_reason"], reason=stored["reason"], reward=stored["reward"],
-            turn_rewards=stored.get("turn_rewards", []), title=stored["environment"],
+            turn_rewards=stored.get("turn_rewards", []), title=stored["environment"], tree=stored.get("tree"),
+            trunk=stored.get("trunk"), shared=stored.get("shared", 0),
         )  # fmt: skip
 
     def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
@@ -132,6 +148,7 @@ def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = len(trajectories)
     calls = [failed for each in trajectories for part in each.parts for *_, failed in part.calls]
     reasons = Counter(each.stop_reason for each in trajectories)
+    shared = sum(sum(each.trained[: each.shared]) for each in trajectories)
     own = sorted({name for each in trajectories for name in each.metrics})
     values = {name: [each.metrics[name] for each in trajectories if name in each.metrics] for name in own}
     return {
@@ -139,5 +156,6 @@ def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "tools/call_frequency": len(calls) / count,
         "tools/failure_frequency": sum(calls) / len(calls) if calls else 0.0,
         **{f"episodes/{reason}": reasons[reason] / count for reason in get_args(StopReason)},
+        **({"trees/shared_ratio": shared / max(1, sum(map(sum, (e.trained for e in trajectories))))} if shared else {}),
         **{f"environments/{name}": sum(some) / len(some) for name, some in values.items()},
     }

@@ -23,7 +23,8 @@ from posttrain.data.readers import Record
 from posttrain.data.report import Malformed
 from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, Engine, Sampling, seed_of, stop_token_ids, text_of
-from posttrain.environments.episodes import Episodes, Limits, acting, start_of
+from posttrain.environments.episode import start_of
+from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
 from posttrain.grading.verdict import Grade

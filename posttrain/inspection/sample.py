@@ -23,7 +23,8 @@ from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
-from posttrain.environments.episodes import Episodes, Limits, acting, start_of
+from posttrain.environments.episode import start_of
+from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.evaluation.answering import too_long
 from posttrain.inspection.findings import (

@@ -50,6 +50,7 @@ class Turns:
     reward_U: Tensor
     length_U: Tensor  # number of trained tokens
     sequence_U: Tensor  # index of the turn's completion, ascending
+    tree_S: Tensor | None = None  # if completions branch: the number of each one's tree in its group
 
     @classmethod
     def single(cls, reward_S: Tensor, length_S: Tensor) -> "Turns":

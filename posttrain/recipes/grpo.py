@@ -17,6 +17,7 @@ from torch import Tensor
 from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.data import Prepared
+from posttrain.environments.episodes import Forest
 from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
     POLICY_LOSSES,
@@ -55,7 +56,8 @@ def train(job: Job, data: Prepared) -> Loop:
         method: AnyMethod = run.models.method
         for number, prompts in run.steps():
             with run.sampling():
-                rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
+                how = method.num_generations, method.resampling_rounds, number - 1, forest_of(method)
+                rollout = run.sample(number, prompts, *how)
                 step = step_of(run.models, rollout)
                 run.check_packing(number, step)
             run.update(number, step, updates(run.models, number, step))
@@ -186,7 +188,9 @@ def of_tokens(method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penal
 
     Each completion's reward, minus the penalties of its tokens, is compared with the rewards of its group. With
     `advantage_level: turn`, what each turn and those after it earn is compared with the same turn of the group's other
-    completions: an action is not credited with earlier rewards, and the baseline does not depend on the action. In
+    completions: an action is not credited with earlier rewards, and the baseline does not depend on the action. Where
+    episodes branch, the comparisons with the group and with the completion's own tree are added (Tree-GRPO, arXiv
+    2509.21240, section 3.3). In
     REINFORCE++, each token's return is normalised over the step.
     """
     if not len(group_S):
@@ -194,10 +198,21 @@ def of_tokens(method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penal
     if isinstance(method, ReinforcePlusPlusMethod):
         return normalized(rewards_to_go(turns.token_rewards(penalty_N), turns.sequence_N), eps=EPS)
     if method.advantage_level == "trajectory":
-        return compared(method, turns.totals(penalty_N), group_S)[turns.sequence_N]
+        total_S = turns.totals(penalty_N)
+        advantage_S = compared(method, total_S, group_S)
+        if turns.tree_S is not None:
+            advantage_S += compared(method, total_S, group_S * (int(turns.tree_S.max()) + 1) + turns.tree_S)
+        return advantage_S[turns.sequence_N]
     to_go_U, number_U = turns.to_go(penalty_N)
     place_U = group_S[turns.sequence_U] * (int(number_U.max()) + 1) + number_U
     return compared(method, to_go_U, place_U).repeat_interleave(turns.length_U)
+
+
+def forest_of(method: AnyMethod) -> Forest | None:
+    """How the episodes of a prompt branch."""
+    if isinstance(method, GRPOMethod) and method.num_trees is not None:
+        return Forest(method.num_trees, method.tree_rounds)
+    return None
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:

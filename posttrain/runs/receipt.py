@@ -184,6 +184,8 @@ class CompletionReceipt:
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
         episode = row.get("turns") or None
         ended = episode["stop_reason"] if episode else row["finish_reason"]
+        if episode and episode.get("trunk") is not None:
+            ended += f", branch of rollout {episode['trunk']}"
         facts = [*(row[column] for column in columns), ended]
         return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=shown_turns(episode))
 

@@ -128,6 +128,13 @@ class GRPOMethod(PolicyGradientMethod):
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Level of the ratio to the old policy; null: sequence for gspo, token for others."
     )
+    num_trees: Positive | None = Field(
+        default=None,
+        description="Number of a prompt's episodes that begin anew; the others branch from turns of these; null: all.",
+    )
+    tree_rounds: Positive = Field(
+        default=1, description="Number of rounds in which the branches of a tree begin; later ones may branch again."
+    )
 
     @property
     def compares_groups(self) -> bool:
@@ -136,6 +143,23 @@ class GRPOMethod(PolicyGradientMethod):
     @property
     def clips(self) -> bool:
         return self.loss_type not in PLAIN_LOSSES
+
+    def _check_trees(self, problems: Problems) -> None:
+        if self.num_trees is None:
+            if self.tree_rounds != 1:
+                problems.add("tree_rounds", "has no effect without num_trees; leave it out")
+            return
+        branches = (self.num_generations - self.num_trees) // self.num_trees
+        if branches < self.tree_rounds:
+            problems.add(
+                "num_trees",
+                f"is {self.num_trees} of {self.num_generations} completions per prompt "
+                f"(num_generations), so there are fewer than {self.tree_rounds} branches per tree (tree_rounds)",
+            )
+        if self.advantage_level == "turn":
+            problems.add("num_trees", "cannot be combined with advantage_level: turn")
+        if not self.compares_groups:
+            problems.add("num_trees", "is not read by no_baseline, which compares nothing; leave it out")
 
     @classmethod
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
@@ -147,6 +171,7 @@ class GRPOMethod(PolicyGradientMethod):
 
     def check(self, problems: Problems) -> None:
         super().check(problems)
+        self._check_trees(problems)
         plain = not self.clips
         if not self.compares_groups and self.scale_rewards != "group":
             problems.add("scale_rewards", "is not read by no_baseline; leave it out")

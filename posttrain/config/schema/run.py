@@ -291,6 +291,8 @@ class RunConfig(Settings):
                     problems.add(setting, "is episode, which needs environments that give the messages")
             if getattr(self.method, "advantage_level", "trajectory") == "turn":
                 problems.add("method.advantage_level", "is turn, but without environments or tools there is one turn")
+            if getattr(self.method, "num_trees", None) is not None:
+                problems.add("method.num_trees", "is set, but without environments or tools nothing branches")
             return
         setting = "environments" if self.environments else "tools"
         if not self.method.samples_completions:
