@@ -19,7 +19,7 @@ from posttrain.base.options import Flag, values_of
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say
 from posttrain.cli.settings import devices_from_flag
-from posttrain.config import ModelConfig
+from posttrain.config import ModelConfig, load
 from posttrain.config.options import ServeOptions, TalkOptions, from_flags
 
 KEY = "POSTTRAIN_API_KEY"
@@ -39,6 +39,7 @@ def serve(
 
         posttrain serve runs/sft
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
+        posttrain serve runs/sft --record agent --config grpo.yaml
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
     from posttrain.runs.finding import locate_model
@@ -52,6 +53,9 @@ def serve(
     if not is_loopback(options.host) and key is None:
         raise UsageError(f"--host {options.host} is reachable from other machines: set {KEY}, or give --api-key")
     adapters = _adapters(options.adapter)
+    if options.config is not None and options.record is None:
+        raise UsageError("--config has the rewards of recorded episodes: give --record FOLDER too")
+    rewards = () if options.config is None else load(options.config).config.rewards
     for package in ("uvicorn", "fastapi"):
         need(package, "serve", "posttrain serve")
     socket = listen(options.host, options.port)  # a port in use is an error before the model is loaded
@@ -65,7 +69,7 @@ def serve(
         from posttrain.serving.listening import run
 
     limits = options.max_rows, options.max_waiting, options.context, options.chat_template_kwargs or {}
-    served = Served(settings, name, adapters, reward, options.template, devices, *limits)
+    served = Served(settings, name, adapters, reward, options.template, devices, *limits, options.record, rewards)
     run(
         lambda: Host.start(served),
         lambda host: Guard(make_app(host), key),

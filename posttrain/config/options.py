@@ -308,6 +308,8 @@ class ServeOptions:
     context: Annotated[int | None, Flag("Maximum tokens of prompt and completion. [default: 4096]", min=2)] = None
     dtype: Annotated[str, DTYPE] = "auto"
     device: Annotated[str, DEVICE] = "auto"
+    record: Annotated[Path | None, Flag("Folder to record chats in, as episodes with tokens.", metavar="FOLDER")] = None
+    config: Annotated[Path | None, Flag("Settings file with the rewards of recorded episodes.", metavar="FILE")] = None
     attached: Annotated[bool, Flag("Exit when the parent process ends.", hidden=True)] = False
 
 

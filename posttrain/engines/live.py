@@ -42,6 +42,7 @@ class Job:
     adapter: str | None = None  # by name; None: the model without adapters
     alternatives: int = 0  # number of alternatives to report for each token
     streamed: bool = False  # whether each token is reported as an event
+    processed: bool = False  # whether log-probabilities are those of the sampled distribution, at its temperature
     remaining: int = field(default=0, init=False)  # number of unfinished completions
     noted: dict[int, list[Alternatives]] = field(default_factory=dict, init=False)  # alternatives by completion, token
 
@@ -59,7 +60,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Event: completion `number` of a job is finished. Its log-probabilities are the model's at temperature 1."""
+    """Event: completion `number` of a job is finished. Its log-probabilities are the model's at temperature 1, unless
+    the job has `processed`."""
 
     job: Job
     number: int
@@ -81,7 +83,8 @@ Event = Token | Ended | Failed
 class JoiningStepper(Stepper):
     """A stepper whose rows have different sampling settings: `jobs(start, stop)` returns the jobs of a range of rows.
 
-    The log-probabilities that it stores are those of the model, before temperature and filters.
+    The log-probabilities that it stores are those of the model, before temperature and filters, or those after
+    (`Job.processed`).
     """
 
     def __init__(self, policy: torch.nn.Module, device: torch.device):
@@ -103,15 +106,18 @@ class JoiningStepper(Stepper):
         rows = slice(start, start + len(jobs))
         position_R, done_R, total_R = state.count_R[rows].clone(), state.done_R[rows], logits.logsumexp(-1)
         token_R, ended_R = state.token_R[rows].clone(), torch.zeros_like(done_R)
+        processed_R = torch.zeros_like(total_R)
         for sampling, numbers in _by_settings(jobs).items():
             index = torch.tensor(numbers, device=self.device)
             own, keys = logits[index], state.key_R2[rows][index]  # a copy, which sampling overwrites
-            token, _ = sample_tokens(own, sampling, self.words_V, keys, position_R[index])
+            token, processed_R[index] = sample_tokens(own, sampling, self.words_V, keys, position_R[index])
             token_R[index] = torch.where(done_R[index], token_R[index], token)
             if sampling.stop_token_ids:
                 stops = torch.tensor(sampling.stop_token_ids, device=self.device)
                 ended_R[index] = (token[:, None] == stops).any(1)
         logprob_R = logits.gather(1, token_R[:, None]).squeeze(1) - total_R
+        is_processed_R = torch.tensor([job.processed for job in jobs], device=self.device)
+        logprob_R = torch.where(is_processed_R, processed_R, logprob_R)
         state.token_R[rows] = token_R
         state.tokens_RL[rows].scatter_(1, position_R[:, None], token_R[:, None])
         state.logprobs_RL[rows].scatter_(1, position_R[:, None], logprob_R[:, None])

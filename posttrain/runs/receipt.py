@@ -315,11 +315,11 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:
-    """The tokenizer of the run's final or best model, newest checkpoint or initial model; None if none can be read."""
+    """The tokenizer of the run: of its final or best model, newest checkpoint or initial model; None if there is none."""
     model = next(iter(RunSummary(run).model_settings), {})
     started, added = model.get("path"), model.get("new_tokens")
     new_tokens = tuple(token for token in added if isinstance(token, str)) if isinstance(added, list) else ()
-    folders = [run / "final", run / "best", *reversed(list_checkpoints(run))]
+    folders = [run, run / "final", run / "best", *reversed(list_checkpoints(run))]  # itself: recorded episodes
     if isinstance(started, str):
         folders += [Path(started).expanduser(), run / started]
     for folder in folders:

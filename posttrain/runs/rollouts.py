@@ -120,6 +120,7 @@ class _Write:
     rollouts: Sequence[StoredRollout] = ()
     dataset: str = ""
     evaluations: Sequence[StoredEvaluation] = ()
+    first: int = 0  # the index of the first prompt
 
 
 class RolloutStore:
@@ -146,9 +147,17 @@ class RolloutStore:
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
-    def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
-        """Queue a step for writing; if writing fails, the step is kept for `save_unwritten`."""
-        self._waiting.put(_Write(step, epoch, prompts, rollouts))
+    def add(
+        self,
+        step: int,
+        epoch: float,
+        prompts: Sequence[StoredPrompt],
+        rollouts: Sequence[StoredRollout],
+        first: int = 0,
+    ) -> None:
+        """Queue a step, or a part of one whose prompts begin with number `first`, for writing; if writing fails, it is
+        kept for `save_unwritten`."""
+        self._waiting.put(_Write(step, epoch, prompts, rollouts, first=first))
 
     def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
         """Queue an evaluation of a data set for writing; it replaces an earlier one of the same step."""
@@ -245,7 +254,7 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
     """The rows of each table."""
     prompts = [
         (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
-        for index, p in enumerate(write.prompts)
+        for index, p in enumerate(write.prompts, write.first)
     ]
     rollouts = [
         (write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,

@@ -6,7 +6,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +18,8 @@ from posttrain import __version__
 from posttrain.base.errors import DataError, EngineError, PosttrainError, RewardError
 from posttrain.base.pieces import Pieces
 from posttrain.data.rows import Turns
-from posttrain.engines.live import Busy, Event, Job
+from posttrain.engines import Completion
+from posttrain.engines.live import Busy, Ended, Event, Job
 from posttrain.serving import wire
 from posttrain.serving.host import Host, Policy, TokenScore
 from posttrain.serving.listening import error_body
@@ -27,6 +29,7 @@ from posttrain.serving.wire import Json
 log = logging.getLogger("posttrain")
 TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # names of types that pydantic adds to the location of an error
 
+EPISODE = "X-Posttrain-Episode"  # the header that names a recorded episode
 GONE_EVERY_S = 0.2  # seconds between two checks whether the client of a waiting request is still connected
 
 
@@ -64,11 +67,25 @@ def _add_models(app: FastAPI) -> None:
 def _add_completions(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: wire.ChatRequest, request: Request) -> Response:
-        policy = _policy(request)
-        tokens = await _prompt(policy, body)
+        policy, recorder, tools = _policy(request), _host(request).recorder, body.used_tools
+        codec = turn = None
+        if tools or recorder is not None:
+            codec = await policy.in_thread(policy.codec, tools, body.chat_template_kwargs, renders=True)
+        if recorder is not None:
+            if body.n > 1 or body.continue_final_message:
+                raise DataError("a recorded request has one reply: leave out n and continue_final_message")
+            name = request.headers.get(EPISODE)
+            turn = await policy.in_thread(recorder.turn, codec, body.turns(), name, renders=True)
+        tokens = await _prompt(policy, body) if turn is None else turn.tokens
         form = wire.Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
-        return await _replied(request, body, policy, wire.Replies(form, policy.tokenizer, [job], policy.stops))
+        job.processed = recorder is not None
+        replies = wire.Replies(form, policy.tokenizer, [job], policy.stops, codec if tools else None)
+        if recorder is None or turn is None:
+            return await _replied(request, body, policy, replies)
+        response = await _replied(request, body, policy, replies, partial(recorder.replied, turn))
+        response.headers[EPISODE] = turn.episode
+        return response
 
     @app.post("/v1/completions")
     async def complete(body: wire.CompletionRequest, request: Request) -> Response:
@@ -126,6 +143,17 @@ def _add_scores(app: FastAPI) -> None:
         text = await policy.in_thread(lambda: Pieces(policy.tokenizer, special=True).whole(tokens))
         return {"text": text, "tokens": tokens}
 
+    @app.post("/v1/rewards")
+    async def rewarded(body: wire.EpisodeReward, request: Request) -> Json:
+        """End a recorded episode and store it."""
+        recorder = _host(request).recorder
+        if recorder is None:
+            raise DataError("this server records nothing: start it with --record FOLDER")
+        if body.reward is None and not recorder.rewards.settings:
+            raise DataError("give `reward`, or start the server with --config FILE, which has rewards")
+        rewards = await asyncio.to_thread(recorder.reward, body.episode, body.reward, body.columns)
+        return {"episode": body.episode, "rewards": rewards, "step": recorder.step}
+
     @app.post("/reward")
     async def reward(body: wire.RewardRequest, request: Request) -> Json:
         rewards = _host(request).rewards
@@ -168,7 +196,7 @@ def _scored(policy: Policy, body: wire.ScoreRequest, whole: list[int], scored: i
 
 
 async def _prompt(policy: Policy, body: wire.RenderRequest) -> list[int]:
-    arguments = body.turns(), body.chat_template_kwargs, body.continue_final_message
+    arguments = body.turns(), body.chat_template_kwargs, body.continue_final_message, body.used_tools
     return await policy.in_thread(policy.chat_tokens, *arguments, renders=True)
 
 
@@ -188,8 +216,14 @@ def _job(policy: Policy, body: wire.Sampled, form: wire.Form, tokens: list[int],
     return Job(tokens, sampling, policy.adapter(body.model), form.alternatives or 0, body.stream)
 
 
-async def _replied(request: Request, body: wire.Sampled, policy: Policy, replies: wire.Replies) -> Response:
-    events = policy.events(replies.jobs)
+async def _replied(
+    request: Request,
+    body: wire.Sampled,
+    policy: Policy,
+    replies: wire.Replies,
+    record: Callable[[Completion], None] = lambda completion: None,
+) -> Response:
+    events = _recorded(policy.events(replies.jobs), record)
     if not body.stream:
         return await _while_there(request, replies.whole(events))
     first = await anext(events)  # if the request is refused, this raises before the stream begins
@@ -211,6 +245,17 @@ async def _replied(request: Request, body: wire.Sampled, policy: Policy, replies
             await events.aclose()
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _recorded(events: AsyncGenerator[Event], record: Callable[[Completion], None]) -> AsyncGenerator[Event]:
+    """The events, of which completions are recorded before they are sent."""
+    try:
+        async for event in events:
+            if isinstance(event, Ended):
+                record(event.completion)
+            yield event
+    finally:
+        await events.aclose()
 
 
 async def _while_there(request: Request, work: Awaitable[Json]) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from torch import nn
 from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.rewards import Reward
+from posttrain.data.codec import Codec
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.templates import choose_template
@@ -26,8 +29,10 @@ from posttrain.engines.live import Alternatives, Ended, Event, Job, Live
 from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
+from posttrain.rewards.compose import Rewards as EpisodeRewards
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
+from posttrain.serving.record import TITLE, Recorder
 from posttrain.serving.texts import Bound
 
 log = logging.getLogger("posttrain")
@@ -35,6 +40,7 @@ log = logging.getLogger("posttrain")
 WARM_UP_TOKENS = 2
 RENDERERS = 2  # processes that render conversations with the chat template
 KEPT_S = 86_400.0  # seconds that an idle rendering process is kept: a conversation may pause
+MOST_CODECS = 16  # sets of tools whose codecs are kept
 MOST_REWARDED = 1 << 17  # maximum tokens of a text if the reward model has no limit
 TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), most likely tokens
 T = TypeVar("T")
@@ -54,6 +60,8 @@ class Served:
     max_waiting: int
     context: int | None
     variables: Mapping[str, Any] = field(default_factory=dict)  # defaults for the chat template
+    record: Path | None = None  # a folder for recorded episodes
+    graded_by: Sequence[Reward] = ()  # rewards of recorded episodes
 
 
 class Policy:
@@ -73,6 +81,7 @@ class Policy:
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
         self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
         self._renderers = ThreadPoolExecutor(RENDERERS, "posttrain-templates")
+        self._codecs: dict[str, Codec] = {}
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
@@ -126,18 +135,35 @@ class Policy:
         """
         return await self._loop.run_in_executor(self._renderers if renders else None, work, *arguments)
 
+    def codec(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Codec:
+        """The codec of conversations with these tools. Raises DataError if the template cannot write them."""
+        if not self.template.turns:
+            raise DataError("tools need a chat template, and the model is served without one: start with --template")
+        key = json.dumps([tools, variables], sort_keys=True)
+        if (codec := self._codecs.get(key)) is None:
+            codec = Codec(self.tokenizer, tools, variables)
+            self._codecs = dict([*self._codecs.items(), (key, codec)][-MOST_CODECS:])
+        return codec
+
     def chat_tokens(
-        self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False
+        self,
+        turns: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        continued: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """The prompt of a conversation as in training: rendered with the template, then tokenised unchanged.
 
         `variables`: additional template variables. `continued`: the last message is the start of the reply, as with
         `continue_final_message` in transformers.
         """
+        if tools:
+            self._bound.check(*(turn["content"] for turn in turns))
+            return self.codec(tools, variables).first(turns)
         return self._tokens(self._chat(turns, variables, continued))
 
     def scored_tokens(
-        self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any]
+        self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
         """The prompt of the last message, and the prompt with that message, rendered as in `chat_tokens`.
 
@@ -151,7 +177,7 @@ class Policy:
         whole = whole if whole.startswith(prompt) else prompt + turns[-1]["content"]
         return self._tokens(prompt), self._tokens(whole)
 
-    def _chat(self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False) -> str:
+    def _chat(self, turns: Sequence[dict[str, Any]], variables: Mapping[str, Any], continued: bool = False) -> str:
         self._bound.check(*(turn["content"] for turn in turns))
         if not self.template.turns:
             if variables:
@@ -241,6 +267,7 @@ class Host:
     policy: Policy | None
     rewards: Rewards | None
     names: tuple[str, ...]  # the model's name, then the names of its adapters
+    recorder: Recorder | None = None
 
     @classmethod
     async def start(cls, served: Served) -> Host:
@@ -250,15 +277,23 @@ class Host:
         if reward == served.model.path and served.adapters:
             raise ConfigError("a reward model cannot be served with adapters: leave out --adapter")
         policy = None if is_reward else Policy(served)
+        if policy is None and served.record is not None:
+            raise ConfigError("--record needs a model that generates completions, but this is a reward model")
+        recorder = None
         if policy is not None:
             await policy.warm_up()
-        return cls(policy, rewards, (served.name, *served.adapters))
+            if served.record is not None:
+                given = EpisodeRewards(served.graded_by, devices=served.devices, environments=[TITLE])
+                recorder = Recorder(served.record, given, policy.tokenizer.save_pretrained)
+        return cls(policy, rewards, (served.name, *served.adapters), recorder)
 
     def close(self) -> None:
         if self.policy is not None:
             self.policy.close()
         if self.rewards is not None:
             self.rewards.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:

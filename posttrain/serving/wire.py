@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -14,7 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import Variables
-from posttrain.engines import text_of
+from posttrain.data.calls import tool_calls
+from posttrain.data.codec import Codec
+from posttrain.engines import Completion, text_of
 from posttrain.engines.live import Ended, Event, Failed, Job, Token
 from posttrain.engines.protocol import Sampling
 from posttrain.serving.host import TokenScore
@@ -43,7 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Empty fields of a reply's `model_dump()`, which clients send back in messages.
 EMPTY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("refusal", "function_call", "audio"), (None,)),
+    **dict.fromkeys(("refusal", "function_call", "audio", "tool_call_id", "name"), (None,)),
     **dict.fromkeys(("tool_calls", "annotations"), ([], None)),
     **dict.fromkeys(("reasoning_content", "reasoning"), ("", None)),
 }
@@ -149,11 +152,36 @@ class Part(BaseModel):
     text: str
 
 
+class Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+    @model_validator(mode="after")
+    def _as_object(self) -> Self:
+        if isinstance(self.arguments, str):
+            try:
+                self.arguments = json.loads(self.arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from None
+        if not isinstance(self.arguments, dict):
+            raise ValueError(f"the arguments of {self.name} must be a JSON object")
+        return self
+
+
+class ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -162,20 +190,55 @@ class Message(BaseModel):
             return values
         return {name: value for name, value in values.items() if name not in EMPTY or value not in EMPTY[name]}
 
-    def turn(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="after")
+    def _with_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: a message without tool_calls needs text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: only the assistant calls tools, not {self.role}")
+        return self
+
+    def turn(self) -> dict[str, Any]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.reasoning_content is not None:
+            turn["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            turn["tool_calls"] = tool_calls([(c.function.name, c.function.arguments) for c in self.tool_calls])
+        return turn
 
 
 class RenderRequest(Templated):
     model: str = ""
     messages: list[Message] = Field(min_length=1)
     continue_final_message: bool = False  # continue the assistant's last message; not in OpenAI's API
+    tools: list[Json] = []
+    tool_choice: Literal["auto", "none"] = "auto"
 
-    def turns(self) -> list[dict[str, str]]:
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tools(cls, values: Any) -> Any:
+        unset = [name for name in ("tools", "tool_choice") if isinstance(values, dict) and values.get(name, 0) is None]
+        return {name: value for name, value in values.items() if name not in unset} if unset else values
+
+    @property
+    def used_tools(self) -> list[Json]:
+        return self.tools if self.tool_choice == "auto" else []
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages for the chat template. A tool's result has the name of the call that it answers."""
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise DataError("continue_final_message needs the assistant's message at the end")
-        return [message.turn() for message in self.messages]
+        if self.continue_final_message and self.used_tools:
+            raise DataError("continue_final_message cannot be combined with tools")
+        turns, names = [], dict[str, str]()
+        for message in self.messages:
+            names |= {call.id: call.function.name for call in message.tool_calls}
+            turn = message.turn()
+            if message.role == "tool" and (name := message.name or names.get(message.tool_call_id or "")):
+                turn["name"] = name
+            turns.append(turn)
+        return turns
 
 
 class ChatRequest(Sampled, RenderRequest):
@@ -208,6 +271,14 @@ class ScoreRequest(Templated):
     prompt: str = ""
     completion: str = ""
     top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
+
+
+class EpisodeReward(Body):
+    """The end of a recorded episode. `columns`: what reward functions read of its row, such as the answer."""
+
+    episode: Text
+    reward: float | None = None
+    columns: Json = {}
 
 
 class RewardRequest(Body):
@@ -245,9 +316,15 @@ class Replies:
     """Builds the replies to a request from engine events. `jobs`: one per prompt, in order, with `n` completions."""
 
     def __init__(
-        self, form: Form, tokenizer: PreTrainedTokenizerBase, jobs: Sequence[Job], stop_token_ids: Sequence[int]
+        self,
+        form: Form,
+        tokenizer: PreTrainedTokenizerBase,
+        jobs: Sequence[Job],
+        stop_token_ids: Sequence[int],
+        codec: Codec | None = None,
     ):
         self.form, self.tokenizer, self.jobs, self.stop_token_ids = form, tokenizer, jobs, tuple(stop_token_ids)
+        self.codec = codec  # reads tool calls; None: there are no tools
         *starts, self.total = accumulate((job.sampling.num_generations for job in jobs), initial=0)
         self.first = dict(zip(jobs, starts, strict=True))
 
@@ -275,10 +352,32 @@ class Replies:
             logprobs = self._logprobs(report.add(*entry, last=index == last) for index, entry in entries)
             if not self.form.chat:
                 logprobs["text_offset"] = [min(offset, len(text)) for offset in logprobs["text_offset"]]
-        body: Json = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self.form.chat else {"text": text}
-        )
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        body: Json = {"text": text}
+        reason: str = completion.finish_reason
+        if self.form.chat:
+            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if self.codec is not None:
+            body["message"] |= (parsed := self._parsed(completion))
+            reason = "tool_calls" if "tool_calls" in parsed else reason
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
+
+    def _parsed(self, completion: Completion) -> Json:
+        """A reply's content, reasoning and tool calls."""
+        assert self.codec is not None
+        reply = self.codec.parse(completion.tokens)
+        message: Json = {"content": reply.content or (None if reply.calls else "")}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = [
+                {
+                    "id": secrets.token_hex(5)[:9],  # some templates refuse longer ids
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in reply.calls
+            ]
+        return message
 
     async def chunks(self, events: AsyncIterator[Event], include_usage: bool) -> AsyncIterator[Json]:
         """Yield the objects of a stream. If a job failed, raises its error."""
@@ -305,7 +404,12 @@ class Replies:
                 reports[index] = Report(self.tokenizer, prompt)
                 if self.form.chat:
                     yield chunk(index, "", None, None, begin=True)
-            if isinstance(event, Token):
+            if isinstance(event, Token) and self.codec is not None:
+                continue  # whether it belongs to a call is known at the end
+            if self.codec is not None and isinstance(event, Ended):
+                sampled += len(event.completion.tokens)
+                yield {**head, "choices": [await asyncio.to_thread(self._called, index, event.completion)], **extra}
+            elif isinstance(event, Token):
                 text, logprobs = texts[index].add(event.token), None
                 if self.form.alternatives is not None:
                     token = reports[index].add(event.token, event.logprob, event.alternatives)
@@ -317,6 +421,14 @@ class Replies:
                 yield chunk(index, texts[index].end(), None, event.completion.finish_reason)
         if include_usage:
             yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
+
+    def _called(self, index: int, completion: Completion) -> Json:
+        """A whole reply as the choice of a chunk."""
+        delta = self._parsed(completion)
+        calls = [{"index": number, **call} for number, call in enumerate(delta.pop("tool_calls", []))]
+        delta |= {"tool_calls": calls} if calls else {}
+        reason = "tool_calls" if calls else completion.finish_reason
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
         """A prompt's log-probabilities in the format of text completions; the first token has none."""
