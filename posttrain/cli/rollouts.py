@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich import box
@@ -13,13 +13,17 @@ from rich.text import Text
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import UsageError
+from posttrain.base.files import put_file
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted
+from posttrain.config.options import OVERWRITE
+from posttrain.config.reading.explain import did_you_mean
 
 if TYPE_CHECKING:  # imports numpy, which the help does not need
     from posttrain.runs.receipt import CompletionReceipt, GroupReceipt, StoredPart
+    from posttrain.runs.stored_rollouts import StoredRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
 OneStep = Annotated[int | None, Flag("The completions of one step; default: all steps.", "--step", min=1)]
@@ -27,17 +31,68 @@ SHOWN = 60  # characters of a string in a table
 UNSIGNED = ("ratio", "entropy")  # columns of numbers without a sign
 
 
-def rollouts(run: Run, step: OneStep = None) -> None:
-    """List the completions that a run was trained on, from its rollouts.sqlite: a summary by step, or one step."""
+def rollouts(
+    run: Run,
+    step: OneStep = None,
+    to: Annotated[str | None, Flag("Write rows for training instead: sft, pairs or kto.", metavar="KIND")] = None,
+    output: Annotated[Path | None, Flag("File for these rows, .jsonl.", "--output", "-o", metavar="FILE")] = None,
+    best: Annotated[int | None, Flag("Rows of each prompt, the most rewarded first. [default: 1]", min=1)] = None,
+    above: Annotated[float | None, Flag("Reward above which a completion is good.")] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
+) -> None:
+    """List the completions that a run was trained on, from its rollouts.sqlite: a summary by step, or one step.
+
+    With --to, write rows for another training: of each prompt, over all steps, the best completion (sft), the most and
+    the least rewarded one (pairs), or every one with a label (kto: above the prompt's mean, or above --above).
+
+        posttrain rollouts runs/grpo --to sft --best 2 --above 0.5 --output best.jsonl
+        posttrain train data.source=best.jsonl method=sft model=runs/grpo/final
+    """
     from posttrain.runs.receipt import step_receipt
     from posttrain.runs.stored_rollouts import StoredRun
 
+    flags = {"--output": output, "--best": best, "--above": above}
+    if to is None and (unread := next((flag for flag, value in flags.items() if value is not None), None)):
+        raise UsageError(f"{unread} is for rows that --to writes: sft, pairs or kto")
     with StoredRun(_folder(run)) as stored:
+        if to is not None:
+            _write_rows(stored, to, output, stored.steps() if step is None else [step], best, above, overwrite)
+            return
         if step is None:
             table = _steps_table(list(stored.summary()))
         else:
             table = _completions_table(sorted(step_receipt(stored, step), key=lambda group: group.prompt))
     PlainConsole().print(table)
+
+
+def _write_rows(
+    stored: StoredRun,
+    to: str,
+    output: Path | None,
+    steps: Sequence[int],
+    best: int | None,
+    above: float | None,
+    overwrite: bool,
+) -> None:
+    from posttrain.runs.selection import TARGETS, lines, select
+
+    if to not in TARGETS:
+        raise UsageError(f"--to {to}: {did_you_mean(to, TARGETS)}")
+    if output is None:
+        raise UsageError("--to needs --output FILE, such as rows.jsonl")
+    if best is not None and to == "kto":
+        raise UsageError("--best is not read by kto, which labels every completion")
+    if above is not None and to == "pairs":
+        raise UsageError("--above is not read by pairs, which compare the completions of a prompt")
+    if output.exists() and not overwrite:
+        raise UsageError(f"{output} exists: give another file, or --overwrite")
+    for step in steps:
+        stored.require(step)
+    rows, counts = select(stored, cast(Any, to), steps, best, above)
+    put_file(output, lines(rows))
+    total = counts.pop("completions")
+    left = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
+    say(f"{output}: {counted(len(rows), 'row')} of {counted(total, 'completion')}{left}")
 
 
 def why(

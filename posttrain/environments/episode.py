@@ -47,7 +47,7 @@ class Episode:
         self.name = environments.name_of(start.environment)
         self._lock, self.process = Lock(), cast(EpisodeProcess | None, None)
         kind = environments.kinds[self.name]
-        self.trajectory, self.calls, self._is_over = Trajectory([], messages=[], title=kind.title), 0, False
+        self.trajectory, self.calls, self._is_over = Trajectory([], [], title=kind.title, tools=kind.tools), 0, False
         self.is_game = kind.is_game
         self.root, self.trunk = 0, cast(Trunk | None, None)  # the episode that its tree begins with; where it branches
 

@@ -153,7 +153,8 @@ class Episodes:
         codec = self.codecs[episode.name]
         messages = [dict(message) for message in episode.start.messages] or [{"role": "user", "content": ""}]
         try:
-            _extend(messages, episode.reset())
+            _extend(messages, observed := episode.reset())
+            episode.trajectory.asked = messages if observed else None
             episode.trajectory.prompt = codec.first(messages)
             if len(episode.trajectory.prompt) > self.limits.max_prompt_length:
                 return episode.finish("context_overflow")

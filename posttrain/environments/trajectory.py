@@ -54,6 +54,8 @@ class Trajectory:
     title: str = ""  # the environment's class
     version: int = 0
     malformed: int = 0
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas
+    asked: list[Message] | None = None  # the prompt's messages, if the environment added to those of the row
     tree: int | None = None  # of a group that branches: the number of the episode that its tree began with
     trunk: int | None = None  # of a branch: the number of the episode whose first turns it shares
     shared: int = 0  # of a branch: its first tokens, which the trunk has sampled
@@ -97,11 +99,13 @@ class Trajectory:
     def stored(self) -> dict[str, Any]:
         """The episode for the rollout store: its environment's class, why it ended, its reward, that of each reply, the
         messages, and each turn's author, span of tokens and calls."""
+        own: dict[str, Any] = {} if self.asked is None else {"asked": self.asked}
+        if self.tree is not None:
+            own |= {"tree": self.tree, "trunk": self.trunk, "shared": self.shared}
         return {
             "environment": self.title, "stop_reason": self.stop_reason, "reason": self.reason, "reward": self.reward,
             "turn_rewards": self.turn_rewards, "turns": [asdict(part) for part in self.parts],
-            "messages": self.messages, **({} if self.tree is None else {"tree": self.tree, "trunk": self.trunk,
-            "shared": self.shared}),
+            "messages": self.messages, **own,
         }  # fmt: skip
 
     @classmethod

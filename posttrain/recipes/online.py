@@ -172,10 +172,12 @@ class Step:
                     turns=completion.episode and completion.episode.stored(),
                 )
             )
-        prompts = [
-            StoredPrompt(p.row, as_text(p), np.asarray(p.trees[0].tokens).tolist(), p.facts or {})
-            for p in rollout.prompts
-        ]
+        tools = {each.group: each.episode.tools for each in rollout.completions if each.episode is not None}
+        prompts = []
+        for number, prompt in enumerate(rollout.prompts):
+            facts = {**(prompt.facts or {}), **({"tools": tools[number]} if tools.get(number) else {})}
+            tokens = np.asarray(prompt.trees[0].tokens).tolist()
+            prompts.append(StoredPrompt(prompt.row, as_text(prompt), tokens, facts))
         return prompts, completions
 
 

@@ -315,7 +315,7 @@ def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence
 
 
 def decoder_of(run: Path) -> RunTokenizer | None:
-    """The tokenizer of the run: of its final or best model, newest checkpoint or initial model; None if there is none."""
+    """The tokenizer of the run: of its final or best model, a checkpoint or its initial model; None if it has none."""
     model = next(iter(RunSummary(run).model_settings), {})
     started, added = model.get("path"), model.get("new_tokens")
     new_tokens = tuple(token for token in added if isinstance(token, str)) if isinstance(added, list) else ()
