@@ -160,6 +160,9 @@ class Reader:
             self.run(arguments)
         elif verb == "losses":
             self.run([verb, *self.stored(rest)])
+        elif verb == "rollouts":
+            any_reward = [word for flag, word in itertools.pairwise(["", *rest]) if "--above" not in (flag, word)]
+            self.run([verb, *self.stored(any_reward)])
         elif verb == "quantize" and "--suite" in rest:
             flags_exist(arguments, self.run)  # tests/test_quantize.py has a suite
         elif verb == "quantize":
