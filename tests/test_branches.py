@@ -318,6 +318,7 @@ def test_a_run_with_branches_resumes_regrades_and_is_shown(calculator_home, tmp_
         assert shared > 0 and row["tokens"][:shared].tolist() == trunk["tokens"][:shared].tolist()
     lines = [line for line in read_metrics(cut) if "turns" in line]
     assert any(line.get("trees/shared_ratio", 0) > 0 for line in lines)
+    assert all(line["packing_ratio"] > 1.3 for line in lines), "prompts of 35 tokens are shared too"
     method = load(cut / "config.yaml").config.method
     first = StoredRun(cut).rollouts(1)
     again = REWARDED["grpo"].regraded(method, [of_trained(row) for row in first], [row["reward"] for row in first])

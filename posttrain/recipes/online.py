@@ -81,6 +81,15 @@ class Step:
         """The number of tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
 
+    def packing(self) -> dict[str, float]:
+        """For episodes: the tokens of the completions in the loss, each with its prompt, per token fed."""
+        fed = sum(part.num_tokens for part in self.parts)
+        if not (self._has_episodes and fed):
+            return {}
+        chosen = [self.rollout.completions[index] for index in self.in_loss_S.tolist()]
+        separate = sum(len(self.rollout.prompts[c.group].trees[0].tokens) + len(c.tokens) - 1 for c in chosen)
+        return {"packing_ratio": separate / fed}
+
     def score_truncated(self, job: Job) -> list[RolloutPack]:
         """Score completions that are truncated and outside the loss too; return the packs of all that are scored."""
         if len(self.in_loss_S) == len(self.counted_S):
@@ -351,7 +360,7 @@ class Online:
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
             if loop.job.config.rollout.save:
                 step.exchange("trainer_R", "new_R", "reference_R", "advantage_R", "clipped_R", "entropy_R")
-            more = {**step.rollout.metrics(), **(step.mismatch or {}), **finish()}
+            more = {**step.rollout.metrics(), **step.packing(), **(step.mismatch or {}), **finish()}
             self._alarms.check(number, {**metrics, **more}, step.rollout.all_equal)
             if store is not None:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())
