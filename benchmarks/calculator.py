@@ -81,7 +81,7 @@ def teach(folder: Path, seed: int) -> None:
     ]
     for name, talks in (("calls", calls), ("guess", guesses)):
         write(folder / f"{name}.jsonl", [{"messages": talk, "tools": tools()} for talk in talks])
-    tokenizer = make_tokenizer(calls[:2000])
+    tokenizer = make_tokenizer(calls[:2000], tools())
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -103,7 +103,7 @@ def teach(folder: Path, seed: int) -> None:
     posttrain.train_all(folder / "taught.json")
 
 
-def make_tokenizer(talks: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
+def make_tokenizer(talks: list[list[dict[str, Any]]], shown: list[dict[str, Any]] | None) -> PreTrainedTokenizerFast:
     """Pairs of bytes that occur together are tokens, each digit is one."""
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.Sequence(
@@ -121,7 +121,7 @@ def make_tokenizer(talks: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
-    texts = [tokenizer.apply_chat_template(talk, tools=tools(), tokenize=False) for talk in talks]
+    texts = [tokenizer.apply_chat_template(talk, tools=shown, tokenize=False) for talk in talks]
     plain.train_from_iterator(texts, trainer)
     done = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>")
     done.chat_template = TEMPLATE

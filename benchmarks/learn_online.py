@@ -7,6 +7,7 @@
     stories   the trained stories260K, rewarded for stories that name a dog
     calculator  a small model that cannot add, and calls a calculator for one question in twenty; with trees of episodes
               it must reach the same with 67 % of the sampled tokens
+    guess     a guessing game of several turns, which must be solved within 1.2 times the guesses of bisection
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
 
 All tasks use the recipes and settings that users have, with three seeds; CASES defines what must hold. Answers are
@@ -38,7 +39,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the runs share the cores among them
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import calculator, sums
+from benchmarks import calculator, guessing, sums
 from benchmarks.common import SHARED, put_table, split_transcripts
 from benchmarks.trials import save_trials, verdict
 from posttrain import runner
@@ -106,6 +107,13 @@ CASES = {
         above=0.9,
         beside="calculator",
         share=0.67,
+    ),
+    "guess": Case(
+        "guess",
+        _grpo(advantage_level="turn"),
+        {"batch_size": 16, "max_steps": 60, "learning_rate": 1e-3, **LINEAR},
+        above=guessing.reward(guessing.WITHIN * guessing.OPTIMAL),
+        samples=4,
     ),
     "sort": Case("sort", _grpo(), {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}, above=0.95),
     "stories": Case(
@@ -258,7 +266,18 @@ def calculator_task(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def guess_task(folder: Path, seed: int) -> dict[str, Any]:
+    guessing.make(folder, seed)
+    return {
+        "model": str(folder / "model"),
+        "environments": [{"name": "guess", "class": "guess", "contract": "messages"}],
+        "data": data(folder, 256) | {"template": "chat", "format": "episode"},
+        "rollout": {"max_completion_length": 220, "max_turns": guessing.MOST},
+    }
+
+
 TASKS = {
+    "guess": guess_task,
     "calculator": calculator_task,
     "sums": sums_task,
     "sums, bfloat16": bfloat16_sums_task,
