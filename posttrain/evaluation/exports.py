@@ -22,7 +22,7 @@ from typing import Any
 
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.evaluation import inspect_logs
-from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
+from posttrain.evaluation.records import COLUMNS, Answer, grouped, read_answers, read_summary
 from posttrain.runs.atomic import cannot_write, write_file
 
 FILTER = "none"  # lm-eval's name of the filter if the completion itself is graded
@@ -104,13 +104,12 @@ def _add_suite(
 ) -> dict[str, list[dict[str, Any]]]:
     """Add one suite to the results, and return the samples of its tasks."""
     name, metric = _name(key, results["results"]), _metric(suite)
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        groups.setdefault(answer.group, []).append(answer)
+    groups = grouped(answers, lambda answer: answer.group)
     samples: dict[str, list[dict[str, Any]]] = {}
     for group, members in groups.items():
         task = _name(f"{name}_{group}", results["results"] | samples | {name: None}) if group else name
-        samples[task] = _samples(members, metric, suite)
+        items = grouped(members, lambda answer: answer.item).values()
+        samples[task] = [_sample(number, item, metric, suite) for number, item in enumerate(items)]
     values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
     for task, rows in samples.items():
         alias = rows[0]["doc"].get("group", task)
@@ -136,13 +135,6 @@ def _register(results: dict[str, Any], name: str, metric: str, subtasks: list[st
 def _result(task: str, alias: str, metric: str, values: Sequence[float], error: float | str) -> dict[str, Any]:
     known = {f"{metric},{FILTER}": fmean(values), f"{metric}_stderr,{FILTER}": error} if values else {}
     return {"name": task, "alias": alias, "sample_len": len(values), **known}
-
-
-def _samples(answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items: dict[str, list[Answer]] = {}
-    for answer in answers:
-        items.setdefault(answer.item, []).append(answer)
-    return [_sample(number, group, metric, suite) for number, group in enumerate(items.values())]
 
 
 def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> dict[str, Any]:

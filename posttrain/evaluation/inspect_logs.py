@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from statistics import fmean, stdev
 from typing import Any
 
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, grouped
 
 LETTERS = {"correct": "C", "wrong": "I"}
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
@@ -175,17 +175,14 @@ def _score(answer: Answer) -> dict[str, Any]:
 
 def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
     """Reduce each sample over its epochs, to the mean score and the facts that all epochs share."""
-    values: dict[str, list[float]] = {}
-    scores: dict[str, list[dict[str, Any]]] = {}
-    for sample, answer in zip(samples, answers, strict=True):
-        values.setdefault(answer.item, []).extend([] if answer.score is None else [float(answer.score)])
-        scores.setdefault(answer.item, []).append(sample["scores"][scorer])
     rows = []
-    for item, group in scores.items():
-        same = {name: group[0].get(name) for name in ("answer", "explanation", "reason")}
-        same = {name: value for name, value in same.items() if all(score.get(name) == value for score in group)}
-        value = fmean(values[item]) if values[item] else math.nan
-        rows.append({"value": value, **same, "metadata": group[0]["metadata"], "sample_id": item})
+    for item, group in grouped(zip(samples, answers, strict=True), lambda pair: pair[1].item).items():
+        values = [float(answer.score) for _, answer in group if answer.score is not None]
+        first, *others = (sample["scores"][scorer] for sample, _ in group)
+        same = {name: first.get(name) for name in ("answer", "explanation", "reason")}
+        same = {name: value for name, value in same.items() if all(score.get(name) == value for score in others)}
+        value = fmean(values) if values else math.nan
+        rows.append({"value": value, **same, "metadata": first["metadata"], "sample_id": item})
     return rows
 
 

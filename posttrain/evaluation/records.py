@@ -9,13 +9,12 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain.base.errors import RunError
 from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passes_at, sizes
@@ -27,6 +26,7 @@ from posttrain.runs.stored_rollouts import check_episode
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
 
+T, K = TypeVar("T"), TypeVar("K")
 log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
@@ -69,6 +69,14 @@ class Answer:
 
 COLUMNS = tuple(field.name for field in fields(Answer))
 _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
+
+
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The values by key, in the order in which the keys first appear."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 class EvaluationStore:
@@ -131,11 +139,6 @@ class EvaluationStore:
         rows = self._rows("SELECT facts FROM evaluations WHERE key = ?", key)
         return json.loads(rows[0][0]) if rows else None
 
-    def summary(self, key: str) -> dict[str, Any] | None:
-        """The summary of a finished evaluation, otherwise None."""
-        rows = self._rows("SELECT summary FROM evaluations WHERE key = ?", key)
-        return json.loads(rows[0][0]) if rows and rows[0][0] else None
-
     def summaries(self) -> dict[str, dict[str, Any]]:
         """The summaries of all finished evaluations of the folder, in their order."""
         rows = self._rows("SELECT key, summary FROM evaluations WHERE summary IS NOT NULL ORDER BY rowid")
@@ -152,7 +155,7 @@ class EvaluationStore:
     def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
         """Store answers with their items' positions: all of them, or none."""
         marks = ", ".join("?" * (len(COLUMNS) + 2))
-        rows = [(key, position, *_columns(answer)) for position, answer in answers]
+        rows = [(key, position, *(getattr(answer, name) for name in COLUMNS)) for position, answer in answers]
         self._write(f"INSERT OR REPLACE INTO answers (key, position, {_QUOTED}) VALUES ({marks})", rows)
 
     def finish(self, key: str, summary: Mapping[str, Any]) -> None:
@@ -199,12 +202,6 @@ class EvaluationStore:
         return RunError(f"{self.path}: {text} ({advice})")
 
 
-def _columns(answer: Answer) -> Iterator[Any]:
-    for name in COLUMNS:
-        value = getattr(answer, name)
-        yield json.dumps(value, default=str) if isinstance(value, Mapping) else value
-
-
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
     """Open the database and create its tables; with `check`, read all of it. Raises sqlite3.Error if it is damaged."""
     check_database(path)
@@ -227,7 +224,8 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _storable(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 cannot encode, with escapes."""
+    """A mapping as JSON; lone surrogates, which UTF-8 cannot encode, as escapes."""
+    value = json.dumps(value, default=str) if isinstance(value, Mapping) else value
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -243,7 +241,7 @@ def summarise(
     Answers that are not graded have no score; `ungraded` counts them by reason.
     """
     suite = items.suite
-    by_item = [list(group) for _, group in groupby(answers, key=lambda answer: answer.item)]
+    by_item = list(grouped(answers, lambda answer: answer.item).values())
     scores = [[answer.score for answer in group if answer.score is not None] for group in by_item]
     graded = sum(map(len, scores))
     estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
@@ -260,7 +258,7 @@ def summarise(
         "metric": suite.metric,
         **{name: estimate and getattr(estimate, name) for name in ("value", "low", "high", "standard_error")},
         "confidence": CONFIDENCE,
-        "items": len(items.items),
+        "items": len(by_item),
         "available": suite.items or items.available,
         "partial": items.partial,
         "samples": samples,

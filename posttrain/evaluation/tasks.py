@@ -10,7 +10,7 @@ from posttrain import __version__
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.evaluation.items import Item, Items
+from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import Answer, EvaluationStore, summarise, write_files
 from posttrain.evaluation.running import started
 from posttrain.runs.inputs import content_of
@@ -96,8 +96,7 @@ def _run(
 
 
 def _items(suite: str, answers: list[Answer], max_rows: int | None) -> Items:
-    ids = list(dict.fromkeys(answer.item for answer in answers))
-    documents = tuple(Item(position, item, "", "", None, {}, {}) for position, item in enumerate(ids))
-    partial = None if max_rows is None or len(ids) < max_rows else f"the first {len(ids):,} documents"
+    documents = len({answer.item for answer in answers})
+    partial = None if max_rows is None or documents < max_rows else f"the first {documents:,} documents"
     settings = SuiteConfig(name=suite, source=f"lm-eval {suite}", rule="none", answer=None)
-    return Items(settings, documents, len(ids), partial, "")
+    return Items(settings, (), documents, partial, "")

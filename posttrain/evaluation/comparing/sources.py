@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.base.words import counted, model_name
-from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.evaluation.records import Answer, grouped, is_evaluation, read_answers, read_summary
 from posttrain.runs.finding import runs_below
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
@@ -138,10 +138,8 @@ def _rewards(run: Path) -> str:
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
     """The suites of an evaluation folder. Raises RunError unless all their answers are present, each exactly once."""
-    summary, by_key = read_summary(folder), {}
-    for answer in read_answers(folder):
-        by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
-    suites = {}
+    summary, suites = read_summary(folder), {}
+    by_key = grouped(read_answers(folder), lambda answer: f"{answer.suite} {answer.setting}".strip())
     for key, facts in summary["suites"].items():
         answers = by_key.get(key, [])
         if len(answers) != facts.get("answers", len(answers)) or not answers:
@@ -170,13 +168,10 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     if not by_step:
         return {}
     at = max(by_step) if step is None else step
-    by_set: dict[str, list[Answer]] = {}
-    for answer in by_step[at]:
-        by_set.setdefault(answer.suite, []).append(answer)
     about = {"step": at, "rewards": _rewards(run)}
     return {
         REWARD + name: Scores("reward", answers, about)
-        for name, answers in by_set.items()
+        for name, answers in grouped(by_step[at], lambda answer: answer.suite).items()
         if any(answer.score is not None for answer in answers)
     }
 
@@ -291,11 +286,7 @@ class Side:
 
     def by_item(self, key: str) -> dict[str, list[Answer]]:
         """The answers of all runs by item."""
-        by_item: dict[str, list[Answer]] = {}
-        for source in self.sources:
-            for answer in source.suites[key].answers:
-                by_item.setdefault(answer.item, []).append(answer)
-        return by_item
+        return grouped(chain(*(scores.answers for scores in self.runs(key))), lambda answer: answer.item)
 
     def runs(self, key: str) -> list[Scores]:
         return [source.suites[key] for source in self.sources]
