@@ -50,7 +50,7 @@ class Reply:
 
     `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses), invalid (not a chat
     completion) or unreadable (no verdict). `requests`: number of HTTP requests; 0 for a stored reply, or for a reply
-    shared with an equal question.
+    shared with an equal question. `value`: the score or preference that a judge read from the content.
     """
 
     content: str = ""
@@ -61,6 +61,7 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,26 +321,25 @@ class ReplyCache:
 
     def get(self, key: str) -> Reply | None:
         """The stored reply, without token counts, since they are not counted again; None if there is none."""
-        query = "SELECT content, finish_reason, seconds FROM replies WHERE key = ?"
-        with self._lock:
-            try:
-                row = self._connection.execute(query, (key,)).fetchone()
-            except sqlite3.Error as error:
-                raise self._refusal(error) from error
+        try:
+            row = self._execute("SELECT content, finish_reason, seconds FROM replies WHERE key = ?", key)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
         return None if row is None else Reply(row[0], row[1], seconds=row[2])
 
     def put(self, key: str, model: str, reply: Reply) -> None:
         values = (key, model, reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
+        query = "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        try:
+            self._execute(query, *values, reply.seconds, time.time())
+        except sqlite3.Error as error:
+            if not self._warned:
+                log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
+            self._warned = True
+
+    def _execute(self, query: str, *values: object) -> tuple[Any, ...] | None:
         with self._lock:
-            try:
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, reply.seconds, time.time()),
-                )
-            except sqlite3.Error as error:
-                if not self._warned:
-                    log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
-                self._warned = True
+            return self._connection.execute(query, values).fetchone()
 
     def close(self) -> None:
         with self._lock:
