@@ -21,6 +21,7 @@ CLOSE = sympy.Float("1e-100", 30)  # relative; if the difference is zero, its ro
 POINTS, TRIES = 3, 8  # number of points at which both must have a value, and maximum number of points tried
 LONGEST = 2000  # characters
 DEEPEST = 25  # maximum nesting of brackets
+LESS = r"<|\\le(?![a-zA-Z])"
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
 # Functions and constants that may be written without a backslash.
 _PLAIN_NAME = re.compile(
@@ -70,7 +71,7 @@ def warm_up() -> None:
         (r"\sin^{2} x", "x!"),
     ):
         same_expression(gold, answer)
-    same_equation("y=2x+3", "2x-y+3=0")
+    same_relation("y=2x+3", "2x-y+3=0")
 
 
 def same_expression(gold: str, answer: str) -> bool:
@@ -85,17 +86,10 @@ def same_expression(gold: str, answer: str) -> bool:
         return False
 
 
-def same_equation(gold: str, answer: str) -> bool:
-    """Whether two equations are equivalent: left - right of one is a nonzero constant times that of the other."""
-    return _is_multiple(gold, answer, r"=")
+def same_relation(gold: str, answer: str, sign: str = "=") -> bool:
+    """Whether two equations are equivalent: left - right of one is a nonzero constant times that of the other.
 
-
-def same_inequality(gold: str, answer: str) -> bool:
-    """Whether two inequalities `low < high` are equivalent: high - low of one is a positive multiple of the other's."""
-    return _is_multiple(gold, answer, r"<|\\le(?![a-zA-Z])", positive=True)
-
-
-def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> bool:
+    With the sign LESS, whether two inequalities `low < high` are: the constant is positive."""
     try:
         first, second = (_difference(text, sign) for text in (gold, answer))
     except Unreadable:
@@ -106,7 +100,7 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
     try:
         factor: Any = first.subs(point) / second.subs(point)
         value = factor.evalf(DIGITS, maxn=MOST_DIGITS)
-        if not value.is_finite or abs(value) < CLOSE or (positive and not value > 0):
+        if not value.is_finite or abs(value) < CLOSE or (sign == LESS and not value > 0):
             return False
     except (ArithmeticError, ValueError, TypeError, AttributeError):
         return False
@@ -203,13 +197,10 @@ def _difference(text: str, sign: str) -> sympy.Expr:
 
 
 def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
-    return _same_value(left, right) or (
-        _has_root_of_quotient(left, right) and _same_value(_split_roots(left), _split_roots(right))
-    )
-
-
-def _has_root_of_quotient(*expressions: sympy.Expr) -> bool:
-    return any(_root_of_quotient(power) for expression in expressions for power in expression.atoms(sympy.Pow))
+    if _same_value(left, right):
+        return True
+    has_root = any(_root_of_quotient(power) for side in (left, right) for power in side.atoms(sympy.Pow))
+    return has_root and _same_value(_split_roots(left), _split_roots(right))
 
 
 def _root_of_quotient(power: Any) -> bool:

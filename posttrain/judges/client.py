@@ -337,7 +337,7 @@ class ReplyCache:
                 log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
             self._warned = True
 
-    def _execute(self, query: str, *values: object) -> tuple[Any, ...] | None:
+    def _execute(self, query: str, *values: Any) -> tuple[Any, ...] | None:
         with self._lock:
             return self._connection.execute(query, values).fetchone()
 
