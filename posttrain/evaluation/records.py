@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain.base.errors import RunError
-from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passes_at, sizes
+from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
 from posttrain.runs.atomic import cannot_write
 from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
@@ -282,14 +282,13 @@ def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, 
     """pass@k and maj@k for k = 1, 2, 4 … samples, each over the prompts with at least k graded answers."""
     if samples < 2:
         return {}
-    judged = [[answer for answer in group if answer.verdict in ("correct", "wrong")] for group in by_item]
-    right = [[answer.verdict == "correct" for answer in group] for group in judged]
-    answers = [([answer.extracted for answer in group], good) for group, good in zip(judged, right, strict=True)]
-    ks = [k for k in sizes(samples) if any(len(group) >= k for group in judged)]
-    return {
-        "pass@k": {str(k): fmean(passes_at(right, k)) for k in ks},
-        "maj@k": {str(k): fmean(majorities_at(answers, k)) for k in ks},
-    }
+    judged = [
+        [(answer.extracted, answer.verdict == "correct") for answer in group if answer.verdict in ("correct", "wrong")]
+        for group in by_item
+    ]
+    shares = {"pass@k": passes([[right for _, right in group] for group in judged], samples)}
+    shares["maj@k"] = majorities(judged, samples)
+    return {name: {str(k): share for k, share in by_size.items()} for name, by_size in shares.items()}
 
 
 def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
