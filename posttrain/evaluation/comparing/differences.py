@@ -107,9 +107,6 @@ def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
 class Flip:
     """An item on which the two sides differ, with the best answer of the better side and the worst of the other."""
 
-    item: str
-    prompt: str
-    gold: str | None
     a_score: float
     b_score: float
     a: Answer
@@ -118,11 +115,11 @@ class Flip:
 
 def flips(pairs: Shared, a: Answers, b: Answers) -> list[Flip]:
     """The items whose scores differ, the largest difference first."""
-    flipped = []
-    for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True):
-        if abs(one - other) > 1e-12:
-            ours, theirs = _extreme(a[item], one > other), _extreme(b[item], other > one)
-            flipped.append(Flip(item, ours.prompt, ours.gold, one, other, ours, theirs))
+    flipped = [
+        Flip(one, other, _extreme(a[item], one > other), _extreme(b[item], other > one))
+        for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True)
+        if abs(one - other) > 1e-12
+    ]
     return sorted(flipped, key=lambda flip: -abs(flip.b_score - flip.a_score))
 
 
@@ -162,6 +159,11 @@ class Difference:
     @property
     def better(self) -> str | None:
         return None if not self.shown else self.b if self.paired.value > 0 else self.a
+
+    @property
+    def may_be_noise(self) -> bool:
+        """Whether seeds alone may cause a difference of this size."""
+        return self.floor is not None and abs(self.paired.value) <= self.floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,11 @@ def _suite(key: str, sides: Sequence[Side], options: CompareOptions) -> Suite:
             problems.append(error)
     if not tested:
         raise problems[0]
-    adjusted = holm([one.p for one in tested])
-    differences = [_with_p(one, p, options) for one, p in zip(tested, adjusted, strict=True)]
+    adjusted, level = holm([one.p for one in tested]), 1 - options.confidence
+    differences = [
+        replace(one, p_adjusted=p, shown=p <= level and not one.may_be_noise)
+        for one, p in zip(tested, adjusted, strict=True)
+    ]
     warnings = [*map(str, problems), *_warnings(key, sides, differences, values)]
     return Suite(key, sides[0].metric(key), values, differences, noise, warnings)
 
@@ -250,8 +255,7 @@ def _tested(
         hint = "; if equal ids mean equal items, give --by-id" if "another question" in why else ""
         raise RunError(f"{key}: {a.name} (A) and {b.name} (B) have no graded item in common ({why}){hint}")
     paired = paired_difference(pairs.a_C, pairs.b_C, options.confidence)
-    binary = pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}
-    if binary:
+    if pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}:
         test, (p, mid_p) = MCNEMAR, sign_test(paired.wins, paired.losses)
     else:
         p = paired_bootstrap(pairs.a_C, pairs.b_C, options.resamples, options.seed)
@@ -259,12 +263,6 @@ def _tested(
     floor = None if noise is None else noise.floor(len(a.sources), len(b.sources), options.confidence)
     flipped = flips(pairs, ours, theirs)
     return Difference(a.name, b.name, pairs, paired, test, p, mid_p, p, floor, flipped, shown=False)
-
-
-def _with_p(difference: Difference, p_adjusted: float, options: CompareOptions) -> Difference:
-    significant = p_adjusted <= 1 - options.confidence
-    above = difference.floor is None or abs(difference.paired.value) > difference.floor
-    return replace(difference, p_adjusted=p_adjusted, shown=significant and above)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -310,7 +308,7 @@ def verdict(difference: Difference) -> str:
     if is_shown:
         return f"{difference.better} is better than {a if difference.better == b else b} by {amount}."
     none = f"No difference shown between {b} and {a}: {amount}."
-    if difference.floor is not None and abs(value) <= difference.floor:
+    if difference.may_be_noise:
         return f"{none} Seeds alone may cause up to {difference.floor:.3f}."
     if (smallest := difference.paired.smallest) is None:
         return none

@@ -47,7 +47,8 @@ def read_source(path: str) -> Source:
     """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
 
     Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared."""
-    folder, step = _at_step(path)
+    found = None if Path(path).expanduser().exists() else AT_STEP.fullmatch(path)
+    folder, step = Path(found["folder"] if found else path).expanduser(), int(found["step"]) if found else None
     if folder.is_file():
         return Source(folder.name.partition(".")[0], path, read_rows(folder))
     if not folder.is_dir():
@@ -75,13 +76,6 @@ def read_source(path: str) -> Source:
     if settings and evaluated is not None and evaluated.name != "final":
         settings = f"{settings} {evaluated.name}"
     return Source(name + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
-
-
-def _at_step(path: str) -> tuple[Path, int | None]:
-    found = AT_STEP.fullmatch(path)
-    if found and not Path(path).expanduser().exists():
-        return Path(found["folder"]).expanduser(), int(found["step"])
-    return Path(path).expanduser(), None
 
 
 def _evaluated(folder: Path) -> Path | None:
