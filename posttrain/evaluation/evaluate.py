@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain import __version__
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError, ModelError
 from posttrain.base.threads import sharing_cores
@@ -41,7 +40,7 @@ log = logging.getLogger("posttrain")
 
 SHOWN = 50  # disagreements that --calibrate lists
 OWN = "posttrain.evaluation.rules"
-Setting = Mapping[str, float]  # a setting of a sweep: temperature and top_p, by name
+ACTING = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
 
 
 def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions, folder: Path) -> dict[str, Any]:
@@ -132,7 +131,9 @@ def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOp
             "dtype": model.dtype,
         }
         facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
-        facts |= {name: value for name, value in _acting(suite).items() if value}
+        if suite.acts:
+            acting = suite.model_dump(mode="json", by_alias=True, include={*ACTING})  # as JSON reads it back
+            facts |= {name: value for name, value in acting.items() if value}
         if suite.kind == "preference":
             facts = pair_facts(model, suite, options, content)
         yield _Evaluation(items, sampling, named, facts)
@@ -238,7 +239,7 @@ class _Loaded(ExitStack):
         return self._engine
 
 
-def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sampling:
+def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Mapping[str, float]) -> Sampling:
     return Sampling(
         temperature=setting.get("temperature", suite.temperature),
         top_p=setting.get("top_p", 1.0),
@@ -249,14 +250,6 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sam
         stop=suite.stop,
         seed=options.seed,
     )
-
-
-def _acting(suite: SuiteConfig) -> dict[str, Any]:
-    """The settings of a suite's episodes, as JSON reads them back."""
-    if not suite.acts:
-        return {}
-    names = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
-    return suite.model_dump(mode="json", by_alias=True, include={*names})
 
 
 def _shown(sampling: Sampling) -> dict[str, Any]:
@@ -274,7 +267,7 @@ def _write(
         if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in known:
             agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
             store.finish(key, known | {"calibration": agreement})
-    summary = write_files(folder, store, model, {"posttrain": __version__, "created": now()})
+    summary = write_files(folder, store, model, now())
     written: set[str] = set()
     for key, items in complete.items():
         name = items.suite.outputs

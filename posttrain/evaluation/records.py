@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from posttrain import __version__
 from posttrain.base.errors import RunError
 from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
 from posttrain.runs.atomic import cannot_write
@@ -309,18 +310,15 @@ def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float 
 
 
 def write_files(
-    folder: Path, store: EvaluationStore, model: Mapping[str, Any], about: Mapping[str, Any]
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], created: str | None = None
 ) -> dict[str, Any]:
     """Write `answers.jsonl` and `summary.json` from the database. Returns the summary."""
-    save_rows(folder / ANSWERS, map(_as_row, store.answers()))
-    summary = {"format": FORMAT, **about, "model": dict(model), "suites": store.summaries()}
+    rows = map(asdict, store.answers())
+    save_rows(folder / ANSWERS, ({k: v for k, v in row.items() if v or k != "episode"} for row in rows))
+    about = {"format": FORMAT, "posttrain": __version__} | ({"created": created} if created else {})
+    summary = {**about, "model": dict(model), "suites": store.summaries()}
     save_json(folder / SUMMARY, summary)
     return summary
-
-
-def _as_row(answer: Answer) -> dict[str, Any]:
-    row = asdict(answer)
-    return row if answer.episode else {name: value for name, value in row.items() if name != "episode"}
 
 
 def is_evaluation(folder: Path) -> bool:
