@@ -59,6 +59,7 @@ class Reply:
 
 
 Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
+Prompts = Mapping[int, Prompt | Malformed]  # by the position of the item: a prompt, or why there is none
 
 
 class Answers(Protocol):
@@ -124,15 +125,15 @@ def ask(
     policy: PreTrainedModel,
     date: str | None = None,
     behavior_version: int = 2,
-) -> dict[int, Prompt | Malformed]:
-    """Render and tokenise the prompts of the items as in training. Returns, by position, a prompt or why there is none.
+) -> Prompts:
+    """Render and tokenise the prompts of the items as in training.
 
     `date`: for templates that write the date; None: today. `behavior_version`: that of the run, if there is one.
     """
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
-        return dict(bad)
+        return bad
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
     prompts = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
     return bad | {item.position: too_long(prompt, policy) or prompt for item, prompt in zip(good, prompts, strict=True)}
@@ -141,7 +142,7 @@ def ask(
 class _Prompted:
     """Answers by a model that reads prompts."""
 
-    def __init__(self, prompts: Mapping[int, Prompt | Malformed]):
+    def __init__(self, prompts: Prompts):
         self._prompts = prompts
         self.prompts = {position: prompt.text for position, prompt in prompts.items() if isinstance(prompt, Prompt)}
 
@@ -160,13 +161,7 @@ class _Prompted:
 class Generated(_Prompted):
     """Answers by an engine. The random numbers of a completion depend only on the seed, the item and its own number."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: Sampling,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[int, Prompt | Malformed],
-    ):
+    def __init__(self, engine: Engine, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompts: Prompts):
         super().__init__(prompts)
         self._engine, self._sampling, self._tokenizer = engine, sampling, tokenizer
 
@@ -206,9 +201,7 @@ def episodes_of(
 class Acted(_Prompted):
     """Answers by episodes, of which a reply is the last one. Raises ConfigError if they lack the suite's reward."""
 
-    def __init__(
-        self, suite: SuiteConfig, episodes: Episodes, sampling: Sampling, prompts: Mapping[int, Prompt | Malformed]
-    ):
+    def __init__(self, suite: SuiteConfig, episodes: Episodes, sampling: Sampling, prompts: Prompts):
         super().__init__(prompts)
         self._suite, self._episodes, self._sampling = suite, episodes, sampling
         if suite.rule == OF_ENVIRONMENT and not any(kind.rewards for kind in episodes.environments.kinds.values()):
@@ -246,11 +239,7 @@ class Chosen(_Prompted):
     """Answers with the choice of the highest log-probability after the prompt, summed over the choice's tokens."""
 
     def __init__(
-        self,
-        suite: SuiteConfig,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[int, Prompt | Malformed],
+        self, suite: SuiteConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
     ):
         super().__init__(prompts)
         self._suite, self._scorer, self._tokenizer, self._device = suite, Scorer(policy), tokenizer, policy.device

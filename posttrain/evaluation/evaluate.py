@@ -147,7 +147,7 @@ class _Loaded(ExitStack):
         self._model, self._options, self._device = model, options, take_device(devices)
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._engine: Engine | None = None
-        self._prompts: dict[str, dict[int, Prompt | Malformed]] = {}  # by suite, for all settings
+        self._prompts: dict[str, Mapping[int, Prompt | Malformed]] = {}  # by suite, for all settings
 
     def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model, which may be a reward model, and its tokenizer."""
@@ -206,7 +206,7 @@ class _Loaded(ExitStack):
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
         (policy, tokenizer), prompts = self.scored(), self._prompts_of(items)
         if items.suite.kind == "choices":
-            return Chosen(items.suite, policy, tokenizer, prompts, self._device)
+            return Chosen(items.suite, policy, tokenizer, prompts)
         engine = self._started()
         stops = stops_of(items.suite, policy, tokenizer)
         if not stops and not sampling.stop:
@@ -222,7 +222,7 @@ class _Loaded(ExitStack):
             return Acted(items.suite, self.enter_context(made), sampling, prompts)
         return Generated(engine, sampling, tokenizer, prompts)
 
-    def _prompts_of(self, items: Items) -> dict[int, Prompt | Malformed]:
+    def _prompts_of(self, items: Items) -> Mapping[int, Prompt | Malformed]:
         name, (policy, tokenizer) = items.suite.name, self.scored()
         if name not in self._prompts:
             self._prompts[name] = ask(items.suite, items.items, tokenizer, policy)

@@ -138,14 +138,18 @@ def _depth(text: str) -> int:
 def _real_roots(text: str, expressions: bool) -> str:
     r"""Rewrite `\sqrt[3]{-a}` as `-\sqrt[3]{a}`, the innermost root first."""
     for found in reversed(list(_ODD_ROOT.finditer(text))):
-        depth, end = 1, found.end()
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        inside: Any = parse(text[found.end() : end - 1], expressions)
+        close = _closing(text, found.end() - 1, "{}")
+        argument, rest = text[found.end() : close], "" if close < 0 else text[close + 1 :]
+        inside: Any = parse(argument, expressions)
         if inside.is_negative or (expressions and inside.free_symbols and inside.could_extract_minus_sign()):
-            text = f"{text[: found.start()]}(-{found[0]}-({text[found.end() : end - 1]})}}){text[end:]}"
+            text = f"{text[: found.start()]}(-{found[0]}-({argument})}}){rest}"
     return text
+
+
+def _closing(text: str, at: int, pair: str) -> int:
+    """The index of the bracket that closes the one at `at`; -1 if it stays open."""
+    depths = accumulate((c == pair[0]) - (c == pair[1]) for c in text[at:])
+    return next((index for index, depth in enumerate(depths, at) if depth == 0), -1)
 
 
 def as_latex(text: str) -> str:
@@ -176,16 +180,10 @@ def _grouped(text: str, command: str) -> str:
     """Rewrite `command(…)` as `command{…}`, because in LaTeX a parenthesis does not group."""
     for _ in range(text.count(command)):
         found = re.search(re.escape(command) + r"\s*\(", text)
-        if not found:
+        close = _closing(text, found.end() - 1, "()") if found else -1
+        if found is None or close < 0:
             break
-        depth = 0
-        for index in range(found.end() - 1, len(text)):
-            depth += (text[index] == "(") - (text[index] == ")")
-            if depth == 0:
-                text = f"{text[: found.start()]}{command}{{{text[found.end() : index]}}}{text[index + 1 :]}"
-                break
-        else:
-            break
+        text = f"{text[: found.start()]}{command}{{{text[found.end() : close]}}}{text[close + 1 :]}"
     return text
 
 

@@ -85,22 +85,18 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
 def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
     """The items of `matched` that are graded on both sides."""
     same = matched(a, b, by_id)
-    items, left_out = [], Counter(same.left_out)
-    a_C: list[float] = []
-    b_C: list[float] = []
-    single = True
+    left_out = Counter(same.left_out)
+    scores: dict[str, list[list[float]]] = {}  # of each item, on both sides
     for item in same.items:
         ours, theirs = ([one.score for one in answers[item] if one.score is not None] for answers in (a, b))
-        if not ours or not theirs:
-            left_out["not graded in both" if not ours and not theirs else f"not graded in {'B' if ours else 'A'}"] += 1
-            continue
-        items.append(item)
-        a_C.append(fmean(ours))
-        b_C.append(fmean(theirs))
-        single = single and len(ours) == len(theirs) == 1
-    compared = set(items)
-    other = [item for item in same.other_prompts if item in compared]
-    return Shared(items, dict(left_out), other, a_C, b_C, single)
+        if ours and theirs:
+            scores[item] = [ours, theirs]
+        else:
+            left_out[f"not graded in {'B' if ours else 'A' if theirs else 'both'}"] += 1
+    a_C, b_C = ([fmean(each[side]) for each in scores.values()] for side in (0, 1))
+    other = [item for item in same.other_prompts if item in scores]
+    single = all(len(ours) == len(theirs) == 1 for ours, theirs in scores.values())
+    return Shared(list(scores), dict(left_out), other, a_C, b_C, single)
 
 
 @dataclass(frozen=True, slots=True)

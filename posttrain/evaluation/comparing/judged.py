@@ -23,13 +23,15 @@ from posttrain.reports.page import Table as PageTable
 SHOWN = 50  # preferences on the page
 RESULT = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
+Judgement = tuple[Answer, Answer, Preference]  # a completion of each side, and the preference as seen from B
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     """How often a judge prefers B's completions to A's.
 
     `p`: exact test that wins and losses are equally likely. `p_adjusted`: adjusted for all differences of the suite
-    (Holm). `items`: a completion of each side, and the judge's preference, as seen from B.
+    (Holm).
     """
 
     suite: str
@@ -42,7 +44,7 @@ class Judged:
     p_adjusted: float
     shown: bool
     left_out: Mapping[str, int]
-    items: Sequence[tuple[Answer, Answer, Preference]]
+    items: Sequence[Judgement]
 
 
 def judge(
@@ -64,8 +66,13 @@ def judge(
                     tasks.append((key, side.name, pairs, same.left_out))
     if not tasks:
         raise RunError("there is nothing to judge: no two sides have completions of the same items")
+    judged, first = [], sides[0].name
     with PairJudge(settings) as asking:
-        judged = [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
+        for key, second, pairs, left_out in tasks:
+            questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for a, b in pairs]
+            preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
+            items = [(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)]
+            judged.append(_judged(key, first, second, left_out, items, options.confidence))
     for key in {one.suite for one in judged}:
         indices = [index for index, one in enumerate(judged) if one.suite == key]
         for index, p in zip(indices, holm([judged[index].p for index in indices]), strict=True):
@@ -79,33 +86,15 @@ def _written(answers: Answers) -> Answers:
 
 
 def _judged(
-    asking: PairJudge,
-    key: str,
-    first: str,
-    second: str,
-    pairs: Sequence[tuple[Answer, Answer]],
-    left_out: Mapping[str, int],
-    options: CompareOptions,
+    key: str, first: str, second: str, left_out: Mapping[str, int], items: Sequence[Judgement], confidence: float
 ) -> Judged:
-    questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for a, b in pairs]
-    preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
+    preferences = [preference for _, _, preference in items]
     summary = summarise(preferences)
     scores = [[RESULT[one.result]] for one in preferences if one.result is not None]
-    estimate = mean_by_prompt(scores, options.confidence) if scores else None
+    estimate = mean_by_prompt(scores, confidence) if scores else None
+    low, high = (estimate.low, estimate.high) if estimate else (None, None)
     p, _ = sign_test(summary.wins, summary.losses)
-    return Judged(
-        suite=key,
-        a=first,
-        b=second,
-        summary=summary,
-        low=estimate and estimate.low,
-        high=estimate and estimate.high,
-        p=p,
-        p_adjusted=p,
-        shown=False,
-        left_out=left_out,
-        items=[(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)],
-    )
+    return Judged(key, first, second, summary, low, high, p, p, False, left_out, items)
 
 
 def judged_table(judged: Sequence[Judged], percent: str) -> Table:
