@@ -1,6 +1,5 @@
 """Requests to a model behind an OpenAI-compatible API: paced and retried, with replies stored in `judge.sqlite`."""
 
-import concurrent.futures
 import hashlib
 import json
 import logging
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 from posttrain.base.console import progress
 from posttrain.base.errors import RewardError
 from posttrain.base.files import default_cache
+from posttrain.base.signals import result_of
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.judges.post import Answer, Pace, Post
 
@@ -29,7 +29,6 @@ log = logging.getLogger("posttrain")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause before the first retry, doubled for each further retry; longest pause
 CHARACTERS_PER_TOKEN = 3  # estimates a request's tokens for the limit per minute, until the server has counted them
-SLICE_S = 0.5  # seconds of one wait for a reply; signals are handled between two waits
 FEWEST_FAILURES = 4  # minimum of consecutive failures, each after all retries, before the judge counts as down
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 NAME = "judge.sqlite"
@@ -115,7 +114,7 @@ class JudgeClient:
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
         """Wait for the replies, with a progress bar if `title` is given. An interrupted wait cancels the requests."""
         try:
-            return [_result(future) for future in (progress(futures, title) if title else futures)]
+            return [result_of(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
             self._abort()
             raise
@@ -231,13 +230,6 @@ class JudgeClient:
     def _short(self, text: str) -> str:
         """The start of a server's message, without the API key."""
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
-
-
-def _result(future: Future[Reply]) -> Reply:
-    """The future's result. Waits in slices, because a signal just before a wait is handled only when the wait ends."""
-    while not future.done():
-        concurrent.futures.wait([future], SLICE_S)
-    return future.result()
 
 
 def _key(settings: JudgeSettings) -> str | None:
