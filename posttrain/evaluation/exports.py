@@ -23,7 +23,8 @@ from typing import Any
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.evaluation import inspect_logs
 from posttrain.evaluation.records import COLUMNS, Answer, grouped, read_answers, read_summary
-from posttrain.runs.atomic import cannot_write, write_file
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import make_folder
 
 FILTER = "none"  # lm-eval's name of the filter if the completion itself is graded
 LONE = re.compile("[\ud800-\udfff]")
@@ -48,10 +49,7 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
     output = output or folder / to
     for name, text in files.items():
         path = output / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        make_folder(path.parent, path)
         write_file(path, text)
     return [output / name for name in files]
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from posttrain import __version__
 from posttrain.base.errors import RunError
 from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
-from posttrain.runs.atomic import cannot_write
-from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
+from posttrain.runs.files import check_database, load_json, make_folder, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.stored_rollouts import check_episode
 
@@ -92,10 +91,7 @@ class EvaluationStore:
         self._started: set[str] = set()
         self._of_others: list[str] = []
         self._turn = threading.RLock()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
+        make_folder(folder)
         self._lock = FolderLock(folder)
         try:
             self._connection = self._opened()

@@ -36,7 +36,7 @@ Answers = Mapping[str, Sequence[Answer]]  # by item
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class Shared:
     """The items that both sides have, in A's order.
 
     `left_out` counts the items that are not compared, by reason; `other_prompts`: items whose prompts differ although
@@ -46,18 +46,12 @@ class Matched:
     items: Sequence[str]
     left_out: Mapping[str, int]
     other_prompts: Sequence[str]
+    a_C: Sequence[float] = ()  # mean score of each item
+    b_C: Sequence[float] = ()
+    single: bool = False  # every item has one graded answer on each side
 
 
-@dataclass(frozen=True, slots=True)
-class Shared(Matched):
-    """The matched items that are graded on both sides."""
-
-    a_C: Sequence[float]  # mean score of each item
-    b_C: Sequence[float]
-    single: bool  # every item has one graded answer on each side
-
-
-def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
+def matched(a: Answers, b: Answers, by_id: bool = False) -> Shared:
     """Match the items that have the same id and the same prompt; with `by_id`, the id is enough.
 
     Prompts that differ are attributed to another template if all these items have the same right answer on both sides.
@@ -75,7 +69,7 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
         "only in B": len(b) - len(both),
     }
     dropped = set(strange)
-    return Matched(
+    return Shared(
         [item for item in both if item not in dropped],
         {reason: count for reason, count in counts.items() if count},
         [item for item in differing if item not in dropped],
@@ -83,7 +77,7 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
 
 
 def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
-    """The items of `matched` that are graded on both sides."""
+    """The items of `matched` that are graded on both sides, with their scores."""
     same = matched(a, b, by_id)
     left_out = Counter(same.left_out)
     scores: dict[str, list[list[float]]] = {}  # of each item, on both sides

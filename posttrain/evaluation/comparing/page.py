@@ -17,8 +17,7 @@ from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, intervals
 from posttrain.reports.drawing import Drawing, write_drawings
-from posttrain.runs.atomic import cannot_write
-from posttrain.runs.files import save_json
+from posttrain.runs.files import make_folder, save_json
 from posttrain.runs.provenance import now
 
 FORMAT = 1
@@ -173,10 +172,7 @@ def _flip(flip: Flip) -> dict[str, Any]:
 
 def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
     """Write `compare.json`, `compare.svg` and `compare.html` to the folder. Raises RunError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    make_folder(folder)
     save_json(folder / "compare.json", as_json(comparison, judged))
     picture = folder / "compare.svg"
     if comparison.suites:
