@@ -3,8 +3,9 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def evaluate(
         loads.check({one.items.suite.name: one.items for one in left}.values())
         for one in left:
             if one.items.suite.kind == "preference":
-                loaded, tokenizer = loads.scored()
-                evaluate_pairs(model, loaded, tokenizer, one.items.suite, options, store, one.facts)
+                evaluate_pairs(model, *loads.scored, one.items.suite, options, store, one.facts)
             else:
                 loads.run(one, store)
             _write(folder, store, about, {}, options)
@@ -145,18 +145,20 @@ class _Loaded(ExitStack):
     def __init__(self, model: ModelConfig, options: EvalOptions, devices: DevicesConfig):
         super().__init__()
         self._model, self._options, self._device = model, options, take_device(devices)
-        self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
-        self._engine: Engine | None = None
         self._prompts: dict[str, Mapping[int, Prompt | Malformed]] = {}  # by suite, for all settings
 
+    @cached_property
     def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model, which may be a reward model, and its tokenizer."""
-        if self._parts is None:
-            kind = "reward" if is_reward_model(self._model) else "lm"
-            tokenizer = load_tokenizer(self._model)
-            loaded = load_model(self._model, kind, compute_dtype(self._model, self._device), self._device)
-            self._parts = loaded, tokenizer
-        return self._parts
+        kind, tokenizer = "reward" if is_reward_model(self._model) else "lm", load_tokenizer(self._model)
+        return load_model(self._model, kind, compute_dtype(self._model, self._device), self._device), tokenizer
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """The engine, sized for the prompts so far."""
+        every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
+        longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
+        return self.enter_context(closing(make_engine(self._options.engine, *self.scored, longest_prompt=longest)))
 
     def check(self, chosen: Collection[Items]) -> None:
         """With several suites, raise errors of rules, templates, rows and the engine before the first one starts."""
@@ -166,17 +168,14 @@ class _Loaded(ExitStack):
             self._refuse_reward_model()
             with Judge(suite, self._options.workers, self._options.deadline):
                 pass
-        loaded, tokenizer = self.scored()
         for items in chosen:
             if items.suite.kind == "preference":
-                pairs_for(self._model, loaded, tokenizer, items.suite, self._options)
+                pairs_for(self._model, *self.scored, items.suite, self._options)
             else:
                 self._prompts_of(items)
-        if any(items.suite.kind == "generate" for items in chosen):
-            self._started()
-        for suite in [items.suite for items in chosen if items.suite.acts]:
-            most = self._options.max_completion_length or suite.max_completion_length
-            with episodes_of(suite, self._started(), most, loaded, tokenizer):
+        for suite in [items.suite for items in chosen if items.suite.kind == "generate"]:
+            engine, most = self._engine, self._options.max_completion_length or suite.max_completion_length
+            with episodes_of(suite, engine, most, *self.scored) if suite.acts else nullcontext():
                 pass
 
     def _refuse_reward_model(self) -> None:
@@ -188,26 +187,25 @@ class _Loaded(ExitStack):
 
     def run(self, evaluation: _Evaluation, store: EvaluationStore) -> None:
         self._refuse_reward_model()
-        items, sampling = evaluation.items, evaluation.sampling
-        generates = items.suite.kind == "generate"
+        items, sampling, facts = evaluation.items, evaluation.sampling, evaluation.facts
+        named = {"key": evaluation.key, "setting": evaluation.setting}
+        samples = sampling.num_generations if items.suite.kind == "generate" else 1
         with Judge(items.suite, self._options.workers, self._options.deadline) as judge:
             run(
                 items,
                 self._answers(items, sampling),
                 judge,
-                sampling.num_generations if generates else 1,
+                samples,
                 store=store,
-                key=evaluation.key,
-                setting=evaluation.setting,
-                facts=evaluation.facts,
-                sampling=_shown(sampling) if generates else {},
+                **named,
+                facts=facts,
+                sampling=facts["sampling"],
             )
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
-        (policy, tokenizer), prompts = self.scored(), self._prompts_of(items)
+        (policy, tokenizer), prompts = self.scored, self._prompts_of(items)
         if items.suite.kind == "choices":
             return Chosen(items.suite, policy, tokenizer, prompts)
-        engine = self._started()
         stops = stops_of(items.suite, policy, tokenizer)
         if not stops and not sampling.stop:
             log.warning(
@@ -218,25 +216,15 @@ class _Loaded(ExitStack):
             )
         sampling = replace(sampling, stop_token_ids=stops)
         if items.suite.acts:
-            made = episodes_of(items.suite, engine, sampling.max_completion_length, policy, tokenizer)
+            made = episodes_of(items.suite, self._engine, sampling.max_completion_length, policy, tokenizer)
             return Acted(items.suite, self.enter_context(made), sampling, prompts)
-        return Generated(engine, sampling, tokenizer, prompts)
+        return Generated(self._engine, sampling, tokenizer, prompts)
 
     def _prompts_of(self, items: Items) -> Mapping[int, Prompt | Malformed]:
-        name, (policy, tokenizer) = items.suite.name, self.scored()
+        name, (policy, tokenizer) = items.suite.name, self.scored
         if name not in self._prompts:
             self._prompts[name] = ask(items.suite, items.items, tokenizer, policy)
         return self._prompts[name]
-
-    def _started(self) -> Engine:
-        """The engine, sized for the prompts so far."""
-        if self._engine is None:
-            policy, tokenizer = self.scored()
-            every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
-            longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
-            engine = make_engine(self._options.engine, policy, tokenizer, longest_prompt=longest)
-            self._engine = self.enter_context(closing(engine))
-        return self._engine
 
 
 def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Mapping[str, float]) -> Sampling:
