@@ -185,22 +185,13 @@ class _Loaded(ExitStack):
                 "on pairs (--suite hh, or a suite with `kind: preference`)"
             )
 
-    def run(self, evaluation: _Evaluation, store: EvaluationStore) -> None:
+    def run(self, one: _Evaluation, store: EvaluationStore) -> None:
         self._refuse_reward_model()
-        items, sampling, facts = evaluation.items, evaluation.sampling, evaluation.facts
-        named = {"key": evaluation.key, "setting": evaluation.setting}
-        samples = sampling.num_generations if items.suite.kind == "generate" else 1
+        items, stored_as = one.items, {"key": one.key, "setting": one.setting}
+        samples = one.sampling.num_generations if items.suite.kind == "generate" else 1
         with Judge(items.suite, self._options.workers, self._options.deadline) as judge:
-            run(
-                items,
-                self._answers(items, sampling),
-                judge,
-                samples,
-                store=store,
-                **named,
-                facts=facts,
-                sampling=facts["sampling"],
-            )
+            answers, sampling = self._answers(items, one.sampling), one.facts["sampling"]
+            run(items, answers, judge, samples, store=store, **stored_as, facts=one.facts, sampling=sampling)
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
         (policy, tokenizer), prompts = self.scored, self._prompts_of(items)
@@ -256,12 +247,10 @@ def _write(
             agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
             store.finish(key, known | {"calibration": agreement})
     summary = write_files(folder, store, model, now())
-    written: set[str] = set()
-    for key, items in complete.items():
-        name = items.suite.outputs
-        if name and name not in written:  # in a sweep, only for the first setting
-            written.add(name)
-            save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
+    first = {items.suite.outputs: key for key, items in reversed(complete.items())}  # in a sweep, the first setting
+    for name, key in first.items():
+        if name:
+            save_json(folder / name, list(_outputs(key, complete[key], store, str(model["name"]))))
     return summary
 
 
