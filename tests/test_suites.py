@@ -713,7 +713,7 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         store.start("s", {})
         store.add("s", [(0, answer)])
         store.finish("s", {})
-        [found] = store.answers()
+        [found] = store.answers("s")
     assert found.completion == "a\\ud800\0b"
 
 

@@ -44,11 +44,6 @@ class Items:
     partial: str | None
     digest: str  # of the data and the settings of the questions
 
-    @property
-    def prompts(self) -> list[str]:
-        """The questions as strings; for conversations, the last message."""
-        return [text_of(item.prompt) for item in self.items]
-
 
 def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     """Read a suite's items; with `max_rows`, at most that many, evenly spread. Pairs are read when they are scored.

@@ -162,16 +162,11 @@ class EvaluationStore:
         """The positions of the items that are answered."""
         return {row[0] for row in self._rows("SELECT DISTINCT position FROM answers WHERE key = ?", key)}
 
-    def answers(self, key: str | None = None) -> Iterator[Answer]:
-        """The answers of one evaluation, or of all finished ones, ordered by suite, item and sample."""
-        if key is not None:
-            rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
-            for row in rows:
-                facts = dict(zip(COLUMNS, row, strict=True))
-                yield Answer(**facts | {"episode": facts["episode"] and json.loads(facts["episode"])})
-            return
-        for finished in self.summaries():
-            yield from self.answers(finished)
+    def answers(self, key: str) -> Iterator[Answer]:
+        """The answers of an evaluation, ordered by item and sample."""
+        for row in self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key):
+            facts = dict(zip(COLUMNS, row, strict=True))
+            yield Answer(**facts | {"episode": facts["episode"] and json.loads(facts["episode"])})
 
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         try:
@@ -309,10 +304,11 @@ def write_files(
     folder: Path, store: EvaluationStore, model: Mapping[str, Any], created: str | None = None
 ) -> dict[str, Any]:
     """Write `answers.jsonl` and `summary.json` from the database. Returns the summary."""
-    rows = map(asdict, store.answers())
+    suites = store.summaries()
+    rows = (asdict(answer) for key in suites for answer in store.answers(key))
     save_rows(folder / ANSWERS, ({k: v for k, v in row.items() if v or k != "episode"} for row in rows))
     about = {"format": FORMAT, "posttrain": __version__} | ({"created": created} if created else {})
-    summary = {**about, "model": dict(model), "suites": store.summaries()}
+    summary = {**about, "model": dict(model), "suites": suites}
     save_json(folder / SUMMARY, summary)
     return summary
 

@@ -28,13 +28,6 @@ class Tasks:
     seed: int = 0
 
 
-def check_tasks(model: ModelConfig, tasks: Tasks) -> None:
-    """Raise ConfigError, before other suites start, for an unknown task, or for chat without a template."""
-    from posttrain.evaluation.lm_eval_model import manager_of  # needs lm-eval
-
-    manager_of(model, tasks.names, tasks.chat)
-
-
 def evaluate_tasks(
     model: ModelConfig, name: str, tasks: Tasks, devices: DevicesConfig, folder: Path, overwrite: bool = False
 ) -> tuple[dict[str, Any], set[str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from posttrain.base.console import progress
 from posttrain.base.errors import RewardError
@@ -88,6 +89,7 @@ class JudgeClient:
         self._lock = threading.Lock()
         self._open: set[Post] = set()
         self._pending: dict[str, Future[Reply]] = {}
+        self._counted: WeakSet[Future[Reply]] = WeakSet()  # whose costs were counted
         self._stop = threading.Event()
         self._failed_in_row, self._answered = 0, False
 
@@ -95,9 +97,8 @@ class JudgeClient:
         """Ask a question; equal questions share one request. `gather` waits for the reply."""
         text = json.dumps(self._request(messages), sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
-        shared = self._pending.get(key)
-        if shared is not None:
-            return _without_cost(shared)
+        if key in self._pending:
+            return self._pending[key]
         future: Future[Reply] = Future()
         stored = self._cache.get(key)
         if stored is not None:
@@ -114,13 +115,21 @@ class JudgeClient:
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
         """Wait for the replies, with a progress bar if `title` is given. An interrupted wait cancels the requests."""
         try:
-            return [result_of(future) for future in (progress(futures, title) if title else futures)]
+            return [self._result(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
             self._abort()
             raise
         finally:
             self._pending.clear()
             self._failed_in_row = 0  # the next call tries again
+
+    def _result(self, future: Future[Reply]) -> Reply:
+        """The reply, without its costs if they were counted for an equal question."""
+        reply = result_of(future)
+        if future in self._counted:
+            return replace(reply, requests=0, prompt_tokens=0, completion_tokens=0)
+        self._counted.add(future)
+        return reply
 
     def close(self) -> None:
         self._abort()
@@ -246,22 +255,6 @@ def _key(settings: JudgeSettings) -> str | None:
 def _clean(message: Message) -> Message:
     """The message with lone surrogates, which servers reject, escaped."""
     return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
-
-
-def _without_cost(shared: Future[Reply]) -> Future[Reply]:
-    """A future for the reply to an equal question, without its costs, which are counted for that question."""
-    future: Future[Reply] = Future()
-
-    def copy(done: Future[Reply]) -> None:
-        if done.cancelled():
-            future.cancel()
-        elif (error := done.exception()) is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(replace(done.result(), requests=0, prompt_tokens=0, completion_tokens=0))
-
-    shared.add_done_callback(copy)
-    return future
 
 
 def _completion(value: Any) -> Reply | None:

@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -300,22 +301,22 @@ def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
     If this would give a single side, every source is a side, so that two seeds of one method can be compared, too.
     Raises RunError if fewer than two sides are left.
     """
-    grouped: dict[tuple[str, object], list[Source]] = {}
+    groups: dict[tuple[str, object], list[Source]] = {}
     for number, (name, source) in enumerate(named):
         seeded = source.settings is not None and source.seed is not None
         alike = ("settings", source.settings) if seeded else ("source", number)
-        grouped.setdefault(("name", name) if name is not None else alike, []).append(source)
-    for key, sources in list(grouped.items()):
+        groups.setdefault(("name", name) if name is not None else alike, []).append(source)
+    for key, sources in list(groups.items()):
         seeds = [source.seed for source in sources]
         if key[0] == "settings" and len(set(seeds)) < len(seeds):  # checkpoints or steps of one run
-            del grouped[key]
-            grouped |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
-    if len(grouped) == 1 and named[0][0] is None:
-        grouped = {("source", number): [source] for number, (_, source) in enumerate(named)}
-    if len(grouped) < 2:
+            del groups[key]
+            groups |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
+    if len(groups) == 1 and named[0][0] is None:
+        groups = {("source", number): [source] for number, (_, source) in enumerate(named)}
+    if len(groups) < 2:
         raise RunError(f"there is only one side, {named[0][0]}: name at least two, such as a=RUN b=RUN")
     order = {id(source): number for number, (_, source) in enumerate(named)}
-    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in grouped.items()]
+    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in groups.items()]
     return _distinct(sorted(sides, key=lambda side: order[id(side.sources[0])]))
 
 
@@ -324,8 +325,7 @@ def _side_name(key: tuple[str, object], sources: Sequence[Source]) -> str:
         return str(key[1])
     if len(sources) == 1:
         return sources[0].name
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(source.name for source in sources), strict=False))
-    common = "".join(letters[0] for letters in alike).rstrip("-_./ ")
+    common = commonprefix([source.name for source in sources]).rstrip("-_./ ")  # noqa: RUF071 (by characters)
     return f"{common or sources[0].name} ({counted(len(sources), 'seed')})"
 
 
