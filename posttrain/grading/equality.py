@@ -191,9 +191,8 @@ def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _same_interval(one: Interval, other: Interval, depth: int) -> bool:
-    if (one.low_closed, one.high_closed) != (other.low_closed, other.high_closed):
-        return False
-    return _same(one.low, other.low, depth) and _same(one.high, other.high, depth)
+    closed = (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
+    return closed and _same_each((one.low, one.high), (other.low, other.high), depth)
 
 
 def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool]) -> bool:

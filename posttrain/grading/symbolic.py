@@ -216,8 +216,6 @@ def _split_roots(expression: Any) -> Any:
 def _same_value(left: sympy.Expr, right: sympy.Expr) -> bool:
     if left == right:
         return True
-    if left.is_Rational and right.is_Rational:
-        return False
     if left.has(sympy.oo, sympy.zoo, sympy.nan) or right.has(sympy.oo, sympy.zoo, sympy.nan):
         return False
     difference = left - right

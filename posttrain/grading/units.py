@@ -108,8 +108,7 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
     `letters`: also accept one-letter units without `\text{}` (`6 m`), which look like a product of variables."""
     if money := _MONEY.fullmatch(text):
         value = money["sign"] + money["value"]
-        behind = split_unit(value)
-        value, more = behind or (value, NO_UNIT)
+        value, more = split_unit(value) or (value, NO_UNIT)
         unit = read_unit(money["symbol"])
         if unit is None or more.dimensions not in (frozenset(), unit.dimensions):
             return None
