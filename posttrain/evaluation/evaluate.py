@@ -247,7 +247,7 @@ def _write(
             agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
             store.finish(key, known | {"calibration": agreement})
     summary = write_files(folder, store, model, now())
-    first = {items.suite.outputs: key for key, items in reversed(complete.items())}  # in a sweep, the first setting
+    first = {items.suite.outputs: key for key, items in reversed([*complete.items()])}  # in a sweep, the first setting
     for name, key in first.items():
         if name:
             save_json(folder / name, list(_outputs(key, complete[key], store, str(model["name"]))))

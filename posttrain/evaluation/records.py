@@ -26,7 +26,8 @@ from posttrain.runs.stored_rollouts import check_episode
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
 
-T, K = TypeVar("T"), TypeVar("K")
+T = TypeVar("T")
+K = TypeVar("K")
 log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"

@@ -138,7 +138,11 @@ def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[int, floa
 
 def majorities(groups: Sequence[Sequence[tuple[str | None, bool]]], most: int) -> dict[int, float]:
     """maj@k by k, as in `passes`. The groups have each completion's answer, and whether it is right."""
-    return _by_size(groups, most, lambda group, k: maj_at_k(*zip(*group, strict=True), k))
+
+    def share(group: Sequence[tuple[str | None, bool]], k: int) -> float:
+        return maj_at_k([answer for answer, _ in group], [right for _, right in group], k)
+
+    return _by_size(groups, most, share)
 
 
 def _by_size(groups: Sequence[Group], most: int, value: Callable[[Group, int], float]) -> dict[int, float]:

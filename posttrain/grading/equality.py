@@ -152,7 +152,8 @@ def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:
     if left and right:
         return left.same(right)
     if ratio and other:
-        return _same_each(*([_quotient(term, terms[0]) for term in terms] for terms in (ratio, other)), depth - 1)
+        ours, theirs = ([_quotient(term, terms[0]) for term in terms] for terms in (ratio, other))
+        return _same_each(ours, theirs, depth - 1)
     if left or right:
         return False
     if ratio or other:
