@@ -119,12 +119,14 @@ def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOp
     suite, generates = items.suite, items.suite.kind == "generate"
     for setting in options.swept if generates else [{}]:
         sampling = _sampling(suite, options, setting)
+        shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
+        del shown["stop_token_ids"]  # they belong to the model
         named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if len(options.swept) > 1 else ""
         facts = {
             "model": content,
             "items": items.digest,
             "engine": options.engine if generates else "scorer",
-            "sampling": _shown(sampling) if generates else {},
+            "sampling": shown if generates else {},
             "rule": suite.rule,
             "template": suite.template,
             "system prompt": suite.system_prompt,
@@ -229,12 +231,6 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Mapping[str, fl
         stop=suite.stop,
         seed=options.seed,
     )
-
-
-def _shown(sampling: Sampling) -> dict[str, Any]:
-    shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
-    del shown["stop_token_ids"]  # they belong to the model
-    return shown
 
 
 def _write(

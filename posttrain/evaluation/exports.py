@@ -63,17 +63,13 @@ def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: P
         if key is None:
             suite = f"{answer.suite} {answer.setting}".strip()
             raise RunError(f"{folder}: answers.jsonl has answers of {suite}, which summary.json lacks: evaluate again")
-        found[key].append(_readable(answer))
+        texts = {name: getattr(answer, name) for name in COLUMNS if isinstance(getattr(answer, name), str)}
+        # Other JSON readers refuse lone surrogates, even as escapes.
+        found[key].append(replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items()}))
     empty = [key for key, group in found.items() if not group]
     if empty:
         raise RunError(f"{folder}: answers.jsonl has no answers of {', '.join(empty)}: evaluate again")
     return found
-
-
-def _readable(answer: Answer) -> Answer:
-    """Replace lone surrogates, which other JSON readers refuse even as escapes, with U+FFFD."""
-    texts = {name: getattr(answer, name) for name in COLUMNS}
-    return replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items() if isinstance(text, str)})
 
 
 # --- lm-eval ----------------------------------------------------------------------------------------------------------
@@ -110,10 +106,11 @@ def _add_suite(
         samples[task] = [_sample(number, item, metric, suite) for number, item in enumerate(items)]
     values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
     for task, rows in samples.items():
-        alias = rows[0]["doc"].get("group", task)
-        results["results"][task] = _result(task, alias, metric, values[task], _error(values[task]))
+        alias, own = rows[0]["doc"].get("group", task), values[task]
+        error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else "N/A"
+        results["results"][task] = _result(task, alias, metric, own, error)
         results["configs"][task] = _config(task, metric, suite, answers)
-        results["n-samples"][task] = {"original": len(rows), "effective": len(values[task])}
+        results["n-samples"][task] = {"original": len(rows), "effective": len(own)}
         _register(results, task, metric, [])
     if list(groups) == [""]:
         results["n-samples"][name]["original"] = suite["available"] or len(samples[name])
@@ -211,10 +208,6 @@ def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
         "model_name_sanitized": sanitized,
         "total_evaluation_time_seconds": str(sum(suite["seconds"] for suite in suites)),
     }
-
-
-def _error(values: Sequence[float]) -> float | str:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else "N/A"
 
 
 def _pooled(groups: Sequence[Sequence[float]]) -> float | str:

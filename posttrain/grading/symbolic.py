@@ -114,7 +114,8 @@ def parse(text: str, odd: bool = False) -> sympy.Expr:
     `a^{1/3}` is the principal value.
     """
     text = _PRIMED.sub(_with_primes, text)
-    if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
+    depth = max(accumulate((c in OPENING) - (c in CLOSING) for c in text), default=0)
+    if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or depth > DEEPEST:
         raise Unreadable(text[:50])
     if _DIVISORS.search(text) and re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", text):
         raise Unreadable(text[:50])  # the grammar takes gcd(m, n) of symbols for 1
@@ -129,10 +130,6 @@ def parse(text: str, odd: bool = False) -> sympy.Expr:
     if not isinstance(result, sympy.Expr) or result.is_Matrix:
         raise Unreadable(text[:50])
     return result
-
-
-def _depth(text: str) -> int:
-    return max(accumulate((c in OPENING) - (c in CLOSING) for c in text))
 
 
 def _real_roots(text: str, expressions: bool) -> str:

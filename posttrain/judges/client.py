@@ -152,7 +152,9 @@ class JudgeClient:
         settings = self.settings
         sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens} | settings.parameters
         kept = {name: value for name, value in sampling.items() if value is not None}
-        return {"model": settings.model, "messages": [_clean(message) for message in messages], **kept}
+        # Servers reject lone surrogates.
+        clean = [{k: v.encode(errors="backslashreplace").decode() for k, v in one.items()} for one in messages]
+        return {"model": settings.model, "messages": clean, **kept}
 
     # --- in a worker ------------------------------------------------------------------------------------------------
 
@@ -250,11 +252,6 @@ def _key(settings: JudgeSettings) -> str | None:
     if not key.isascii() or not key.isprintable():
         raise RewardError(f"the value of {settings.api_key_env} has characters that an API key cannot have")
     return key
-
-
-def _clean(message: Message) -> Message:
-    """The message with lone surrogates, which servers reject, escaped."""
-    return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
 
 
 def _completion(value: Any) -> Reply | None:
