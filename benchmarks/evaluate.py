@@ -61,7 +61,7 @@ def overhead(folder: Path, rounds: int) -> list[float]:
         with Judge(suite) as judge, EvaluationStore(folder / f"evaluation-{number}") as store:
             began = time.perf_counter()
             run(items, answers, judge, SAMPLES, store=store, key="gsm8k", facts={}, sampling={})
-            write_files(folder / f"evaluation-{number}", store, {}, {})
+            write_files(folder / f"evaluation-{number}", store, {})
             found.append((time.perf_counter() - began) / alone - 1)
         print(f"generate {alone:.2f} s, evaluation {found[-1]:+.1%}", flush=True)
     return found

@@ -34,7 +34,7 @@ from posttrain.evaluation.evaluate import evaluate_recorded
 from posttrain.evaluation.items import Items, load_items
 from posttrain.evaluation.records import Answer, read_answers
 from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
-from posttrain.evaluation.tasks import Tasks, check_tasks, evaluate_tasks
+from posttrain.evaluation.tasks import Tasks, evaluate_tasks
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.runs.checkpoint import list_checkpoints
@@ -231,8 +231,10 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
         raise ConfigError("no suite is named: give at least one, such as gsm8k")
     if file.is_file() and tasks.names:
         raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
-    if chosen and tasks.names:
-        check_tasks(config, tasks)
+    if chosen and tasks.names:  # an unknown task is an error before the suites start
+        from posttrain.evaluation.lm_eval_model import manager_of  # needs lm-eval
+
+        manager_of(config, tasks.names, tasks.chat)
     if file.is_file():
         summary = evaluate_recorded(file, chosen, options, folder)
     elif chosen:

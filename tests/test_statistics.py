@@ -9,13 +9,12 @@ import pytest
 from posttrain.base.distributions import incomplete_beta, sign_test, t_outside, t_quantile, z_quantile
 from posttrain.evaluation.statistics import (
     maj_at_k,
-    majorities_at,
+    majorities,
     mean_by_prompt,
     paired_bootstrap,
     paired_difference,
     pass_at_k,
     passes,
-    passes_at,
     seed_noise,
     wilson,
 )
@@ -121,9 +120,9 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k():
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     right = [[True, False, False, False], [False, None, None, False], [False] * 4]
     # k = 2: 1 - C(3,2)/C(4,2) = 1/2, 0 and 0; the second has two verdicts, and says nothing of k = 4
-    assert passes(right, 4) == pytest.approx({"pass@1": 0.25 / 3, "pass@2": 0.5 / 3, "pass@4": 1 / 2})
-    assert passes([[None]], 1) == {} and list(passes([[True] * 6], 6)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
-    assert passes_at([[True, False], [True]], 2) == [1.0]
+    assert passes(right, 4) == pytest.approx({1: 0.25 / 3, 2: 0.5 / 3, 4: 1 / 2})
+    assert passes([[None]], 1) == {} and list(passes([[True] * 6], 6)) == [1, 2, 4, 6]
+    assert passes([[True, False], [True]], 2)[2] == 1.0
 
 
 def voted(answers, right):
@@ -149,7 +148,7 @@ def test_maj_at_k_is_the_mean_over_all_choices_of_k():
     # two of three right: C(3,2) pairs are one right pair and two ties
     assert maj_at_k(["4", "4", "5"], [True, True, False], 2) == pytest.approx(2 / 3)
     assert maj_at_k([None, None], [False, False], 2) == 0
-    assert majorities_at([(["4"], [True]), (["4", "4"], [True, True])], 2) == [1.0]
+    assert majorities([[("4", True)], [("4", True), ("4", True)]], 2) == {1: 1.0, 2: 1.0}
     # 64 completions, 40 of them right: nearly certain, exact and fast
     assert 0.99999 < maj_at_k(["7"] * 40 + [str(i % 5) for i in range(24)], [True] * 40 + [False] * 24, 32) <= 1
 

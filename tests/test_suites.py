@@ -194,7 +194,7 @@ def test_recorded_solutions_to_the_item(shared, tmp_path):
 
 
 def test_the_known_pairs_are_graded_first(shared, monkeypatch):
-    monkeypatch.setitem(running.RULES, "gsm8k", "posttrain.evaluation.rules:REFUSES")
+    monkeypatch.setitem(running.RULES, "gsm8k", "posttrain.evaluation.rules:REFUSAL")
     with pytest.raises(RewardError, match="known pairs wrong"):
         Judge(local(shared, "gsm8k"), workers=1)
 
@@ -492,11 +492,11 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "BATCH", 4)
     scored, margins_of = [], pairs._margins
 
-    def dies(per_sequence, device, examples):
+    def dies(model, per_sequence, examples):
         scored.append(len(examples))
         if len(scored) == 3:
             raise KeyboardInterrupt
-        return margins_of(per_sequence, device, examples)
+        return margins_of(model, per_sequence, examples)
 
     monkeypatch.setattr(pairs, "_margins", dies)
     options = {"reference": str(tmp_path / "reference")}
@@ -713,7 +713,7 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         store.start("s", {})
         store.add("s", [(0, answer)])
         store.finish("s", {})
-        [found] = store.answers()
+        [found] = store.answers("s")
     assert found.completion == "a\\ud800\0b"
 
 

@@ -1,23 +1,33 @@
-"""Temporary signal handlers."""
+"""Temporary signal handlers, and a wait that signals interrupt."""
 
+import concurrent.futures
 import logging
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.base.errors import Stopped
 
+T = TypeVar("T")
 log = logging.getLogger("posttrain")
 
-
+SLICE_S = 0.2  # seconds of one wait for a future
 RESEND_S = 0.01  # seconds until a signal is sent again: by then the code that dropped the exception has returned
 
 
 ENDS = (KeyboardInterrupt, Stopped)  # what handlers raise to end the program; code may catch subclasses of them
 _outer: list[dict[int, BaseException]] = []  # of the blocks that the main thread is in: what their handlers raised
+
+
+def result_of(future: Future[T]) -> T:
+    """The future's result. Waits in slices, because a signal just before a wait is handled only when the wait ends."""
+    while not future.done():
+        concurrent.futures.wait([future], SLICE_S)
+    return future.result()
 
 
 def _raise(error: BaseException) -> None:

@@ -27,6 +27,7 @@ from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
+from posttrain.evaluation.records import grouped
 from posttrain.grading.verdict import Grade
 from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer
@@ -37,14 +38,13 @@ CHOSEN_AT_ONCE = 64  # items scored at a time
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A completion or, if there is none, the `problem`."""
+    """A completion. One with a `grade` is not graded by the suite's rule: its environment graded it, or it failed."""
 
     text: str
     tokens: int = 0
     finish_reason: str = ""
     seconds: float = 0.0  # its share of the generation time
-    problem: str | None = None
-    grade: Grade | None = None  # given by its environment; otherwise the suite's rule grades the text
+    grade: Grade | None = None
     episode: Mapping[str, Any] | None = None  # `Trajectory.stored`, of a reply after several turns
 
     @classmethod
@@ -54,8 +54,13 @@ class Reply:
         text = text_of(done, stops, tokenizer, prompt)
         return cls(text, len(done.tokens), done.finish_reason, done.seconds)
 
+    @classmethod
+    def failed(cls, reason: str, seconds: float = 0.0) -> Reply:
+        return cls("", seconds=seconds, grade=Grade("ungraded", reason=reason))
+
 
 Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
+Prompts = Mapping[int, Prompt | Malformed]  # by the position of the item: a prompt, or why there is none
 
 
 class Answers(Protocol):
@@ -121,49 +126,56 @@ def ask(
     policy: PreTrainedModel,
     date: str | None = None,
     behavior_version: int = 2,
-) -> dict[int, Prompt | Malformed]:
-    """Render and tokenise the prompts of the items as in training. Returns, by position, a prompt or why there is none.
+) -> Prompts:
+    """Render and tokenise the prompts of the items as in training.
 
     `date`: for templates that write the date; None: today. `behavior_version`: that of the run, if there is one.
     """
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
-        return dict(bad)
+        return bad
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
     prompts = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
     return bad | {item.position: too_long(prompt, policy) or prompt for item, prompt in zip(good, prompts, strict=True)}
 
 
-class Generated:
-    """Answers by an engine. The random numbers of a completion depend only on the seed, the item and its own number."""
+class _Prompted:
+    """Answers by a model that reads prompts."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: Sampling,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[int, Prompt | Malformed],
-    ):
-        self._engine, self._sampling, self._tokenizer, self._prompts = engine, sampling, tokenizer, prompts
-        self.prompts = _texts(prompts)
+    def __init__(self, prompts: Prompts):
+        self._prompts = prompts
+        self.prompts = {position: prompt.text for position, prompt in prompts.items() if isinstance(prompt, Prompt)}
 
-    def __call__(self, items: Sequence[Item], found: Found) -> None:
-        prompts: list[tuple[Item, Prompt]] = []
+    def _asked(self, items: Sequence[Item], found: Found, samples: int) -> list[tuple[Item, Prompt]]:
+        """The items with a prompt; for the others, `found` is called with the reason."""
+        asked: list[tuple[Item, Prompt]] = []
         for item in items:
             prompt = self._prompts[item.position]
             if isinstance(prompt, Prompt):
-                prompts.append((item, prompt))
+                asked.append((item, prompt))
             else:
-                found(item, [Reply("", problem=prompt.reason)] * self._sampling.num_generations)
+                found(item, [Reply.failed(prompt.reason)] * samples)
+        return asked
+
+
+class Generated(_Prompted):
+    """Answers by an engine. The random numbers of a completion depend only on the seed, the item and its own number."""
+
+    def __init__(self, engine: Engine, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompts: Prompts):
+        super().__init__(prompts)
+        self._engine, self._sampling, self._tokenizer = engine, sampling, tokenizer
+
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        asked = self._asked(items, found, self._sampling.num_generations)
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
-            item, prompt = prompts[index]
+            item, prompt = asked[index]
             stops = self._sampling.stop_token_ids
             found(item, [Reply.of(done, stops, self._tokenizer, prompt.tokens) for done in completions])
 
-        seeds = [seed_of(self._sampling.seed, item.position) for item, _ in prompts]
-        tokens = [prompt.tokens for _, prompt in prompts]
+        seeds = [seed_of(self._sampling.seed, item.position) for item, _ in asked]
+        tokens = [prompt.tokens for _, prompt in asked]
         self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
 
 
@@ -187,26 +199,18 @@ def episodes_of(
     return acting(suite.environments, suite.tools, engine, written_by(suite, tokenizer)[1], limits, date=date)
 
 
-class Acted:
+class Acted(_Prompted):
     """Answers by episodes, of which a reply is the last one. Raises ConfigError if they lack the suite's reward."""
 
-    def __init__(
-        self, suite: SuiteConfig, episodes: Episodes, sampling: Sampling, prompts: Mapping[int, Prompt | Malformed]
-    ):
+    def __init__(self, suite: SuiteConfig, episodes: Episodes, sampling: Sampling, prompts: Prompts):
+        super().__init__(prompts)
         self._suite, self._episodes, self._sampling = suite, episodes, sampling
-        self._prompts, self.prompts = prompts, _texts(prompts)
         if suite.rule == OF_ENVIRONMENT and not any(kind.rewards for kind in episodes.environments.kinds.values()):
             raise ConfigError(f"suite {suite.name}: nothing rewards the episodes: give the class `get_reward`")
 
     def __call__(self, items: Sequence[Item], found: Found) -> None:
         n = self._sampling.num_generations
-        asked: list[tuple[Item, Prompt]] = []
-        for item in items:
-            prompt = self._prompts[item.position]
-            if isinstance(prompt, Prompt):
-                asked.append((item, prompt))
-            else:
-                found(item, [Reply("", problem=prompt.reason)] * n)
+        asked = self._asked(items, found, n)
         at_once = max(1, 4 * self._episodes.environments.workers // n)  # items that are stored together
         for start in range(0, len(asked), at_once):
             some, began = asked[start : start + at_once], time.perf_counter()
@@ -222,74 +226,63 @@ class Acted:
         if problem is None and made.stop_reason == "context_overflow":
             most = self._episodes.limits.max_prompt_length
             problem = f"the prompt is too long: it has {len(made.prompt):,} tokens, at most {most:,} are allowed"
+        elif problem is None and self._suite.rule == OF_ENVIRONMENT and made.reward is None:
+            problem = "the environment has no reward"
         grade = None
-        if self._suite.rule == OF_ENVIRONMENT and problem is None:
-            none = Grade("ungraded", reason="the environment has no reward")
-            grade = none if made.reward is None else Grade("scored", made.reward)
-        tokens = len(made.logprobs)
-        return Reply(made.answer, tokens, made.finish_reason, seconds, problem, grade, made.stored())
+        if problem is not None:
+            grade = Grade("ungraded", reason=problem)
+        elif self._suite.rule == OF_ENVIRONMENT:
+            grade = Grade("scored", made.reward)
+        return Reply(made.answer, len(made.logprobs), made.finish_reason, seconds, grade, made.stored())
 
 
-class Chosen:
+class Chosen(_Prompted):
     """Answers with the choice of the highest log-probability after the prompt, summed over the choice's tokens."""
 
     def __init__(
-        self,
-        suite: SuiteConfig,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[int, Prompt | Malformed],
-        device: torch.device,
+        self, suite: SuiteConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
     ):
-        self._suite, self._scorer, self._tokenizer, self._device = suite, Scorer(policy), tokenizer, device
-        self._prompts, self.prompts = prompts, _texts(prompts)
+        super().__init__(prompts)
+        self._suite, self._scorer, self._tokenizer, self._device = suite, Scorer(policy), tokenizer, policy.device
         self._positions = positions_of(policy.config)
 
     def __call__(self, items: Sequence[Item], found: Found) -> None:
-        for start in range(0, len(items), CHOSEN_AT_ONCE):
-            some = items[start : start + CHOSEN_AT_ONCE]
-            for item, reply in zip(some, self._replies(some), strict=True):
-                found(item, [reply])
+        asked = self._asked(items, found, 1)
+        for start in range(0, len(asked), CHOSEN_AT_ONCE):
+            some, began = asked[start : start + CHOSEN_AT_ONCE], time.perf_counter()
+            built = [self._example(prompt) for _, prompt in some]
+            examples = [example for example in built if isinstance(example, Example)]
+            scores = iter(self._scores(examples))
+            seconds = (time.perf_counter() - began) / max(len(examples), 1)
+            for (item, _), example in zip(some, built, strict=True):
+                failed = Reply.failed(example) if isinstance(example, str) else None
+                found(item, [failed or self._reply(next(scores), seconds)])
 
-    @torch.no_grad()
-    def _replies(self, items: Sequence[Item]) -> list[Reply]:
-        began = time.perf_counter()
-        built = [self._example(item.position) for item in items]
-        examples = [example for example in built if isinstance(example, Example)]
-        scores = self._scores(examples)
-        seconds = (time.perf_counter() - began) / max(len(examples), 1)
-        return [self._reply(example, scores, seconds) for example in built]
-
-    def _example(self, position: int) -> Example | str:
-        """An item's prompt followed by every choice, or the reason why the model cannot read them."""
-        prompt = self._prompts[position]
-        if isinstance(prompt, Malformed):
-            return prompt.reason
+    def _example(self, prompt: Prompt) -> Example | str:
+        """A prompt followed by every choice, or the reason why the model cannot read them."""
         choices = self._choices(prompt)
         fed = len(prompt.tokens) + max(map(len, choices)) - 1
         if self._positions is not None and fed > self._positions:
             return (
                 f"a choice has no room: with the prompt {fed:,} tokens, but the model has {self._positions:,} positions"
             )
-        return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=position)
+        return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=prompt.row)
 
-    def _scores(self, examples: Sequence[Example]) -> dict[int, list[float]]:
-        """The log-probability of each choice, by the position of the item."""
-        scores: dict[int, list[float]] = {}
+    @torch.no_grad()
+    def _scores(self, examples: Sequence[Example]) -> list[list[float]]:
+        """The log-probability of each choice of each example."""
+        scores: list[list[float]] = [[] for _ in examples]
         longest = max((physical_length(example.trees[0], False) for example in examples), default=1)
         for packed in pack(examples, max(CHOICE_PACK_TOKENS, longest)) if examples else ():
             values = self._scorer(packed.to(self._device)).logprob_N.cpu().split(packed.length_S.tolist())
             for number, value in zip(packed.group_S.tolist(), values, strict=True):
-                scores.setdefault(examples[number].row, []).append(float(value.sum()))
+                scores[number].append(float(value.sum()))
         return scores
 
-    def _reply(self, example: Example | str, scores: Mapping[int, Sequence[float]], seconds: float) -> Reply:
-        if isinstance(example, str):
-            return Reply("", problem=example)
-        own = scores[example.row]
-        if not all(map(isfinite, own)):
-            return Reply("", seconds=seconds, problem="the model's log-probabilities are not finite")
-        return Reply(self._suite.choices[max(range(len(own)), key=own.__getitem__)], 1, "stop", seconds)
+    def _reply(self, logprobs: Sequence[float], seconds: float) -> Reply:
+        if not all(map(isfinite, logprobs)):
+            return Reply.failed("the model's log-probabilities are not finite", seconds)
+        return Reply(self._suite.choices[max(range(len(logprobs)), key=logprobs.__getitem__)], 1, "stop", seconds)
 
     def _choices(self, prompt: Prompt) -> list[list[int]]:
         """The tokens of each choice, tokenised after the prompt if that leaves the prompt's tokens unchanged."""
@@ -326,9 +319,7 @@ class Recorded:
         if not rows:
             columns = ", ".join(next((record.value for record in records if record.value), ()))
             raise DataError(f"no row has a completion in {column}: the columns are {columns}; use --completion-column")
-        by_question: dict[str, list[Item]] = {}
-        for item in items:
-            by_question.setdefault(self._question(item.fields), []).append(item)
+        by_question = grouped(items, lambda item: self._question(item.fields))
         self._completions: dict[int, list[str]] = {}
         for question, same in by_question.items():
             recorded = rows.get(question, [])
@@ -339,7 +330,7 @@ class Recorded:
         self.samples = samples or max([1, *map(len, self._completions.values())])
 
     def __call__(self, items: Sequence[Item], found: Found) -> None:
-        none = Reply("", problem="there is no recorded completion")
+        none = Reply.failed("there is no recorded completion")
         for item in items:
             texts = self._completions[item.position][: self.samples]
             found(item, [*map(Reply, texts), *[none] * (self.samples - len(texts))])
@@ -358,7 +349,3 @@ def completions_of(row: Mapping[str, Any], column: str) -> list[str] | None:
     every = [value.get("text") if isinstance(value, Mapping) else value for value in values]
     texts = [text for text in every if isinstance(text, str)]
     return texts if texts and len(texts) == len(every) else None
-
-
-def _texts(prompts: Mapping[int, Prompt | Malformed]) -> dict[int, str]:
-    return {position: prompt.text for position, prompt in prompts.items() if isinstance(prompt, Prompt)}

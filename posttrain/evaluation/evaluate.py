@@ -3,14 +3,14 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain import __version__
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError, ModelError
 from posttrain.base.threads import sharing_cores
@@ -41,7 +41,7 @@ log = logging.getLogger("posttrain")
 
 SHOWN = 50  # disagreements that --calibrate lists
 OWN = "posttrain.evaluation.rules"
-Setting = Mapping[str, float]  # a setting of a sweep: temperature and top_p, by name
+ACTING = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
 
 
 def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions, folder: Path) -> dict[str, Any]:
@@ -94,8 +94,7 @@ def evaluate(
         loads.check({one.items.suite.name: one.items for one in left}.values())
         for one in left:
             if one.items.suite.kind == "preference":
-                loaded, tokenizer = loads.scored()
-                evaluate_pairs(model, loaded, tokenizer, one.items.suite, options, store, one.facts)
+                evaluate_pairs(model, *loads.scored, one.items.suite, options, store, one.facts)
             else:
                 loads.run(one, store)
             _write(folder, store, about, {}, options)
@@ -120,19 +119,23 @@ def _evaluations(items: Items, model: ModelConfig, content: str, options: EvalOp
     suite, generates = items.suite, items.suite.kind == "generate"
     for setting in options.swept if generates else [{}]:
         sampling = _sampling(suite, options, setting)
+        shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
+        del shown["stop_token_ids"]  # they belong to the model
         named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if len(options.swept) > 1 else ""
         facts = {
             "model": content,
             "items": items.digest,
             "engine": options.engine if generates else "scorer",
-            "sampling": _shown(sampling) if generates else {},
+            "sampling": shown if generates else {},
             "rule": suite.rule,
             "template": suite.template,
             "system prompt": suite.system_prompt,
             "dtype": model.dtype,
         }
         facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
-        facts |= {name: value for name, value in _acting(suite).items() if value}
+        if suite.acts:
+            acting = suite.model_dump(mode="json", by_alias=True, include={*ACTING})  # as JSON reads it back
+            facts |= {name: value for name, value in acting.items() if value}
         if suite.kind == "preference":
             facts = pair_facts(model, suite, options, content)
         yield _Evaluation(items, sampling, named, facts)
@@ -144,18 +147,20 @@ class _Loaded(ExitStack):
     def __init__(self, model: ModelConfig, options: EvalOptions, devices: DevicesConfig):
         super().__init__()
         self._model, self._options, self._device = model, options, take_device(devices)
-        self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
-        self._engine: Engine | None = None
-        self._prompts: dict[str, dict[int, Prompt | Malformed]] = {}  # by suite, for all settings
+        self._prompts: dict[str, Mapping[int, Prompt | Malformed]] = {}  # by suite, for all settings
 
+    @cached_property
     def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model, which may be a reward model, and its tokenizer."""
-        if self._parts is None:
-            kind = "reward" if is_reward_model(self._model) else "lm"
-            tokenizer = load_tokenizer(self._model)
-            loaded = load_model(self._model, kind, compute_dtype(self._model, self._device), self._device)
-            self._parts = loaded, tokenizer
-        return self._parts
+        kind, tokenizer = "reward" if is_reward_model(self._model) else "lm", load_tokenizer(self._model)
+        return load_model(self._model, kind, compute_dtype(self._model, self._device), self._device), tokenizer
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """The engine, sized for the prompts so far."""
+        every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
+        longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
+        return self.enter_context(closing(make_engine(self._options.engine, *self.scored, longest_prompt=longest)))
 
     def check(self, chosen: Collection[Items]) -> None:
         """With several suites, raise errors of rules, templates, rows and the engine before the first one starts."""
@@ -165,17 +170,14 @@ class _Loaded(ExitStack):
             self._refuse_reward_model()
             with Judge(suite, self._options.workers, self._options.deadline):
                 pass
-        loaded, tokenizer = self.scored()
         for items in chosen:
             if items.suite.kind == "preference":
-                pairs_for(self._model, loaded, tokenizer, items.suite, self._options)
+                pairs_for(self._model, *self.scored, items.suite, self._options)
             else:
                 self._prompts_of(items)
-        if any(items.suite.kind == "generate" for items in chosen):
-            self._started()
-        for suite in [items.suite for items in chosen if items.suite.acts]:
-            most = self._options.max_completion_length or suite.max_completion_length
-            with episodes_of(suite, self._started(), most, loaded, tokenizer):
+        for suite in [items.suite for items in chosen if items.suite.kind == "generate"]:
+            engine, most = self._engine, self._options.max_completion_length or suite.max_completion_length
+            with episodes_of(suite, engine, most, *self.scored) if suite.acts else nullcontext():
                 pass
 
     def _refuse_reward_model(self) -> None:
@@ -185,28 +187,18 @@ class _Loaded(ExitStack):
                 "on pairs (--suite hh, or a suite with `kind: preference`)"
             )
 
-    def run(self, evaluation: _Evaluation, store: EvaluationStore) -> None:
+    def run(self, one: _Evaluation, store: EvaluationStore) -> None:
         self._refuse_reward_model()
-        items, sampling = evaluation.items, evaluation.sampling
-        generates = items.suite.kind == "generate"
+        items, stored_as = one.items, {"key": one.key, "setting": one.setting}
+        samples = one.sampling.num_generations if items.suite.kind == "generate" else 1
         with Judge(items.suite, self._options.workers, self._options.deadline) as judge:
-            run(
-                items,
-                self._answers(items, sampling),
-                judge,
-                sampling.num_generations if generates else 1,
-                store=store,
-                key=evaluation.key,
-                setting=evaluation.setting,
-                facts=evaluation.facts,
-                sampling=_shown(sampling) if generates else {},
-            )
+            answers, sampling = self._answers(items, one.sampling), one.facts["sampling"]
+            run(items, answers, judge, samples, store=store, **stored_as, facts=one.facts, sampling=sampling)
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
-        (policy, tokenizer), prompts = self.scored(), self._prompts_of(items)
+        (policy, tokenizer), prompts = self.scored, self._prompts_of(items)
         if items.suite.kind == "choices":
-            return Chosen(items.suite, policy, tokenizer, prompts, self._device)
-        engine = self._started()
+            return Chosen(items.suite, policy, tokenizer, prompts)
         stops = stops_of(items.suite, policy, tokenizer)
         if not stops and not sampling.stop:
             log.warning(
@@ -217,28 +209,18 @@ class _Loaded(ExitStack):
             )
         sampling = replace(sampling, stop_token_ids=stops)
         if items.suite.acts:
-            made = episodes_of(items.suite, engine, sampling.max_completion_length, policy, tokenizer)
+            made = episodes_of(items.suite, self._engine, sampling.max_completion_length, policy, tokenizer)
             return Acted(items.suite, self.enter_context(made), sampling, prompts)
-        return Generated(engine, sampling, tokenizer, prompts)
+        return Generated(self._engine, sampling, tokenizer, prompts)
 
-    def _prompts_of(self, items: Items) -> dict[int, Prompt | Malformed]:
-        name, (policy, tokenizer) = items.suite.name, self.scored()
+    def _prompts_of(self, items: Items) -> Mapping[int, Prompt | Malformed]:
+        name, (policy, tokenizer) = items.suite.name, self.scored
         if name not in self._prompts:
             self._prompts[name] = ask(items.suite, items.items, tokenizer, policy)
         return self._prompts[name]
 
-    def _started(self) -> Engine:
-        """The engine, sized for the prompts so far."""
-        if self._engine is None:
-            policy, tokenizer = self.scored()
-            every = [prompt for prompts in self._prompts.values() for prompt in prompts.values()]
-            longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
-            engine = make_engine(self._options.engine, policy, tokenizer, longest_prompt=longest)
-            self._engine = self.enter_context(closing(engine))
-        return self._engine
 
-
-def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sampling:
+def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Mapping[str, float]) -> Sampling:
     return Sampling(
         temperature=setting.get("temperature", suite.temperature),
         top_p=setting.get("top_p", 1.0),
@@ -251,20 +233,6 @@ def _sampling(suite: SuiteConfig, options: EvalOptions, setting: Setting) -> Sam
     )
 
 
-def _acting(suite: SuiteConfig) -> dict[str, Any]:
-    """The settings of a suite's episodes, as JSON reads them back."""
-    if not suite.acts:
-        return {}
-    names = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
-    return suite.model_dump(mode="json", by_alias=True, include={*names})
-
-
-def _shown(sampling: Sampling) -> dict[str, Any]:
-    shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
-    del shown["stop_token_ids"]  # they belong to the model
-    return shown
-
-
 def _write(
     folder: Path, store: EvaluationStore, model: Mapping[str, Any], complete: Mapping[str, Items], options: EvalOptions
 ) -> dict[str, Any]:
@@ -274,13 +242,11 @@ def _write(
         if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in known:
             agreement = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
             store.finish(key, known | {"calibration": agreement})
-    summary = write_files(folder, store, model, {"posttrain": __version__, "created": now()})
-    written: set[str] = set()
-    for key, items in complete.items():
-        name = items.suite.outputs
-        if name and name not in written:  # in a sweep, only for the first setting
-            written.add(name)
-            save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
+    summary = write_files(folder, store, model, now())
+    first = {items.suite.outputs: key for key, items in reversed([*complete.items()])}  # in a sweep, the first setting
+    for name, key in first.items():
+        if name:
+            save_json(folder / name, list(_outputs(key, complete[key], store, str(model["name"]))))
     return summary
 
 

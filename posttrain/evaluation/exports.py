@@ -22,8 +22,9 @@ from typing import Any
 
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.evaluation import inspect_logs
-from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
-from posttrain.runs.atomic import cannot_write, write_file
+from posttrain.evaluation.records import COLUMNS, Answer, grouped, read_answers, read_summary
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import make_folder
 
 FILTER = "none"  # lm-eval's name of the filter if the completion itself is graded
 LONE = re.compile("[\ud800-\udfff]")
@@ -48,10 +49,7 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
     output = output or folder / to
     for name, text in files.items():
         path = output / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        make_folder(path.parent, path)
         write_file(path, text)
     return [output / name for name in files]
 
@@ -65,17 +63,13 @@ def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: P
         if key is None:
             suite = f"{answer.suite} {answer.setting}".strip()
             raise RunError(f"{folder}: answers.jsonl has answers of {suite}, which summary.json lacks: evaluate again")
-        found[key].append(_readable(answer))
+        texts = {name: getattr(answer, name) for name in COLUMNS if isinstance(getattr(answer, name), str)}
+        # Other JSON readers refuse lone surrogates, even as escapes.
+        found[key].append(replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items()}))
     empty = [key for key, group in found.items() if not group]
     if empty:
         raise RunError(f"{folder}: answers.jsonl has no answers of {', '.join(empty)}: evaluate again")
     return found
-
-
-def _readable(answer: Answer) -> Answer:
-    """Replace lone surrogates, which other JSON readers refuse even as escapes, with U+FFFD."""
-    texts = {name: getattr(answer, name) for name in COLUMNS}
-    return replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items() if isinstance(text, str)})
 
 
 # --- lm-eval ----------------------------------------------------------------------------------------------------------
@@ -104,19 +98,19 @@ def _add_suite(
 ) -> dict[str, list[dict[str, Any]]]:
     """Add one suite to the results, and return the samples of its tasks."""
     name, metric = _name(key, results["results"]), _metric(suite)
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        groups.setdefault(answer.group, []).append(answer)
+    groups = grouped(answers, lambda answer: answer.group)
     samples: dict[str, list[dict[str, Any]]] = {}
     for group, members in groups.items():
         task = _name(f"{name}_{group}", results["results"] | samples | {name: None}) if group else name
-        samples[task] = _samples(members, metric, suite)
+        items = grouped(members, lambda answer: answer.item).values()
+        samples[task] = [_sample(number, item, metric, suite) for number, item in enumerate(items)]
     values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
     for task, rows in samples.items():
-        alias = rows[0]["doc"].get("group", task)
-        results["results"][task] = _result(task, alias, metric, values[task], _error(values[task]))
+        alias, own = rows[0]["doc"].get("group", task), values[task]
+        error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else "N/A"
+        results["results"][task] = _result(task, alias, metric, own, error)
         results["configs"][task] = _config(task, metric, suite, answers)
-        results["n-samples"][task] = {"original": len(rows), "effective": len(values[task])}
+        results["n-samples"][task] = {"original": len(rows), "effective": len(own)}
         _register(results, task, metric, [])
     if list(groups) == [""]:
         results["n-samples"][name]["original"] = suite["available"] or len(samples[name])
@@ -136,13 +130,6 @@ def _register(results: dict[str, Any], name: str, metric: str, subtasks: list[st
 def _result(task: str, alias: str, metric: str, values: Sequence[float], error: float | str) -> dict[str, Any]:
     known = {f"{metric},{FILTER}": fmean(values), f"{metric}_stderr,{FILTER}": error} if values else {}
     return {"name": task, "alias": alias, "sample_len": len(values), **known}
-
-
-def _samples(answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items: dict[str, list[Answer]] = {}
-    for answer in answers:
-        items.setdefault(answer.item, []).append(answer)
-    return [_sample(number, group, metric, suite) for number, group in enumerate(items.values())]
 
 
 def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,10 +208,6 @@ def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
         "model_name_sanitized": sanitized,
         "total_evaluation_time_seconds": str(sum(suite["seconds"] for suite in suites)),
     }
-
-
-def _error(values: Sequence[float]) -> float | str:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else "N/A"
 
 
 def _pooled(groups: Sequence[Sequence[float]]) -> float | str:

@@ -38,7 +38,7 @@ def _has_punkt() -> bool:
     return True
 
 
-def check(instructions: Sequence[str]) -> None:
+def check(gold: str | None, instructions: Sequence[str], kwargs: Sequence[Any], prompt: str) -> None:
     """Raise BadGold if an instruction is unknown or cannot be checked on this machine."""
     known = package("lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
     unknown = [name for name in instructions if name not in known]
@@ -49,7 +49,7 @@ def check(instructions: Sequence[str]) -> None:
 
 
 def followed(
-    completion: str, instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str
+    completion: str, gold: str | None, instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str
 ) -> Judgement:
     """Whether all instructions are followed (strict); `parts` has the result for each instruction."""
     package("langdetect").DetectorFactory.seed = 0  # otherwise the detected language of a short string varies

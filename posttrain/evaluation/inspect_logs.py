@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from statistics import fmean, stdev
 from typing import Any
 
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, grouped
 
 LETTERS = {"correct": "C", "wrong": "I"}
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
@@ -36,6 +36,7 @@ def files_of(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answ
 def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """One suite's log, as JSON values."""
     model, suite = summary["model"], summary["suites"][key]
+    sampling = suite["sampling"]
     scorer = suite["metric"] if suite["metric"] != "accuracy" else "graded"
     metrics = ("accuracy" if all(answer.verdict != "scored" for answer in answers) else "mean", "stderr")
     run = _id(summary["created"], model["name"])
@@ -45,6 +46,9 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
     ]
     reductions = _reductions(samples, answers, scorer)
     scored = [row["value"] for row in reductions if not math.isnan(row["value"])]
+    # As in Inspect's metrics: NaN without scores, and the error 0 of a single score.
+    error = stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else 0.0
+    values = (fmean(scored), error) if scored else (math.nan, math.nan)
     usage, ended = _usage(sum(answer.tokens for answer in answers)), datetime.fromisoformat(summary["created"])
     return {
         "version": 2,
@@ -53,7 +57,7 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
         "plan": {
             "name": "plan",
             "steps": [{"solver": "generate", "params": {}, "params_passed": {}}],
-            "config": _sampling(suite),
+            "config": {name: sampling[ours] for ours, name in SAMPLING.items() if ours in sampling},
         },
         "results": {
             "total_samples": len(answers),
@@ -67,7 +71,7 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
                     "params": {},
                     "metrics": {
                         name: {"name": name, "value": value, "params": {}}
-                        for name, value in zip(metrics, _mean_and_error(scored), strict=True)
+                        for name, value in zip(metrics, values, strict=True)
                     },
                 }
             ],
@@ -175,34 +179,20 @@ def _score(answer: Answer) -> dict[str, Any]:
 
 def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
     """Reduce each sample over its epochs, to the mean score and the facts that all epochs share."""
-    values: dict[str, list[float]] = {}
-    scores: dict[str, list[dict[str, Any]]] = {}
-    for sample, answer in zip(samples, answers, strict=True):
-        values.setdefault(answer.item, []).extend([] if answer.score is None else [float(answer.score)])
-        scores.setdefault(answer.item, []).append(sample["scores"][scorer])
     rows = []
-    for item, group in scores.items():
-        same = {name: group[0].get(name) for name in ("answer", "explanation", "reason")}
-        same = {name: value for name, value in same.items() if all(score.get(name) == value for score in group)}
-        value = fmean(values[item]) if values[item] else math.nan
-        rows.append({"value": value, **same, "metadata": group[0]["metadata"], "sample_id": item})
+    for item, group in grouped(zip(samples, answers, strict=True), lambda pair: pair[1].item).items():
+        values = [float(answer.score) for _, answer in group if answer.score is not None]
+        first, *others = (sample["scores"][scorer] for sample, _ in group)
+        same = {name: first.get(name) for name in ("answer", "explanation", "reason")}
+        same = {name: value for name, value in same.items() if all(score.get(name) == value for score in others)}
+        value = fmean(values) if values else math.nan
+        rows.append({"value": value, **same, "metadata": first["metadata"], "sample_id": item})
     return rows
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error as in Inspect's metrics: NaN without scores; error 0 with a single score."""
-    if not values:
-        return math.nan, math.nan
-    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _usage(tokens: int) -> dict[str, int]:
     """Token counts of completions; prompt tokens are not recorded."""
     return {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
-
-
-def _sampling(suite: Mapping[str, Any]) -> dict[str, Any]:
-    return {theirs: suite["sampling"][ours] for ours, theirs in SAMPLING.items() if ours in suite["sampling"]}
 
 
 def _id(*parts: object) -> str:

@@ -44,11 +44,6 @@ class Items:
     partial: str | None
     digest: str  # of the data and the settings of the questions
 
-    @property
-    def prompts(self) -> list[str]:
-        """The questions as strings; for conversations, the last message."""
-        return [text_of(item.prompt) for item in self.items]
-
 
 def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     """Read a suite's items; with `max_rows`, at most that many, evenly spread. Pairs are read when they are scored.
@@ -65,7 +60,12 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     shots = _shots(suite) if suite.shots else {}
     items = [_item(suite, record, columns, shots) for record in records]
     _refuse_malformed(suite, records, items)
-    _refuse_fixed_prompt(suite, columns)
+    names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
+    if names and not {*names} & {*columns, *suite.columns}:
+        raise DataError(
+            f"suite {suite.name}: the prompt names {', '.join(names)}, but the rows of {suite.source} have "
+            f"{', '.join(sorted(columns))}: correct the prompt, or map the columns with `columns`"
+        )
     most = min(max_rows or len(items), len(items))
     chosen = [items[index * len(items) // most] for index in range(most)]
     twice, times = Counter(item.id for item in chosen).most_common(1)[0]
@@ -207,16 +207,6 @@ def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iter
         raise DataError(
             f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {suite.source} cannot be asked, "
             f"which is over {MALFORMED_SHARE:.0%} (it has the columns {columns or 'none'}):\n{list_malformed(bad)}"
-        )
-
-
-def _refuse_fixed_prompt(suite: SuiteConfig, columns: Collection[str]) -> None:
-    """Raise DataError if the prompt names fields but the rows have none of them."""
-    names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
-    if names and not {*names} & {*columns, *suite.columns}:
-        raise DataError(
-            f"suite {suite.name}: the prompt names {', '.join(names)}, but the rows of {suite.source} have "
-            f"{', '.join(sorted(columns))}: correct the prompt, or map the columns with `columns`"
         )
 
 

@@ -23,7 +23,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.evaluation.answering import Reply
 from posttrain.evaluation.lm_eval_requests import Requests
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, grouped
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
 
@@ -98,14 +98,10 @@ class PosttrainLM(TemplateLM):
 
 def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
     """Group prompts, with the indices of their requests, by generation settings (JSON) and number of completions."""
-    members: dict[tuple[str, str], list[int]] = {}
-    for index, request in enumerate(requests):
-        prompt, settings = request.args
-        members.setdefault((json.dumps(settings, sort_keys=True), prompt), []).append(index)
-    alike: dict[tuple[str, int], list[tuple[str, list[int]]]] = {}
-    for (settings, prompt), indices in members.items():
-        alike.setdefault((settings, len(indices)), []).append((prompt, indices))
-    return alike
+    asked = [(json.dumps(settings, sort_keys=True), prompt) for prompt, settings in (one.args for one in requests)]
+    members = grouped(range(len(requests)), asked.__getitem__)
+    alike = grouped(members, lambda one: (one[0], len(members[one])))
+    return {key: [(one[1], members[one]) for one in some] for key, some in alike.items()}
 
 
 def manager_of(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -11,8 +11,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import path_of
 from posttrain.data.readers import Record
 from posttrain.data.sources import open_source
-
-LETTERS = "ABCD"
+from posttrain.grading.extract import LETTERS
 
 
 def rows(source: str, split: str) -> Iterator[Record]:

@@ -8,7 +8,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -26,7 +27,7 @@ from posttrain.config.options import EvalOptions
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
 from posttrain.evaluation.answering import template_of
-from posttrain.evaluation.items import Item, Items, pair_text, records_of
+from posttrain.evaluation.items import Items, pair_text, records_of
 from posttrain.evaluation.records import Answer, EvaluationStore, summarise
 from posttrain.evaluation.running import started
 from posttrain.models.attention import width_step
@@ -73,16 +74,14 @@ def evaluate_pairs(
     `loaded` is a reward model or a policy. Stored pairs of an evaluation with the same `facts` are kept."""
     key, device = suite.name, loaded.device
     dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
-    reference, sampling = _reference(model, options), {}
+    reference, other, sampling = _reference(model, options), None, {}
     if reference is not None and not is_classifier(loaded):
-        other = load_model(reference, "lm", compute_dtype(reference, device), device)
+        other, sampling = load_model(reference, "lm", compute_dtype(reference, device), device), {"beta": BETA}
         check_embeddings(other, tokenizer, reference.path)
-        margins, sampling = _implicit(loaded, other, device), {"beta": BETA}
-    else:
-        margins = own_margins(loaded, device)
+    margins = margins_by(loaded, other)
     if not started(store, key, facts):
         store.start(key, facts)
-    began, chosen, done = time.perf_counter(), Counter(_chosen(options, read)), store.positions(key)
+    began, (chosen, part), done = time.perf_counter(), _chosen(options, read), store.positions(key)
     index_of, texts = {row: index for index, row in enumerate(dataset.rows.tolist())}, pair_texts(suite)
     left = [row for row in chosen if row not in done]
     left.sort(key=lambda row: -dataset.lengths[index_of[row]] if row in index_of else 0)  # longest first
@@ -90,10 +89,9 @@ def evaluate_pairs(
         block = left[start : start + BATCH]
         usable = [row for row in block if row in index_of]
         margin_of = dict(zip(usable, margins([dataset[index_of[row]] for row in usable]), strict=True))
-        rows = [(row, (texts[row], chosen[row], margin_of.get(row), reasons.get(row))) for row in block]
-        store.add(key, [(row, answer) for row, facts_of in rows for answer in _answers(suite, row, *facts_of)])
-    scored = tuple(Item(row, str(row), "", "", None, {}, {}) for row in chosen)
-    items = Items(suite, scored, read, _partial(options, chosen.total(), read), str(facts["items"]))
+        answers = [(row, _answer(suite, row, texts[row], margin_of.get(row), reasons.get(row))) for row in block]
+        store.add(key, [(row, replace(one, sample=sample)) for row, one in answers for sample in range(chosen[row])])
+    items = Items(suite, (), read, part, str(facts["items"]))
     spent, stored = time.perf_counter() - began, list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
 
@@ -154,69 +152,58 @@ def _columns(suite: SuiteConfig) -> dict[str, str]:
     return {name: columns[0] for name, columns in suite.columns.items()}
 
 
-def _chosen(options: EvalOptions, read: int) -> list[int]:
-    """The rows to score: all rows, evenly spread rows, or a sample with replacement."""
+def _chosen(options: EvalOptions, read: int) -> tuple[Counter[int], str | None]:
+    """How often each row is scored: all rows or evenly spread rows once, or a sample with replacement. Also what part
+    of the rows this is; None: all."""
     if options.num_batches is not None:
-        count = options.num_batches * PAIRS
-        return np.random.default_rng(options.seed).integers(read, size=count).tolist()
+        sampled = np.random.default_rng(options.seed).integers(read, size=options.num_batches * PAIRS)
+        part = f"{options.num_batches} batches of {PAIRS} pairs of {read:,}, with replacement"
+        return Counter(sampled.tolist()), part
     most = min(options.max_rows or read, read)
-    return [index * read // most for index in range(most)]
+    rows = Counter(index * read // most for index in range(most))
+    return rows, f"{most:,} of {read:,} items" if most < read else None
 
 
-def _partial(options: EvalOptions, chosen: int, read: int) -> str | None:
-    if options.num_batches is not None:
-        return f"{options.num_batches} batches of {PAIRS} pairs of {read:,}, with replacement"
-    return f"{chosen:,} of {read:,} items" if chosen < read else None
-
-
-def _answers(
-    suite: SuiteConfig, row: int, text: str, count: int, margin: float | None, reason: str | None
-) -> Iterator[Answer]:
-    """Yield a pair's answer, once each time the pair was sampled. A margin that is not finite gives no verdict."""
+def _answer(suite: SuiteConfig, row: int, text: str, margin: float | None, reason: str | None) -> Answer:
+    """A pair's answer. A margin that is not finite gives no verdict."""
     if margin is not None and not isfinite(margin):
         margin, reason = None, "the model's scores are not finite"
-    for sample in range(count):
-        yield Answer(
-            suite=suite.name,
-            item=str(row),
-            sample=sample,
-            prompt=text,
-            completion="",
-            extracted=None if margin is None else f"{margin:+.6g}",
-            verdict="ungraded" if margin is None else "correct" if margin > 0 else "wrong",
-            score=None if margin is None else float(margin > 0),
-            reason=reason if margin is None else None,
-        )
+    return Answer(
+        suite=suite.name,
+        item=str(row),
+        sample=0,
+        prompt=text,
+        completion="",
+        extracted=None if margin is None else f"{margin:+.6g}",
+        verdict="ungraded" if margin is None else "correct" if margin > 0 else "wrong",
+        score=None if margin is None else float(margin > 0),
+        reason=reason if margin is None else None,
+    )
 
 
-def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
-    """The function for margins of a reward model's rewards, or of a policy's mean log-probabilities per token."""
-    if is_classifier(loaded):
-        return partial(_margins, RewardScorer(loaded), device, reward=True)
-    scorer = Scorer(loaded)
-    return partial(_margins, lambda packed: packed.sum_by_sequence(scorer(packed).logprob_N) / packed.length_S, device)
-
-
-def _implicit(policy: PreTrainedModel, reference: PreTrainedModel, device: torch.device) -> Margins:
-    """The function for margins of implicit rewards."""
-    ours, theirs = Scorer(policy), Scorer(reference)
+def margins_by(model: PreTrainedModel, reference: PreTrainedModel | None = None) -> Margins:
+    """The function for margins of a reward model's rewards, of implicit rewards or, without a reference, of a policy's
+    mean log-probabilities per token."""
+    if is_classifier(model):
+        return partial(_margins, model, RewardScorer(model))
+    scorer, theirs = Scorer(model), None if reference is None else Scorer(reference)
 
     def per_sequence(packed: Pack) -> torch.Tensor:
-        return BETA * packed.sum_by_sequence(ours(packed).logprob_N - theirs(packed).logprob_N)
+        logprob_N = scorer(packed).logprob_N
+        if theirs is None:
+            return packed.sum_by_sequence(logprob_N) / packed.length_S
+        return BETA * packed.sum_by_sequence(logprob_N - theirs(packed).logprob_N)
 
-    return partial(_margins, per_sequence, device)
+    return partial(_margins, model, per_sequence)
 
 
 @torch.no_grad()
 def _margins(
-    per_sequence: Callable[[Pack], torch.Tensor],
-    device: torch.device,
-    examples: Sequence[Example],
-    reward: bool = False,
+    model: PreTrainedModel, per_sequence: Callable[[Pack], torch.Tensor], examples: Sequence[Example]
 ) -> list[float]:
     """The margin of each pair: the score of chosen minus that of rejected."""
-    scores: dict[int, list[float]] = {}
-    for packed in pack(list(examples), PACK_TOKENS, reward, width_step(device, PACK_TOKENS)):
+    device, scores = model.device, dict[int, list[float]]()
+    for packed in pack(list(examples), PACK_TOKENS, is_classifier(model), width_step(device, PACK_TOKENS)):
         for group, value in zip(packed.group_S.tolist(), per_sequence(packed.to(device)).tolist(), strict=True):
             scores.setdefault(group, []).append(value)
     return [scores[index][0] - scores[index][1] for index in range(len(examples))]

@@ -9,24 +9,25 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from posttrain import __version__
 from posttrain.base.errors import RunError
-from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passes_at, sizes
-from posttrain.runs.atomic import cannot_write
-from posttrain.runs.files import check_database, load_json, open_regular, save_json, save_rows
+from posttrain.evaluation.statistics import majorities, mean_by_prompt, passes
+from posttrain.runs.files import check_database, load_json, make_folder, open_regular, save_json, save_rows
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.stored_rollouts import check_episode
 
 if TYPE_CHECKING:
     from posttrain.evaluation.items import Items  # imports torch
 
+T = TypeVar("T")
+K = TypeVar("K")
 log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
@@ -71,6 +72,14 @@ COLUMNS = tuple(field.name for field in fields(Answer))
 _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The values by key, in the order in which the keys first appear."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
 class EvaluationStore:
     """The database of an evaluation folder, locked for this process; any thread of the process may use it.
 
@@ -83,10 +92,7 @@ class EvaluationStore:
         self._started: set[str] = set()
         self._of_others: list[str] = []
         self._turn = threading.RLock()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
+        make_folder(folder)
         self._lock = FolderLock(folder)
         try:
             self._connection = self._opened()
@@ -131,11 +137,6 @@ class EvaluationStore:
         rows = self._rows("SELECT facts FROM evaluations WHERE key = ?", key)
         return json.loads(rows[0][0]) if rows else None
 
-    def summary(self, key: str) -> dict[str, Any] | None:
-        """The summary of a finished evaluation, otherwise None."""
-        rows = self._rows("SELECT summary FROM evaluations WHERE key = ?", key)
-        return json.loads(rows[0][0]) if rows and rows[0][0] else None
-
     def summaries(self) -> dict[str, dict[str, Any]]:
         """The summaries of all finished evaluations of the folder, in their order."""
         rows = self._rows("SELECT key, summary FROM evaluations WHERE summary IS NOT NULL ORDER BY rowid")
@@ -152,7 +153,7 @@ class EvaluationStore:
     def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
         """Store answers with their items' positions: all of them, or none."""
         marks = ", ".join("?" * (len(COLUMNS) + 2))
-        rows = [(key, position, *_columns(answer)) for position, answer in answers]
+        rows = [(key, position, *(getattr(answer, name) for name in COLUMNS)) for position, answer in answers]
         self._write(f"INSERT OR REPLACE INTO answers (key, position, {_QUOTED}) VALUES ({marks})", rows)
 
     def finish(self, key: str, summary: Mapping[str, Any]) -> None:
@@ -162,16 +163,11 @@ class EvaluationStore:
         """The positions of the items that are answered."""
         return {row[0] for row in self._rows("SELECT DISTINCT position FROM answers WHERE key = ?", key)}
 
-    def answers(self, key: str | None = None) -> Iterator[Answer]:
-        """The answers of one evaluation, or of all finished ones, ordered by suite, item and sample."""
-        if key is not None:
-            rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
-            for row in rows:
-                facts = dict(zip(COLUMNS, row, strict=True))
-                yield Answer(**facts | {"episode": facts["episode"] and json.loads(facts["episode"])})
-            return
-        for finished in self.summaries():
-            yield from self.answers(finished)
+    def answers(self, key: str) -> Iterator[Answer]:
+        """The answers of an evaluation, ordered by item and sample."""
+        for row in self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key):
+            facts = dict(zip(COLUMNS, row, strict=True))
+            yield Answer(**facts | {"episode": facts["episode"] and json.loads(facts["episode"])})
 
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         try:
@@ -199,12 +195,6 @@ class EvaluationStore:
         return RunError(f"{self.path}: {text} ({advice})")
 
 
-def _columns(answer: Answer) -> Iterator[Any]:
-    for name in COLUMNS:
-        value = getattr(answer, name)
-        yield json.dumps(value, default=str) if isinstance(value, Mapping) else value
-
-
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
     """Open the database and create its tables; with `check`, read all of it. Raises sqlite3.Error if it is damaged."""
     check_database(path)
@@ -227,7 +217,8 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _storable(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 cannot encode, with escapes."""
+    """A mapping as JSON; lone surrogates, which UTF-8 cannot encode, as escapes."""
+    value = json.dumps(value, default=str) if isinstance(value, Mapping) else value
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -243,7 +234,7 @@ def summarise(
     Answers that are not graded have no score; `ungraded` counts them by reason.
     """
     suite = items.suite
-    by_item = [list(group) for _, group in groupby(answers, key=lambda answer: answer.item)]
+    by_item = list(grouped(answers, lambda answer: answer.item).values())
     scores = [[answer.score for answer in group if answer.score is not None] for group in by_item]
     graded = sum(map(len, scores))
     estimate = mean_by_prompt(scores, CONFIDENCE) if graded else None
@@ -260,7 +251,7 @@ def summarise(
         "metric": suite.metric,
         **{name: estimate and getattr(estimate, name) for name in ("value", "low", "high", "standard_error")},
         "confidence": CONFIDENCE,
-        "items": len(items.items),
+        "items": len(by_item),
         "available": suite.items or items.available,
         "partial": items.partial,
         "samples": samples,
@@ -284,14 +275,13 @@ def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, 
     """pass@k and maj@k for k = 1, 2, 4 … samples, each over the prompts with at least k graded answers."""
     if samples < 2:
         return {}
-    judged = [[answer for answer in group if answer.verdict in ("correct", "wrong")] for group in by_item]
-    right = [[answer.verdict == "correct" for answer in group] for group in judged]
-    answers = [([answer.extracted for answer in group], good) for group, good in zip(judged, right, strict=True)]
-    ks = [k for k in sizes(samples) if any(len(group) >= k for group in judged)]
-    return {
-        "pass@k": {str(k): fmean(passes_at(right, k)) for k in ks},
-        "maj@k": {str(k): fmean(majorities_at(answers, k)) for k in ks},
-    }
+    judged = [
+        [(answer.extracted, answer.verdict == "correct") for answer in group if answer.verdict in ("correct", "wrong")]
+        for group in by_item
+    ]
+    shares = {"pass@k": passes([[right for _, right in group] for group in judged], samples)}
+    shares["maj@k"] = majorities(judged, samples)
+    return {name: {str(k): share for k, share in by_size.items()} for name, by_size in shares.items()}
 
 
 def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
@@ -312,18 +302,16 @@ def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float 
 
 
 def write_files(
-    folder: Path, store: EvaluationStore, model: Mapping[str, Any], about: Mapping[str, Any]
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], created: str | None = None
 ) -> dict[str, Any]:
     """Write `answers.jsonl` and `summary.json` from the database. Returns the summary."""
-    save_rows(folder / ANSWERS, map(_as_row, store.answers()))
-    summary = {"format": FORMAT, **about, "model": dict(model), "suites": store.summaries()}
+    suites = store.summaries()
+    rows = (asdict(answer) for key in suites for answer in store.answers(key))
+    save_rows(folder / ANSWERS, ({k: v for k, v in row.items() if v or k != "episode"} for row in rows))
+    about = {"format": FORMAT, "posttrain": __version__} | ({"created": created} if created else {})
+    summary = {**about, "model": dict(model), "suites": suites}
     save_json(folder / SUMMARY, summary)
     return summary
-
-
-def _as_row(answer: Answer) -> dict[str, Any]:
-    row = asdict(answer)
-    return row if answer.episode else {name: value for name, value in row.items() if name != "episode"}
 
 
 def is_evaluation(folder: Path) -> bool:

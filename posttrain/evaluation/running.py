@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -39,12 +40,13 @@ Answered = tuple[Item, list[Reply]]
 Graded = tuple[Item, list[Reply], list[Grade]]
 
 
-class Judge:
+class Judge(ExitStack):
     """Grades answers of one suite. Close it, or use it as a context manager.
 
     Raises ConfigError for an unknown rule or a missing package, RewardError if the grader fails on known pairs."""
 
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
+        super().__init__()
         self._suite, self._rule = suite, suite.rule
         self.calls_function = ":" in suite.rule  # `submit` calls a user's function instead of workers
         self._pool: Pool | None = None
@@ -52,8 +54,10 @@ class Judge:
         self._function: RewardFunction | None = None
         if self.calls_function:
             self._function = RewardFunction(self._rule)
+            self.callback(self._function.close)
         elif self._rule not in ("none", OF_ENVIRONMENT) and suite.kind != "choices":
             self._pool = self._started(workers, deadline)
+            self.callback(self._pool.close)
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
         """Start grading one completion for each item; the rule's workers run in parallel with the caller."""
@@ -70,17 +74,6 @@ class Judge:
         if self._pool is None:
             return [grade for grade in pending if isinstance(grade, Grade)]
         return list(self._pool.collect([grade for grade in pending if isinstance(grade, Future)]))
-
-    def close(self) -> None:
-        for closed in (self._pool, self._function):
-            if closed is not None:
-                closed.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _started(self, workers: int | None, deadline: float) -> Pool:
         rule = self._rule
@@ -216,12 +209,7 @@ class Grading:
 
     def _submit(self) -> None:
         answered, self._answered = self._answered, []  # first: the user's function, called below, may fail
-        pairs = [
-            (item, reply.text)
-            for item, replies in answered
-            for reply in replies
-            if not reply.problem and reply.grade is None
-        ]
+        pairs = [(item, reply.text) for item, replies in answered for reply in replies if reply.grade is None]
         pending = self._judge.submit([item for item, _ in pairs], [text for _, text in pairs]) if pairs else []
         self._submitted.put((answered, pending))
         self._count, self._since = 0, time.monotonic()
@@ -241,17 +229,12 @@ class Grading:
     def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
         grades = iter(self._judge.collect([grade for _, pending in submitted for grade in pending]))
         graded = [
-            (item, replies, [_ungraded(one) or one.grade or next(grades) for one in replies])
+            (item, replies, [one.grade or next(grades) for one in replies])
             for answered, _ in submitted
             for item, replies in answered
         ]
         if graded:
             self._graded(graded)
-
-
-def _ungraded(reply: Reply) -> Grade | None:
-    """The grade of a reply that cannot be graded; None for another."""
-    return Grade("ungraded", reason=reply.problem) if reply.problem else None
 
 
 def _answer(
@@ -290,4 +273,4 @@ def started(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
 
 def finished(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
     """Whether an evaluation with these facts is finished. Raises RunError if its facts differ."""
-    return started(store, key, facts) and store.summary(key) is not None
+    return started(store, key, facts) and key in store.summaries()

@@ -7,17 +7,19 @@ difference is estimated more precisely prompt by prompt than from the two means 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import comb, sqrt
 from statistics import NormalDist, fmean
+from typing import TypeVar
 
 import numpy as np
 
 from posttrain.base.distributions import sign_test, t_quantile, z_quantile
 
+Group = TypeVar("Group", bound=Sequence)
 ROUNDING = 1e-12  # relative to the mean; a smaller standard error is the rounding error of equal numbers
 CHUNK = 1 << 22  # resampled values in memory at a time
 
@@ -124,25 +126,29 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4 ... and `most` completions per prompt, as the mean over prompts.
+def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[int, float]:
+    """pass@k by k: 1, 2, 4 ... and `most` completions per prompt, as the mean over prompts.
 
     None is a completion without a verdict; it is not counted. Prompts with fewer than k counted completions are not in
     pass@k.
     """
     judged = [[right for right in group if right is not None] for group in groups]
-    found = {k: passes_at(judged, k) for k in sizes(most)}
-    return {f"pass@{k}": fmean(values) for k, values in found.items() if values}
+    return _by_size(judged, most, lambda right, k: pass_at_k(len(right), sum(right), k))
 
 
-def sizes(most: int) -> list[int]:
-    """1, 2, 4 ... and `most`: the k of pass@k and maj@k."""
-    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+def majorities(groups: Sequence[Sequence[tuple[str | None, bool]]], most: int) -> dict[int, float]:
+    """maj@k by k, as in `passes`. The groups have each completion's answer, and whether it is right."""
+
+    def share(group: Sequence[tuple[str | None, bool]], k: int) -> float:
+        return maj_at_k([answer for answer, _ in group], [right for _, right in group], k)
+
+    return _by_size(groups, most, share)
 
 
-def passes_at(groups: Sequence[Sequence[bool]], k: int) -> list[float]:
-    """pass@k of each prompt with at least k completions; `mean_by_prompt([[v] for v in …])` gives its interval."""
-    return [pass_at_k(len(group), sum(group), k) for group in groups if len(group) >= k]
+def _by_size(groups: Sequence[Group], most: int, value: Callable[[Group, int], float]) -> dict[int, float]:
+    ks = sorted({most, *(1 << power for power in range(most.bit_length()))})
+    found = {k: [value(group, k) for group in groups if len(group) >= k] for k in ks}
+    return {k: fmean(values) for k, values in found.items() if values}
 
 
 def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
@@ -161,11 +167,6 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
     wrong = Counter(answer for answer, good in zip(answers, right, strict=True) if not good and answer is not None)
     silent = len(answers) - correct - wrong.total()
     return _majority(correct, tuple(sorted(wrong.values())), silent, k)
-
-
-def majorities_at(groups: Sequence[tuple[Sequence[str | None], Sequence[bool]]], k: int) -> list[float]:
-    """maj@k of each prompt, given as (answers, right), that has at least k completions."""
-    return [maj_at_k(answers, right, k) for answers, right in groups if len(answers) >= k]
 
 
 @lru_cache(maxsize=65_536)

@@ -6,12 +6,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from posttrain import __version__
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.evaluation.items import Item, Items
-from posttrain.evaluation.records import Answer, EvaluationStore, summarise, write_files
+from posttrain.evaluation.items import Items
+from posttrain.evaluation.records import EvaluationStore, summarise, write_files
 from posttrain.evaluation.running import started
 from posttrain.runs.inputs import content_of
 from posttrain.runs.provenance import now
@@ -27,13 +26,6 @@ class Tasks:
     chat: bool = False
     system_prompt: str | None = None
     seed: int = 0
-
-
-def check_tasks(model: ModelConfig, tasks: Tasks) -> None:
-    """Raise ConfigError, before other suites start, for an unknown task, or for chat without a template."""
-    from posttrain.evaluation.lm_eval_model import manager_of  # needs lm-eval
-
-    manager_of(model, tasks.names, tasks.chat)
 
 
 def evaluate_tasks(
@@ -60,8 +52,7 @@ def evaluate_tasks(
             before = [key for key in store.summaries() if (store.facts(key) or {}).get("task") == task]
             done = {store.summaries()[key]["suite"] for key in before if started(store, key, facts)}
             ran |= done or _run(model, task, tasks, devices, facts, store)
-            about = {"posttrain": __version__, "created": now()}
-            summary = write_files(folder, store, {"name": name, "path": model.path, "content": content}, about)
+            summary = write_files(folder, store, {"name": name, "path": model.path, "content": content}, now())
         return summary, ran
 
 
@@ -88,16 +79,11 @@ def _run(
         store.start(key, facts)
         positions = [int(one.item) if one.item.isdecimal() else answers.index(one) for one in answers]
         store.add(key, list(zip(positions, answers, strict=True)))
-        items = _items(suite, answers, tasks.max_rows)
+        documents = len({answer.item for answer in answers})
+        whole = tasks.max_rows is None or documents < tasks.max_rows
+        settings = SuiteConfig(name=suite, source=f"lm-eval {suite}", rule="none", answer=None)
+        items = Items(settings, (), documents, None if whole else f"the first {documents:,} documents", "")
         samples = max(answer.sample for answer in answers) + 1
         store.finish(key, summarise(items, setting, answers, samples, {"lm-eval": task}, seconds))
         names.add(suite)
     return names
-
-
-def _items(suite: str, answers: list[Answer], max_rows: int | None) -> Items:
-    ids = list(dict.fromkeys(answer.item for answer in answers))
-    documents = tuple(Item(position, item, "", "", None, {}, {}) for position, item in enumerate(ids))
-    partial = None if max_rows is None or len(ids) < max_rows else f"the first {len(ids):,} documents"
-    settings = SuiteConfig(name=suite, source=f"lm-eval {suite}", rule="none", answer=None)
-    return Items(settings, documents, len(ids), partial, "")

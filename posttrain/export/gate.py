@@ -21,7 +21,7 @@ from posttrain.base.words import counted
 from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
 from posttrain.distillation import compare_distributions, forward_kl
-from posttrain.evaluation.pairs import own_margins
+from posttrain.evaluation.pairs import margins_by
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.models.attention import width_step
@@ -127,7 +127,7 @@ def _flips(name: str, share: Estimate, limit: float, of: str) -> Check:
 
 def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -> list[float]:
     """The reward of the chosen completion minus that of the rejected one, for each pair."""
-    margins = own_margins(model, model.device)
+    margins = margins_by(model)
     return [
         margin
         for start in progress(range(0, len(examples), BATCH), f"gate: rewards of the {what} model")

@@ -14,7 +14,7 @@ from posttrain.base.words import last_box
 from posttrain.grading import forms
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number
-from posttrain.grading.sets import Interval, RealSet, chain, is_set_like, read_set
+from posttrain.grading.sets import Interval, chain, is_set_like, read_set
 from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def _same(gold: str, answer: str, depth: int) -> bool:
     from posttrain.grading import symbolic  # runs in a worker, which has imported it
 
     if forms.is_equation(gold) or forms.is_equation(answer):
-        return symbolic.same_equation(gold, answer)
+        return symbolic.same_relation(gold, answer)
     return symbolic.same_expression(gold, answer)
 
 
@@ -122,11 +122,12 @@ def is_readable(gold: str) -> bool:
 def _is_words(text: str) -> bool:
     if re.fullmatch(r"\\text\{[^{}]*[A-Za-z]{2}[^{}]*\}", text):
         return True
-    return re.fullmatch(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*", text) is not None and not _is_function(text)
+    is_function = text in ("inf", "infinity") or re.match(r"(?:sqrt|sin|cos|tan|log|exp|pi)(?![a-z])", text)
+    return not is_function and re.fullmatch(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*", text) is not None
 
 
-def _is_function(text: str) -> bool:
-    return text in ("inf", "infinity") or re.match(r"(?:sqrt|sin|cos|tan|log|exp|pi)(?![a-z])", text) is not None
+def _same_each(left: Sequence[str], right: Sequence[str], depth: int) -> bool:
+    return len(left) == len(right) and all(_same(g, a, depth) for g, a in zip(left, right, strict=True))
 
 
 # --- answers that are not expressions ---------------------------------------------------------------------------------
@@ -151,8 +152,8 @@ def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:
     if left and right:
         return left.same(right)
     if ratio and other:
-        sides = ([_quotient(term, terms[0]) for term in terms] for terms in (ratio, other))
-        return len(ratio) == len(other) and all(_same(g, a, depth - 1) for g, a in zip(*sides, strict=True))
+        ours, theirs = ([_quotient(term, terms[0]) for term in terms] for terms in (ratio, other))
+        return _same_each(ours, theirs, depth - 1)
     if left or right:
         return False
     if ratio or other:
@@ -172,7 +173,9 @@ def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
         return None
     left, right = read_set(gold), read_set(answer)
     if left and right:
-        return _same_set(left, right, depth)
+        if left.name and right.name and left.name != right.name:
+            return False
+        return _pair_off(left.intervals, right.intervals, lambda one, other: _same_interval(one, other, depth - 1))
     if max(len(forms.elements(gold)), len(forms.elements(answer))) > 1:
         return None
     chains = chain(gold), chain(answer)
@@ -181,23 +184,16 @@ def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
     (terms, signs), (others, their_signs) = chains[0], chains[1]
     if signs != their_signs:
         return False
-    if all(_same(g, a, depth - 1) for g, a in zip(terms, others, strict=True)):
+    if _same_each(terms, others, depth - 1):
         return True
     from posttrain.grading import symbolic
 
-    return len(signs) == 1 and symbolic.same_inequality(signs[0].join(terms), signs[0].join(others))
-
-
-def _same_set(left: RealSet, right: RealSet, depth: int) -> bool:
-    if left.name and right.name and left.name != right.name:
-        return False
-    return _pair_off(left.intervals, right.intervals, lambda one, other: _same_interval(one, other, depth - 1))
+    return len(signs) == 1 and symbolic.same_relation(signs[0].join(terms), signs[0].join(others), symbolic.LESS)
 
 
 def _same_interval(one: Interval, other: Interval, depth: int) -> bool:
-    if (one.low_closed, one.high_closed) != (other.low_closed, other.high_closed):
-        return False
-    return _same(one.low, other.low, depth) and _same(one.high, other.high, depth)
+    closed = (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
+    return closed and _same_each((one.low, one.high), (other.low, other.high), depth)
 
 
 def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool]) -> bool:
@@ -265,25 +261,23 @@ def _as_named(gold: str, answer: str, depth: int) -> bool | None:
     if left and right:
         return left.keys() == right.keys() and all(_same(left[name], right[name], depth - 1) for name in left)
     if left or right:
-        values = forms.in_order(left, gold), forms.in_order(right, answer)
-        same_length = len(values[0]) == len(values[1])
-        return same_length and all(_same(g, a, depth - 1) for g, a in zip(*values, strict=True))
+        return _same_each(forms.in_order(left, gold), forms.in_order(right, answer), depth - 1)
     if any(text.count("=") > 1 and len(forms.elements(text)) > 1 for text in (gold, answer)):
         return None  # a list whose members have different names
-    named = forms.ASSIGNED.fullmatch(gold), forms.ASSIGNED.fullmatch(answer)
-    if named[0] and named[1] and compact(named[0]["name"]) == compact(named[1]["name"]):
-        return _same(named[0]["value"], named[1]["value"], depth - 1)
-    if named[0] and named[1] and any(forms.FIGURE.fullmatch(one["name"]) for one in named if one):
-        return _as_drawn(named[0]["name"]) == _as_drawn(named[1]["name"]) and _same(
-            named[0]["value"], named[1]["value"], depth - 1
-        )
+    one, other = forms.ASSIGNED.fullmatch(gold), forms.ASSIGNED.fullmatch(answer)
+    if one and other:
+        names = one["name"], other["name"]
+        same_name = compact(names[0]) == compact(names[1])
+        if same_name or any(map(forms.FIGURE.fullmatch, names)):
+            same_name = same_name or _as_drawn(names[0]) == _as_drawn(names[1])
+            return same_name and _same(one["value"], other["value"], depth - 1)
     if forms.is_equation(gold) and forms.is_equation(answer):
         return None
-    if (named[0] is None) != (named[1] is None):
-        return _same(named[0]["value"] if named[0] else gold, named[1]["value"] if named[1] else answer, depth - 1)
-    for sides, other in ((split_top(gold, "="), answer), (split_top(answer, "="), gold)):
+    if (one is None) != (other is None):
+        return _same(one["value"] if one else gold, other["value"] if other else answer, depth - 1)
+    for sides, whole in ((split_top(gold, "="), answer), (split_top(answer, "="), gold)):
         if len(sides) > 1:
-            return all(_same(other, side.strip(), depth - 1) for side in sides)
+            return all(_same(whole, side.strip(), depth - 1) for side in sides)
     return None
 
 
@@ -326,8 +320,7 @@ def _as_brackets(gold: str, answer: str, depth: int) -> bool | None:
         return None if len(split_top(inside)) == 1 and opening != "[" else False
     if (left[0], left[2]) != (right[0], right[2]):
         return False
-    parts = [split_top(inside[1]) for inside in (left, right)]
-    return len(parts[0]) == len(parts[1]) and all(_same(g, a, depth - 1) for g, a in zip(*parts, strict=True))
+    return _same_each(split_top(left[1]), split_top(right[1]), depth - 1)
 
 
 def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
@@ -339,5 +332,4 @@ def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
     ours, theirs = forms.rows(left), forms.rows(right)
     if [len(row) for row in ours] != [len(row) for row in theirs]:
         return False
-    cells = [pair for one, two in zip(ours, theirs, strict=True) for pair in zip(one, two, strict=True)]
-    return all(_same(g, a, depth - 1) for g, a in cells)
+    return _same_each([cell for row in ours for cell in row], [cell for row in theirs for cell in row], depth - 1)

@@ -6,6 +6,8 @@ and `split_top` read tuples, intervals, sets and lists.
 
 import re
 import unicodedata
+from collections.abc import Iterable
+from itertools import accumulate
 
 _CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "＋": "+",
@@ -233,12 +235,13 @@ def _plain(character: str) -> str:
 
 def is_balanced(text: str) -> bool:
     """Whether LaTeX braces are balanced; `\\{` is a character, not a brace."""
-    depth = 0
-    for match in re.finditer(r"\\.|[{}]", text):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth < 0:
-            return False
-    return depth == 0
+    return _closes({"{": 1, "}": -1}.get(token, 0) for token in re.findall(r"\\.|[{}]", text))
+
+
+def _closes(steps: Iterable[int]) -> bool:
+    """Whether every opening bracket (1) is followed by its closing bracket (-1)."""
+    depths = [0, *accumulate(steps)]
+    return min(depths) == 0 == depths[-1]
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
@@ -261,15 +264,6 @@ def brackets(text: str) -> tuple[str, str, str] | None:
     for begin, end in pairs:
         if len(text) > len(begin + end) - 1 and text.startswith(begin) and text.endswith(end):
             content = text[len(begin) : len(text) - len(end)]
-            if _closes_itself(content):
+            if _closes((character in OPENING) - (character in CLOSING) for character in content):
                 return begin, content.strip(), end
     return None
-
-
-def _closes_itself(content: str) -> bool:
-    depth = 0
-    for character in content:
-        depth += (character in OPENING) - (character in CLOSING)
-        if depth < 0:
-            return False
-    return depth == 0

@@ -19,11 +19,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Self
 
 from posttrain.base.child import HelperPool
 from posttrain.base.errors import RewardError
+from posttrain.base.signals import result_of
 from posttrain.base.system import CAN_FORK
 from posttrain.grading.process import Deadlines, Template, WorkerProcess, worker_environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
@@ -31,7 +31,6 @@ from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 log = logging.getLogger("posttrain")
 
 DEADLINE_S = 2.0
-WAIT_S = 0.2  # maximum seconds of one wait, so that Ctrl-C and the caller's own work are handled in between
 ALARM_SHARE = 0.005
 MOST_WORKERS = 8
 CLOSED = "the grading pool is closed"
@@ -111,13 +110,7 @@ class Pool:
     def collect(self, futures: Sequence[Future[Grade]]) -> Iterator[Grade]:
         """Yield the grades of submitted jobs in order, waiting at most a fifth of a second at a time."""
         try:
-            for future in futures:
-                while True:
-                    try:
-                        yield future.result(timeout=WAIT_S)
-                        break
-                    except FutureTimeout:
-                        continue
+            yield from map(result_of, futures)
             self._raise_alarm()
         finally:
             for future in futures:

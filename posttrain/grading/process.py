@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from posttrain.base.errors import RewardError
 from posttrain.grading.verdict import FORK, NUMBER, Grade, GradeRequest, read_grade
@@ -142,27 +142,24 @@ def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
         process.wait()
 
 
-class Killable(Protocol):
-    def kill(self) -> None: ...
-
-
 class Deadlines:
-    """Kills workers at their deadline, in a separate thread, so that deadlines hold whatever the program does.
+    """Kills workers (calls `kill`) at their deadline, in a separate thread, so that deadlines hold whatever the program
+    does.
 
     If this process itself was stopped (a sleeping laptop, SIGSTOP, an overloaded machine), deadlines move by that time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._due: dict[Killable, float] = {}
+        self._due: dict[Any, float] = {}
         self._stop = threading.Event()
         threading.Thread(target=self._watch, name="posttrain-grading-deadlines", daemon=True).start()
 
-    def start(self, worker: Killable, seconds: float) -> None:
+    def start(self, worker: Any, seconds: float) -> None:
         with self._lock:
             self._due[worker] = time.monotonic() + seconds
 
-    def end(self, worker: Killable) -> bool:
+    def end(self, worker: Any) -> bool:
         """End the worker's deadline. Returns whether it was met; if not, the worker was killed or is about to be."""
         with self._lock:
             return self._due.pop(worker, None) is not None

@@ -104,11 +104,8 @@ def _braces(content: str, depth: int) -> RealSet | None:
         condition = read_set(found["condition"], depth - 1)
         return RealSet(condition.intervals) if condition and condition.name == found["name"] else None
     members = split_top(content)
-    return None if any(ORDER.search(member) or not member for member in members) else _points(members)
-
-
-def _points(members: list[str]) -> RealSet:
-    return RealSet(tuple(_point(member) for member in members))
+    is_list = not any(ORDER.search(member) or not member for member in members)
+    return RealSet(tuple(map(_point, members))) if is_list else None
 
 
 def _point(value: str) -> Interval:
@@ -136,7 +133,8 @@ def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
         low, high = high, low
     if low.high != _HIGH or high.low != _LOW or low.low == _LOW or high.high == _HIGH:
         return None
-    if _is_before(high.high, low.low):
+    ends = _value(high.high), _value(low.low)
+    if ends[0] is not None and ends[1] is not None and ends[0] < ends[1]:
         return RealSet((), left.name)
     return RealSet((Interval(low.low, low.low_closed, high.high, high.high_closed),), left.name)
 
@@ -147,13 +145,8 @@ def _listed(left: RealSet | None, right: RealSet | None) -> RealSet | None:
     return both if both and both.intervals else _union([left, right])
 
 
-def _is_before(one: str, other: str) -> bool:
-    """Whether a number is less than another; False for ends that are not plain numbers."""
-    values = [_value(end) for end in (one, other)]
-    return values[0] is not None and values[1] is not None and values[0] < values[1]
-
-
 def _value(text: str) -> Fraction | None:
+    """The value of an end that is a plain number."""
     number = read_number(text)
     return number.exact if number else None
 

@@ -21,6 +21,7 @@ CLOSE = sympy.Float("1e-100", 30)  # relative; if the difference is zero, its ro
 POINTS, TRIES = 3, 8  # number of points at which both must have a value, and maximum number of points tried
 LONGEST = 2000  # characters
 DEEPEST = 25  # maximum nesting of brackets
+LESS = r"<|\\le(?![a-zA-Z])"
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
 # Functions and constants that may be written without a backslash.
 _PLAIN_NAME = re.compile(
@@ -70,7 +71,7 @@ def warm_up() -> None:
         (r"\sin^{2} x", "x!"),
     ):
         same_expression(gold, answer)
-    same_equation("y=2x+3", "2x-y+3=0")
+    same_relation("y=2x+3", "2x-y+3=0")
 
 
 def same_expression(gold: str, answer: str) -> bool:
@@ -85,17 +86,10 @@ def same_expression(gold: str, answer: str) -> bool:
         return False
 
 
-def same_equation(gold: str, answer: str) -> bool:
-    """Whether two equations are equivalent: left - right of one is a nonzero constant times that of the other."""
-    return _is_multiple(gold, answer, r"=")
+def same_relation(gold: str, answer: str, sign: str = "=") -> bool:
+    """Whether two equations are equivalent: left - right of one is a nonzero constant times that of the other.
 
-
-def same_inequality(gold: str, answer: str) -> bool:
-    """Whether two inequalities `low < high` are equivalent: high - low of one is a positive multiple of the other's."""
-    return _is_multiple(gold, answer, r"<|\\le(?![a-zA-Z])", positive=True)
-
-
-def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> bool:
+    With the sign LESS, whether two inequalities `low < high` are: the constant is positive."""
     try:
         first, second = (_difference(text, sign) for text in (gold, answer))
     except Unreadable:
@@ -106,7 +100,7 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
     try:
         factor: Any = first.subs(point) / second.subs(point)
         value = factor.evalf(DIGITS, maxn=MOST_DIGITS)
-        if not value.is_finite or abs(value) < CLOSE or (positive and not value > 0):
+        if not value.is_finite or abs(value) < CLOSE or (sign == LESS and not value > 0):
             return False
     except (ArithmeticError, ValueError, TypeError, AttributeError):
         return False
@@ -120,7 +114,8 @@ def parse(text: str, odd: bool = False) -> sympy.Expr:
     `a^{1/3}` is the principal value.
     """
     text = _PRIMED.sub(_with_primes, text)
-    if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
+    depth = max(accumulate((c in OPENING) - (c in CLOSING) for c in text), default=0)
+    if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or depth > DEEPEST:
         raise Unreadable(text[:50])
     if _DIVISORS.search(text) and re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", text):
         raise Unreadable(text[:50])  # the grammar takes gcd(m, n) of symbols for 1
@@ -137,21 +132,21 @@ def parse(text: str, odd: bool = False) -> sympy.Expr:
     return result
 
 
-def _depth(text: str) -> int:
-    return max(accumulate((c in OPENING) - (c in CLOSING) for c in text))
-
-
 def _real_roots(text: str, expressions: bool) -> str:
     r"""Rewrite `\sqrt[3]{-a}` as `-\sqrt[3]{a}`, the innermost root first."""
     for found in reversed(list(_ODD_ROOT.finditer(text))):
-        depth, end = 1, found.end()
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        inside: Any = parse(text[found.end() : end - 1], expressions)
+        close = _closing(text, found.end() - 1, "{}")
+        argument, rest = text[found.end() : close], "" if close < 0 else text[close + 1 :]
+        inside: Any = parse(argument, expressions)
         if inside.is_negative or (expressions and inside.free_symbols and inside.could_extract_minus_sign()):
-            text = f"{text[: found.start()]}(-{found[0]}-({text[found.end() : end - 1]})}}){text[end:]}"
+            text = f"{text[: found.start()]}(-{found[0]}-({argument})}}){rest}"
     return text
+
+
+def _closing(text: str, at: int, pair: str) -> int:
+    """The index of the bracket that closes the one at `at`; -1 if it stays open."""
+    depths = accumulate((c == pair[0]) - (c == pair[1]) for c in text[at:])
+    return next((index for index, depth in enumerate(depths, at) if depth == 0), -1)
 
 
 def as_latex(text: str) -> str:
@@ -182,16 +177,10 @@ def _grouped(text: str, command: str) -> str:
     """Rewrite `command(…)` as `command{…}`, because in LaTeX a parenthesis does not group."""
     for _ in range(text.count(command)):
         found = re.search(re.escape(command) + r"\s*\(", text)
-        if not found:
+        close = _closing(text, found.end() - 1, "()") if found else -1
+        if found is None or close < 0:
             break
-        depth = 0
-        for index in range(found.end() - 1, len(text)):
-            depth += (text[index] == "(") - (text[index] == ")")
-            if depth == 0:
-                text = f"{text[: found.start()]}{command}{{{text[found.end() : index]}}}{text[index + 1 :]}"
-                break
-        else:
-            break
+        text = f"{text[: found.start()]}{command}{{{text[found.end() : close]}}}{text[close + 1 :]}"
     return text
 
 
@@ -203,13 +192,10 @@ def _difference(text: str, sign: str) -> sympy.Expr:
 
 
 def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
-    return _same_value(left, right) or (
-        _has_root_of_quotient(left, right) and _same_value(_split_roots(left), _split_roots(right))
-    )
-
-
-def _has_root_of_quotient(*expressions: sympy.Expr) -> bool:
-    return any(_root_of_quotient(power) for expression in expressions for power in expression.atoms(sympy.Pow))
+    if _same_value(left, right):
+        return True
+    has_root = any(_root_of_quotient(power) for side in (left, right) for power in side.atoms(sympy.Pow))
+    return has_root and _same_value(_split_roots(left), _split_roots(right))
 
 
 def _root_of_quotient(power: Any) -> bool:
@@ -227,8 +213,6 @@ def _split_roots(expression: Any) -> Any:
 def _same_value(left: sympy.Expr, right: sympy.Expr) -> bool:
     if left == right:
         return True
-    if left.is_Rational and right.is_Rational:
-        return False
     if left.has(sympy.oo, sympy.zoo, sympy.nan) or right.has(sympy.oo, sympy.zoo, sympy.nan):
         return False
     difference = left - right

@@ -27,6 +27,7 @@ _METRIC = {
     "T": ("mμ", "tesla"), "eV": ("kMG", "electronvolt"), "mol": ("mμ", "mole"), "cal": ("k", "calorie"),
     "Ω": ("kM", "ohm"), "K": ("", "kelvin"),
 }  # fmt: skip
+_THOUSANDTHS = frozenset(f"m{symbol}".lower() for symbol, (prefixes, _) in _METRIC.items() if "m" in prefixes)
 # dimension: {scale: spellings}
 _OTHERS = {
     "inch": {1: "inch in", 12: "foot ft", 36: "yard yd", 63360: "mile mi"},
@@ -107,8 +108,7 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
     `letters`: also accept one-letter units without `\text{}` (`6 m`), which look like a product of variables."""
     if money := _MONEY.fullmatch(text):
         value = money["sign"] + money["value"]
-        behind = split_unit(value)
-        value, more = behind or (value, NO_UNIT)
+        value, more = split_unit(value) or (value, NO_UNIT)
         unit = read_unit(money["symbol"])
         if unit is None or more.dimensions not in (frozenset(), unit.dimensions):
             return None
@@ -195,7 +195,7 @@ def _word(word: str) -> Unit | None:
     symbols, words = _known()
     if unit := symbols.get(word):
         return unit
-    if word.startswith("M") and word.lower() in _thousandths():  # Mm is not mm, ML not mL
+    if word.startswith("M") and word.lower() in _THOUSANDTHS:  # Mm is not mm, ML not mL
         return None
     if short := _SHORT.get(word.lower()):
         return _product(short)
@@ -207,12 +207,6 @@ def _word(word: str) -> Unit | None:
         if name in _COUNTED:
             return Unit(frozenset({(name, 1)}))
     return None
-
-
-@lru_cache(maxsize=1)
-def _thousandths() -> frozenset[str]:
-    """The symbols with the prefix milli, in lower case."""
-    return frozenset(f"m{symbol}".lower() for symbol, (prefixes, _) in _METRIC.items() if "m" in prefixes)
 
 
 @lru_cache(maxsize=1)

@@ -94,8 +94,7 @@ def limits(memory_bytes: int, files_open: bool) -> list[str]:
     memory_bytes = max(memory_bytes, _address_space() + ROOM_BYTES)
     # macOS accepts the limit but does not enforce it
     kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if IS_LINUX else ""
-    wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
-    wanted += [(resource.RLIMIT_CORE, 0, "")]
+    wanted = [(resource.RLIMIT_AS, memory_bytes, kept), (resource.RLIMIT_CORE, 0, "")]
     wanted += [(resource.RLIMIT_FSIZE, 0, "no growing files")] if files_open else []
     for limit, value, name in wanted:
         # macOS refuses some of these limits
@@ -155,29 +154,20 @@ def main() -> None:
         return
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")  # private; output of libraries is discarded
     _silence()
-    failure = _load(sys.argv[1:])
-    if failure:
-        say(replies, {"failed": failure})
-    else:
-        _body(sys.argv[1:])(jobs, replies)
+    _loaded(sys.argv[1:])(jobs, replies)
 
 
-def _load(modules: list[str]) -> str | None:
-    """Import modules and warm them up. Returns the error, if any."""
+def _loaded(modules: list[str]) -> Callable[..., None]:
+    """Import modules and warm them up. Returns what a worker does: the function that the first module names, else
+    grading; after an error, report it."""
     try:
         for module in modules:
-            warm_up = getattr(importlib.import_module(module.partition(":")[0]), "warm_up", None)
-            if warm_up is not None:
-                warm_up()
+            getattr(importlib.import_module(module.partition(":")[0]), "warm_up", lambda: None)()
+        module, _, function = (modules or [""])[0].partition(":")
+        return getattr(importlib.import_module(module), function) if function else _serve
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:EXTRACTED_CHARACTERS]
-    return None
-
-
-def _body(modules: list[str]) -> Callable[..., None]:
-    """What a worker does: the function that the first module names, else grading."""
-    module, _, function = (modules or [""])[0].partition(":")
-    return getattr(importlib.import_module(module), function) if function else _serve
+        failure = f"{type(error).__name__}: {error}"[:EXTRACTED_CHARACTERS]
+        return lambda _, replies, *__: say(replies, {"failed": failure})
 
 
 def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
@@ -218,7 +208,7 @@ def _be_a_template(modules: list[str]) -> None:
     watch.start()
     control = socket.socket(fileno=os.dup(0))
     _silence()
-    failure = _load(modules)
+    body = _loaded(modules)
     gc.collect()
     gc.freeze()  # so that garbage collection in a worker does not copy the memory that workers share
     loaded.set()
@@ -243,18 +233,11 @@ def _be_a_template(modules: list[str]) -> None:
                 break
             jobs, replies = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
             link = socket.socket(fileno=descriptors[2])
-            pid = 0 if failure else _fork(_body(modules), jobs, replies, {*watched, *links, ring, link})
-            if failure:
-                say(replies, {"failed": failure})
+            links[link] = _fork(body, jobs, replies, {*watched, *links, ring, link})
             jobs.close()
             replies.close()
-            _tell(link, pid)
-            if failure:
-                _tell(link, 0)
-                link.close()
-            else:
-                links[link] = pid
-                watched.add(link)
+            _tell(link, links[link])
+            watched.add(link)
     for pid in links.values():
         _kill(pid)
 

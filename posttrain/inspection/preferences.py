@@ -26,7 +26,7 @@ from posttrain.base.threads import sharing_cores
 from posttrain.config import ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Options, prepare
-from posttrain.evaluation.pairs import BATCH, own_margins
+from posttrain.evaluation.pairs import BATCH, margins_by
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
@@ -96,7 +96,7 @@ def margins_of(config: RunConfig, path: str) -> tuple[Array, Array]:
     _, once = np.unique(dataset.rows, return_index=True)  # a weighted source repeats rows
     once = once[~dataset.ties[once]]
     once = once[np.argsort(-dataset.lengths[once], kind="stable")]
-    score, margins = own_margins(loaded, device), []
+    score, margins = margins_by(loaded), []
     for start in progress(range(0, len(once), BATCH), "scoring pairs"):
         margins += score([dataset[int(index)] for index in once[start : start + BATCH]])
     order = np.argsort(dataset.rows[once], kind="stable")

@@ -1,6 +1,5 @@
 """Requests to a model behind an OpenAI-compatible API: paced and retried, with replies stored in `judge.sqlite`."""
 
-import concurrent.futures
 import hashlib
 import json
 import logging
@@ -18,10 +17,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from posttrain.base.console import progress
 from posttrain.base.errors import RewardError
 from posttrain.base.files import default_cache
+from posttrain.base.signals import result_of
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.judges.post import Answer, Pace, Post
 
@@ -29,7 +30,6 @@ log = logging.getLogger("posttrain")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause before the first retry, doubled for each further retry; longest pause
 CHARACTERS_PER_TOKEN = 3  # estimates a request's tokens for the limit per minute, until the server has counted them
-SLICE_S = 0.5  # seconds of one wait for a reply; signals are handled between two waits
 FEWEST_FAILURES = 4  # minimum of consecutive failures, each after all retries, before the judge counts as down
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 NAME = "judge.sqlite"
@@ -50,7 +50,7 @@ class Reply:
 
     `failure`: empty, timeout, outage (no connection, HTTP 429 or 5xx), refused (other statuses), invalid (not a chat
     completion) or unreadable (no verdict). `requests`: number of HTTP requests; 0 for a stored reply, or for a reply
-    shared with an equal question.
+    shared with an equal question. `value`: the score or preference that a judge read from the content.
     """
 
     content: str = ""
@@ -61,6 +61,7 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class JudgeClient:
         self._lock = threading.Lock()
         self._open: set[Post] = set()
         self._pending: dict[str, Future[Reply]] = {}
+        self._counted: WeakSet[Future[Reply]] = WeakSet()  # whose costs were counted
         self._stop = threading.Event()
         self._failed_in_row, self._answered = 0, False
 
@@ -95,9 +97,8 @@ class JudgeClient:
         """Ask a question; equal questions share one request. `gather` waits for the reply."""
         text = json.dumps(self._request(messages), sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
-        shared = self._pending.get(key)
-        if shared is not None:
-            return _without_cost(shared)
+        if key in self._pending:
+            return self._pending[key]
         future: Future[Reply] = Future()
         stored = self._cache.get(key)
         if stored is not None:
@@ -114,13 +115,21 @@ class JudgeClient:
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
         """Wait for the replies, with a progress bar if `title` is given. An interrupted wait cancels the requests."""
         try:
-            return [_result(future) for future in (progress(futures, title) if title else futures)]
+            return [self._result(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
             self._abort()
             raise
         finally:
             self._pending.clear()
             self._failed_in_row = 0  # the next call tries again
+
+    def _result(self, future: Future[Reply]) -> Reply:
+        """The reply, without its costs if they were counted for an equal question."""
+        reply = result_of(future)
+        if future in self._counted:
+            return replace(reply, requests=0, prompt_tokens=0, completion_tokens=0)
+        self._counted.add(future)
+        return reply
 
     def close(self) -> None:
         self._abort()
@@ -143,7 +152,9 @@ class JudgeClient:
         settings = self.settings
         sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens} | settings.parameters
         kept = {name: value for name, value in sampling.items() if value is not None}
-        return {"model": settings.model, "messages": [_clean(message) for message in messages], **kept}
+        # Servers reject lone surrogates.
+        clean = [{k: v.encode(errors="backslashreplace").decode() for k, v in one.items()} for one in messages]
+        return {"model": settings.model, "messages": clean, **kept}
 
     # --- in a worker ------------------------------------------------------------------------------------------------
 
@@ -232,13 +243,6 @@ class JudgeClient:
         return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
 
 
-def _result(future: Future[Reply]) -> Reply:
-    """The future's result. Waits in slices, because a signal just before a wait is handled only when the wait ends."""
-    while not future.done():
-        concurrent.futures.wait([future], SLICE_S)
-    return future.result()
-
-
 def _key(settings: JudgeSettings) -> str | None:
     if settings.api_key_env is None:
         return None
@@ -248,27 +252,6 @@ def _key(settings: JudgeSettings) -> str | None:
     if not key.isascii() or not key.isprintable():
         raise RewardError(f"the value of {settings.api_key_env} has characters that an API key cannot have")
     return key
-
-
-def _clean(message: Message) -> Message:
-    """The message with lone surrogates, which servers reject, escaped."""
-    return {name: text.encode(errors="backslashreplace").decode() for name, text in message.items()}
-
-
-def _without_cost(shared: Future[Reply]) -> Future[Reply]:
-    """A future for the reply to an equal question, without its costs, which are counted for that question."""
-    future: Future[Reply] = Future()
-
-    def copy(done: Future[Reply]) -> None:
-        if done.cancelled():
-            future.cancel()
-        elif (error := done.exception()) is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(replace(done.result(), requests=0, prompt_tokens=0, completion_tokens=0))
-
-    shared.add_done_callback(copy)
-    return future
 
 
 def _completion(value: Any) -> Reply | None:
@@ -320,26 +303,25 @@ class ReplyCache:
 
     def get(self, key: str) -> Reply | None:
         """The stored reply, without token counts, since they are not counted again; None if there is none."""
-        query = "SELECT content, finish_reason, seconds FROM replies WHERE key = ?"
-        with self._lock:
-            try:
-                row = self._connection.execute(query, (key,)).fetchone()
-            except sqlite3.Error as error:
-                raise self._refusal(error) from error
+        try:
+            row = self._execute("SELECT content, finish_reason, seconds FROM replies WHERE key = ?", key)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
         return None if row is None else Reply(row[0], row[1], seconds=row[2])
 
     def put(self, key: str, model: str, reply: Reply) -> None:
         values = (key, model, reply.content, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
+        query = "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        try:
+            self._execute(query, *values, reply.seconds, time.time())
+        except sqlite3.Error as error:
+            if not self._warned:
+                log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
+            self._warned = True
+
+    def _execute(self, query: str, *values: Any) -> tuple[Any, ...] | None:
         with self._lock:
-            try:
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, reply.seconds, time.time()),
-                )
-            except sqlite3.Error as error:
-                if not self._warned:
-                    log.warning("%s: replies are used but not stored; the next run asks again", self._refusal(error))
-                self._warned = True
+            return self._connection.execute(query, values).fetchone()
 
     def close(self) -> None:
         with self._lock:

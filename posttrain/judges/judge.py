@@ -9,8 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, Self, TypeVar
+from typing import Any, Literal
 
 from posttrain.base.distributions import sign_test
 from posttrain.base.words import counted
@@ -21,7 +22,6 @@ from posttrain.judges.client import JudgeClient, Message, Reply
 
 log = logging.getLogger("posttrain")
 
-Value = TypeVar("Value")
 Better = Literal["a", "b", "tie"]
 Result = Literal["win", "loss", "tie"]
 COSTS = ("requests", "prompt_tokens", "completion_tokens")
@@ -38,47 +38,33 @@ class Question:
     future: Future[Reply]
 
 
-@dataclass(frozen=True, slots=True)
-class Answered(Generic[Value]):
-    """A judge's answer. `value` is read from `reply`; None if there is no reply, or if it cannot be read."""
-
-    value: Value | None
-    reply: Reply
-
-
-class _Judge:
+class _Judge(ExitStack):
     """Asks a model. Close it, or use it as a context manager."""
 
     def __init__(self, settings: JudgeSettings):
+        super().__init__()
         self._client = JudgeClient(settings)
-
-    def close(self) -> None:
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.callback(self._client.close)
 
     def _ask(self, messages: Sequence[Message]) -> Question:
         return Question(tuple(messages), self._client.submit(messages))
 
-    def _answers(
-        self, questions: Sequence[Question], read: Callable[[str], Value | None], wanted: str, title: str
-    ) -> list[Answered[Value]]:
-        """The answers, in order. `wanted` tells the judge what a reply must contain; failures are logged by kind."""
+    def _replies(
+        self, questions: Sequence[Question], read: Callable[[str], Any], wanted: str, title: str
+    ) -> list[Reply]:
+        """The replies with their values, in order. `wanted` tells the judge what a reply must contain; failures are
+        logged by kind."""
         replies = self._client.gather([question.future for question in questions], title)
         found = [_read(reply, read) for reply in replies]
         again = {
-            index: self._ask(_reminded(questions[index].messages, answer.reply, wanted))
-            for index, answer in enumerate(found)
-            if answer.reply.failure == "unreadable"
+            index: self._ask(_reminded(questions[index].messages, reply, wanted))
+            for index, reply in enumerate(found)
+            if reply.failure == "unreadable"
         }
         replies = self._client.gather([question.future for question in again.values()])
         for index, reply in zip(again, replies, strict=True):
-            found[index] = _both(found[index].reply, _read(reply, read))
-        failed = [answer.reply for answer in found if answer.reply.failure]
+            found[index] = _both(found[index], _read(reply, read))
+        failed = [reply for reply in found if reply.failure]
         if failed:
             log.warning(
                 "judge %s: no verdict on %d of %s (%s), e.g. %s",
@@ -91,13 +77,13 @@ class _Judge:
         return found
 
 
-def _read(reply: Reply, read: Callable[[str], Value | None]) -> Answered[Value]:
+def _read(reply: Reply, read: Callable[[str], Any]) -> Reply:
     value = None if reply.failure else read(reply.content)
     if value is not None or reply.failure:
-        return Answered(value, reply)
+        return replace(reply, value=value)
     end = "…" + reply.content[-80:] if len(reply.content) > 80 else reply.content
     cut = " (cut off: raise max_tokens)" if reply.finish_reason == "length" else ""
-    return Answered(None, replace(reply, failure="unreadable", reason=f"no verdict in {end!r}{cut}"))
+    return replace(reply, failure="unreadable", reason=f"no verdict in {end!r}{cut}")
 
 
 def _reminded(messages: Sequence[Message], reply: Reply, wanted: str) -> list[Message]:
@@ -106,11 +92,11 @@ def _reminded(messages: Sequence[Message], reply: Reply, wanted: str) -> list[Me
     return [*messages, unreadable, reminder]
 
 
-def _both(first: Reply, second: Answered[Value]) -> Answered[Value]:
-    """The second answer, with the costs of both."""
-    costs = {name: getattr(first, name) + getattr(second.reply, name) for name in (*COSTS, "seconds")}
-    content = f"{first.content}\n{second.reply.content}" if second.reply.content else first.content
-    return replace(second, reply=replace(second.reply, content=content, **costs))
+def _both(first: Reply, second: Reply) -> Reply:
+    """The second reply, with the costs of both."""
+    costs = {name: getattr(first, name) + getattr(second, name) for name in (*COSTS, "seconds")}
+    content = f"{first.content}\n{second.content}" if second.content else first.content
+    return replace(second, content=content, **costs)
 
 
 # --- one completion ---------------------------------------------------------------------------------------------------
@@ -162,7 +148,7 @@ class SingleJudge(_Judge):
         settings = self.settings
         wanted = '"[[rating]]"' if settings.read == "rating" else "the score in the form that was asked for"
         questions = [question for question in started if question is not None]
-        found = iter(self._answers(questions, lambda text: prompts.read_score(text, settings), wanted, title))
+        found = iter(self._replies(questions, lambda text: prompts.read_score(text, settings), wanted, title))
         missing = Judged("bad_gold", reason="the row has no answer, but the judge's prompt has {answer}")
         return [missing if question is None else self._judged(next(found)) for question in started]
 
@@ -175,15 +161,15 @@ class SingleJudge(_Judge):
         question = {"role": "user", "content": prompts.filled(template, values | {"answer": judged.answer or ""})}
         return [question] if system is None else [{"role": "system", "content": system}, question]
 
-    def _judged(self, answer: Answered[float]) -> Judged:
-        reply, settings = answer.reply, self.settings
+    def _judged(self, reply: Reply) -> Judged:
+        settings = self.settings
         costs = (reply.failure == "unreadable", *(getattr(reply, name) for name in COSTS))
         end = reply.content[-EXTRACTED_CHARACTERS:]
-        if answer.value is None:
+        if reply.value is None:
             verdict = "timeout" if reply.failure == "timeout" else "crashed"
             return Judged(verdict, None, end or None, reply.seconds, {}, f"{reply.failure}: {reply.reason}", *costs)
         width = settings.max_score - settings.min_score
-        score = (answer.value - settings.min_score) / width if settings.scale else answer.value
+        score = (reply.value - settings.min_score) / width if settings.scale else reply.value
         return Judged("scored", score, end, reply.seconds, {}, None, *costs)
 
 
@@ -248,7 +234,7 @@ class PairJudge(_Judge):
     def compare(self, pairs: Sequence[Pair], title: str = "") -> list[Preference]:
         """The preference for each pair, in order; shows a progress bar if `title` is given."""
         questions = [self._ask(_messages(pair, swapped)) for pair in pairs for swapped in (False, True)]
-        found = self._answers(questions, prompts.read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
+        found = self._replies(questions, prompts.read_preference, '"[[A]]", "[[B]]" or "[[C]]"', title)
         return [_preference(found[at], found[at + 1]) for at in range(0, len(found), 2)]
 
 
@@ -261,17 +247,16 @@ def _messages(pair: Pair, swapped: bool) -> list[Message]:
     ]
 
 
-def _preference(first: Answered[str], second: Answered[str]) -> Preference:
+def _preference(first: Reply, second: Reply) -> Preference:
     names: dict[str | None, Better | None] = {"A": "a", "B": "b", "C": "tie", None: None}
     swapped: dict[str | None, Better | None] = {"A": "b", "B": "a", "C": "tie", None: None}
     a_first, b_first = names[first.value], swapped[second.value]
     result: Result | None = None
     if a_first is not None and b_first is not None:
         result = ("win" if a_first == "a" else "loss") if a_first == b_first != "tie" else "tie"
-    replies = (first.reply, second.reply)
-    failed = next((f"{reply.failure}: {reply.reason}" for reply in replies if reply.failure), None)
-    costs = (sum(getattr(reply, name) for reply in replies) for name in COSTS)
-    return Preference(result, a_first, b_first, (first.reply.content, second.reply.content), failed, *costs)
+    failed = next((f"{reply.failure}: {reply.reason}" for reply in (first, second) if reply.failure), None)
+    costs = (getattr(first, name) + getattr(second, name) for name in COSTS)
+    return Preference(result, a_first, b_first, (first.content, second.content), failed, *costs)
 
 
 def summarise(preferences: Sequence[Preference]) -> Summary:

@@ -56,8 +56,7 @@ MOST_OBJECTS = 100  # maximum number of braces in a reply at which a JSON object
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """The template with `{name}` replaced for every name in `values`. Braces elsewhere and in values are unchanged."""
-    names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def with_reference(template: str, answer: str | None) -> str:

@@ -50,7 +50,7 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Values without a JSON type, such as the dates and bytes of Parquet, become strings, and a lone surrogate becomes a
     JSON escape. Raises RunError if the file cannot be written.
     """
-    _make_folder_of(path)
+    make_folder(path.parent, path)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     write_file(path, "".join(lines).encode(errors="backslashreplace"))
 
@@ -71,18 +71,19 @@ def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = Fa
             raise RunError(f"cannot write {path}: it is not a regular file; give the name of one")
     if os.path.lexists(path) and not overwrite:
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
-    _make_folder_of(path)
+    make_folder(path.parent, path)
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise cannot_write(path, error) from error
 
 
-def _make_folder_of(path: Path) -> None:
+def make_folder(folder: Path, file: Path | None = None) -> None:
+    """Make a folder. Raises RunError, which names the `file` that is to be written there, if the system refuses."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(file or folder, error) from error
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:

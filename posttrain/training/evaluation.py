@@ -222,7 +222,8 @@ def measure_completions(
     metrics |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
     answers = sample.rewards.right(rollout.rewarded).get("answer")
     if n > 1 and answers is not None:
-        metrics |= passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
+        found = passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
+        metrics |= {f"pass@{k}": share for k, share in found.items()}
     return metrics
 
 

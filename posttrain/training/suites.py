@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 
 from torch import nn
 
-from posttrain import __version__
 from posttrain.base.errors import ConfigError
 from posttrain.data.prompts import Prompt
 from posttrain.engines import Engine, Sampling, make_engine
@@ -83,7 +82,7 @@ class SuiteEvaluation:
                     if summary[key] is not None:
                         metrics[items.suite.name + suffix] = summary[key]
             model = {"name": f"{self._job.run.folder.name}/step-{step}", "path": str(folder), "content": None}
-            write_files(folder, store, model, {"posttrain": __version__})
+            write_files(folder, store, model)
         engine.release()
         return metrics
 

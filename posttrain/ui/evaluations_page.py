@@ -175,7 +175,7 @@ def _compared(viewer: Viewer, chosen: Sequence[Evaluation], query: Query) -> Mar
     )
     items = _pairs(viewer, readable, suite, difference, query, shows)
     blocks = [
-        _item(pair.item, pair.prompt, pair.gold, [(difference.a, pair.a), (difference.b, pair.b)])
+        _item(pair.a.item, pair.a.prompt, pair.a.gold, [(difference.a, pair.a), (difference.b, pair.b)])
         for pair in _paged(items, query)
     ]
     omitted = [message(f"{name} is not compared: {why}", "warning") for name, why in comparison.left_out.items()]
@@ -196,25 +196,21 @@ def _pairs(
     """The items of a comparison of two evaluations: only the flipped items, or all common items."""
     pairs = list(difference.flips)
     if shows == "all":
-        flipped = {flip.item: flip for flip in pairs}
+        flipped = {flip.a.item: flip for flip in pairs}
         answers = []
         for name in (difference.a, difference.b):
             side = next(each for each in chosen if each.name == name)
             every = viewer.evaluations.source(side).suites[suite.key].answers
             answers.append({answer.item: answer for answer in every[::-1]})
         scores = zip(difference.items.items, difference.items.a_C, difference.items.b_C, strict=True)
-        pairs = [
-            flipped.get(item)
-            or Flip(item, answers[0][item].prompt, answers[0][item].gold, a, b, answers[0][item], answers[1][item])
-            for item, a, b in scores
-        ]
+        pairs = [flipped.get(item) or Flip(a, b, answers[0][item], answers[1][item]) for item, a, b in scores]
     won, find = query.one("won"), query.one("find")
     return [
         pair
         for pair in pairs
         if (won != "a" or pair.a_score > pair.b_score)
         and (won != "b" or pair.b_score > pair.a_score)
-        and _contains(find, pair.item, pair.prompt, pair.gold, pair.a.completion, pair.b.completion)
+        and _contains(find, pair.a.item, pair.a.prompt, pair.a.gold, pair.a.completion, pair.b.completion)
     ]
 
 

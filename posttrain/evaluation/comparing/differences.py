@@ -36,7 +36,7 @@ Answers = Mapping[str, Sequence[Answer]]  # by item
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class Shared:
     """The items that both sides have, in A's order.
 
     `left_out` counts the items that are not compared, by reason; `other_prompts`: items whose prompts differ although
@@ -46,18 +46,12 @@ class Matched:
     items: Sequence[str]
     left_out: Mapping[str, int]
     other_prompts: Sequence[str]
+    a_C: Sequence[float] = ()  # mean score of each item
+    b_C: Sequence[float] = ()
+    single: bool = False  # every item has one graded answer on each side
 
 
-@dataclass(frozen=True, slots=True)
-class Shared(Matched):
-    """The matched items that are graded on both sides."""
-
-    a_C: Sequence[float]  # mean score of each item
-    b_C: Sequence[float]
-    single: bool  # every item has one graded answer on each side
-
-
-def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
+def matched(a: Answers, b: Answers, by_id: bool = False) -> Shared:
     """Match the items that have the same id and the same prompt; with `by_id`, the id is enough.
 
     Prompts that differ are attributed to another template if all these items have the same right answer on both sides.
@@ -75,7 +69,7 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
         "only in B": len(b) - len(both),
     }
     dropped = set(strange)
-    return Matched(
+    return Shared(
         [item for item in both if item not in dropped],
         {reason: count for reason, count in counts.items() if count},
         [item for item in differing if item not in dropped],
@@ -83,33 +77,26 @@ def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
 
 
 def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
-    """The items of `matched` that are graded on both sides."""
+    """The items of `matched` that are graded on both sides, with their scores."""
     same = matched(a, b, by_id)
-    items, left_out = [], Counter(same.left_out)
-    a_C: list[float] = []
-    b_C: list[float] = []
-    single = True
+    left_out = Counter(same.left_out)
+    scores: dict[str, list[list[float]]] = {}  # of each item, on both sides
     for item in same.items:
         ours, theirs = ([one.score for one in answers[item] if one.score is not None] for answers in (a, b))
-        if not ours or not theirs:
-            left_out["not graded in both" if not ours and not theirs else f"not graded in {'B' if ours else 'A'}"] += 1
-            continue
-        items.append(item)
-        a_C.append(fmean(ours))
-        b_C.append(fmean(theirs))
-        single = single and len(ours) == len(theirs) == 1
-    compared = set(items)
-    other = [item for item in same.other_prompts if item in compared]
-    return Shared(items, dict(left_out), other, a_C, b_C, single)
+        if ours and theirs:
+            scores[item] = [ours, theirs]
+        else:
+            left_out[f"not graded in {'B' if ours else 'A' if theirs else 'both'}"] += 1
+    a_C, b_C = ([fmean(each[side]) for each in scores.values()] for side in (0, 1))
+    other = [item for item in same.other_prompts if item in scores]
+    single = all(len(ours) == len(theirs) == 1 for ours, theirs in scores.values())
+    return Shared(list(scores), dict(left_out), other, a_C, b_C, single)
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
     """An item on which the two sides differ, with the best answer of the better side and the worst of the other."""
 
-    item: str
-    prompt: str
-    gold: str | None
     a_score: float
     b_score: float
     a: Answer
@@ -118,11 +105,11 @@ class Flip:
 
 def flips(pairs: Shared, a: Answers, b: Answers) -> list[Flip]:
     """The items whose scores differ, the largest difference first."""
-    flipped = []
-    for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True):
-        if abs(one - other) > 1e-12:
-            ours, theirs = _extreme(a[item], one > other), _extreme(b[item], other > one)
-            flipped.append(Flip(item, ours.prompt, ours.gold, one, other, ours, theirs))
+    flipped = [
+        Flip(one, other, _extreme(a[item], one > other), _extreme(b[item], other > one))
+        for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True)
+        if abs(one - other) > 1e-12
+    ]
     return sorted(flipped, key=lambda flip: -abs(flip.b_score - flip.a_score))
 
 
@@ -162,6 +149,11 @@ class Difference:
     @property
     def better(self) -> str | None:
         return None if not self.shown else self.b if self.paired.value > 0 else self.a
+
+    @property
+    def may_be_noise(self) -> bool:
+        """Whether seeds alone may cause a difference of this size."""
+        return self.floor is not None and abs(self.paired.value) <= self.floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +219,11 @@ def _suite(key: str, sides: Sequence[Side], options: CompareOptions) -> Suite:
             problems.append(error)
     if not tested:
         raise problems[0]
-    adjusted = holm([one.p for one in tested])
-    differences = [_with_p(one, p, options) for one, p in zip(tested, adjusted, strict=True)]
+    adjusted, level = holm([one.p for one in tested]), 1 - options.confidence
+    differences = [
+        replace(one, p_adjusted=p, shown=p <= level and not one.may_be_noise)
+        for one, p in zip(tested, adjusted, strict=True)
+    ]
     warnings = [*map(str, problems), *_warnings(key, sides, differences, values)]
     return Suite(key, sides[0].metric(key), values, differences, noise, warnings)
 
@@ -250,8 +245,7 @@ def _tested(
         hint = "; if equal ids mean equal items, give --by-id" if "another question" in why else ""
         raise RunError(f"{key}: {a.name} (A) and {b.name} (B) have no graded item in common ({why}){hint}")
     paired = paired_difference(pairs.a_C, pairs.b_C, options.confidence)
-    binary = pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}
-    if binary:
+    if pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}:
         test, (p, mid_p) = MCNEMAR, sign_test(paired.wins, paired.losses)
     else:
         p = paired_bootstrap(pairs.a_C, pairs.b_C, options.resamples, options.seed)
@@ -259,12 +253,6 @@ def _tested(
     floor = None if noise is None else noise.floor(len(a.sources), len(b.sources), options.confidence)
     flipped = flips(pairs, ours, theirs)
     return Difference(a.name, b.name, pairs, paired, test, p, mid_p, p, floor, flipped, shown=False)
-
-
-def _with_p(difference: Difference, p_adjusted: float, options: CompareOptions) -> Difference:
-    significant = p_adjusted <= 1 - options.confidence
-    above = difference.floor is None or abs(difference.paired.value) > difference.floor
-    return replace(difference, p_adjusted=p_adjusted, shown=significant and above)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -310,7 +298,7 @@ def verdict(difference: Difference) -> str:
     if is_shown:
         return f"{difference.better} is better than {a if difference.better == b else b} by {amount}."
     none = f"No difference shown between {b} and {a}: {amount}."
-    if difference.floor is not None and abs(value) <= difference.floor:
+    if difference.may_be_noise:
         return f"{none} Seeds alone may cause up to {difference.floor:.3f}."
     if (smallest := difference.paired.smallest) is None:
         return none

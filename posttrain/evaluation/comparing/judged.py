@@ -23,15 +23,7 @@ from posttrain.reports.page import Table as PageTable
 SHOWN = 50  # preferences on the page
 RESULT = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
-
-@dataclass(frozen=True, slots=True)
-class JudgedItem:
-    """An item with a completion of each side, and the judge's preference, as seen from B."""
-
-    item: str
-    a: Answer
-    b: Answer
-    preference: Preference
+Judgement = tuple[Answer, Answer, Preference]  # a completion of each side, and the preference as seen from B
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class Judged:
     p_adjusted: float
     shown: bool
     left_out: Mapping[str, int]
-    items: Sequence[JudgedItem]
+    items: Sequence[Judgement]
 
 
 def judge(
@@ -70,12 +62,17 @@ def judge(
                 ours, theirs = _written(sides[0].by_item(key)), _written(side.by_item(key))
                 same = matched(ours, theirs, options.by_id)
                 if same.items:
-                    pairs = [(item, ours[item][0], theirs[item][0]) for item in same.items]
+                    pairs = [(ours[item][0], theirs[item][0]) for item in same.items]
                     tasks.append((key, side.name, pairs, same.left_out))
     if not tasks:
         raise RunError("there is nothing to judge: no two sides have completions of the same items")
+    judged, first = [], sides[0].name
     with PairJudge(settings) as asking:
-        judged = [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
+        for key, second, pairs, left_out in tasks:
+            questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for a, b in pairs]
+            preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
+            items = [(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)]
+            judged.append(_judged(key, first, second, left_out, items, options.confidence))
     for key in {one.suite for one in judged}:
         indices = [index for index, one in enumerate(judged) if one.suite == key]
         for index, p in zip(indices, holm([judged[index].p for index in indices]), strict=True):
@@ -89,33 +86,15 @@ def _written(answers: Answers) -> Answers:
 
 
 def _judged(
-    asking: PairJudge,
-    key: str,
-    first: str,
-    second: str,
-    pairs: Sequence[tuple[str, Answer, Answer]],
-    left_out: Mapping[str, int],
-    options: CompareOptions,
+    key: str, first: str, second: str, left_out: Mapping[str, int], items: Sequence[Judgement], confidence: float
 ) -> Judged:
-    questions = [Pair(a.prompt, b.completion, a.completion, a.gold) for _, a, b in pairs]
-    preferences = asking.compare(questions, f"{key}: judging {second} against {first}")
+    preferences = [preference for _, _, preference in items]
     summary = summarise(preferences)
     scores = [[RESULT[one.result]] for one in preferences if one.result is not None]
-    estimate = mean_by_prompt(scores, options.confidence) if scores else None
+    estimate = mean_by_prompt(scores, confidence) if scores else None
+    low, high = (estimate.low, estimate.high) if estimate else (None, None)
     p, _ = sign_test(summary.wins, summary.losses)
-    return Judged(
-        suite=key,
-        a=first,
-        b=second,
-        summary=summary,
-        low=estimate and estimate.low,
-        high=estimate and estimate.high,
-        p=p,
-        p_adjusted=p,
-        shown=False,
-        left_out=left_out,
-        items=[JudgedItem(*pair, preference) for pair, preference in zip(pairs, preferences, strict=True)],
-    )
+    return Judged(key, first, second, summary, low, high, p, p, False, left_out, items)
 
 
 def judged_table(judged: Sequence[Judged], percent: str) -> Table:
@@ -152,19 +131,18 @@ def judged_facts(one: Judged) -> dict[str, Any]:
     """A judge's preferences for JSON, with both completions of every item."""
     summary = {**asdict(one.summary), "win_rate": one.summary.win_rate if one.low is not None else None}
     facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "p_adjusted", "shown")}
-    return {**facts, **summary, "not_judged": dict(one.left_out), "items": list(map(_item_facts, one.items))}
+    return {**facts, **summary, "not_judged": dict(one.left_out), "items": [_item_facts(*item) for item in one.items]}
 
 
-def _item_facts(one: JudgedItem) -> dict[str, Any]:
+def _item_facts(a: Answer, b: Answer, preference: Preference) -> dict[str, Any]:
     """`result` is B's. `a_first` and `b_first`: the judge's verdict when A, or B, is shown first. `replies`: its
     replies in the same order. In the pair that the judge compared, B was the first."""
     names = {"a": "b", "b": "a", "tie": "tie", None: None}
-    preference = one.preference
     return {
-        "item": one.item,
-        "prompt": one.a.prompt,
-        "a": one.a.completion,
-        "b": one.b.completion,
+        "item": a.item,
+        "prompt": a.prompt,
+        "a": a.completion,
+        "b": b.completion,
         "result": preference.result,
         "a_first": names[preference.b_first],
         "b_first": names[preference.a_first],
@@ -179,8 +157,8 @@ def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[Section]
         yield PageTable("Judged", *cells_of(judged_table(judged, percent)), "\n".join(sentences(judged)))
     for one in judged:
         rows = [
-            [each.item, each.a.prompt, each.a.completion, each.b.completion, _words(each.preference, one)]
-            for each in one.items[:SHOWN]
+            [a.item, a.prompt, a.completion, b.completion, _words(preference, one)]
+            for a, b, preference in one.items[:SHOWN]
         ]
         more = f" The first {SHOWN}; compare.json has all." if len(one.items) > SHOWN else ""
         header = ["item", "prompt", one.a, one.b, f"verdict on {one.b}, replies"]

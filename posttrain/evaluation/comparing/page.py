@@ -13,13 +13,11 @@ from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.words import counted
 from posttrain.evaluation.comparing.differences import Comparison, Difference, Flip, Suite, p_text, verdict
 from posttrain.evaluation.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
-from posttrain.evaluation.comparing.sources import Side
 from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
 from posttrain.reports.chart import COLOURS, Interval, intervals
 from posttrain.reports.drawing import Drawing, write_drawings
-from posttrain.runs.atomic import cannot_write
-from posttrain.runs.files import save_json
+from posttrain.runs.files import make_folder, save_json
 from posttrain.runs.provenance import now
 
 FORMAT = 1
@@ -114,16 +112,18 @@ def as_json(comparison: Comparison, judged: Sequence[Judged] = ()) -> dict[str, 
         "posttrain": __version__,
         "created": now(),
         "confidence": comparison.options.confidence,
-        "sides": [_side(side) for side in comparison.sides],
+        "sides": [
+            {
+                "name": side.name,
+                "paths": [one.path for one in side.sources],
+                "seeds": [one.seed for one in side.sources],
+            }
+            for side in comparison.sides
+        ],
         "suites": {suite.key: _suite(suite) for suite in comparison.suites},
         "not_compared": dict(comparison.left_out),
         "judged": [judged_facts(one) for one in judged],
     }
-
-
-def _side(side: Side) -> dict[str, Any]:
-    paths, seeds = ([getattr(source, name) for source in side.sources] for name in ("path", "seed"))
-    return {"name": side.name, "paths": paths, "seeds": seeds}
 
 
 def _suite(suite: Suite) -> dict[str, Any]:
@@ -161,21 +161,18 @@ def as_facts(difference: Difference, flips: bool = True) -> dict[str, Any]:
 
 
 def _flip(flip: Flip) -> dict[str, Any]:
-    facts: dict[str, Any] = {"item": flip.item, "prompt": flip.prompt, "gold": flip.gold}
+    facts: dict[str, Any] = {"item": flip.a.item, "prompt": flip.a.prompt, "gold": flip.a.gold}
     for name, score, answer in (("a", flip.a_score, flip.a), ("b", flip.b_score, flip.b)):
         texts = {"extracted": answer.extracted, "verdict": answer.verdict, "completion": answer.completion}
         facts[name] = {"score": score, **texts}
-    if flip.b.prompt != flip.prompt:
+    if flip.b.prompt != flip.a.prompt:
         facts["b"]["prompt"] = flip.b.prompt
     return facts
 
 
 def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
     """Write `compare.json`, `compare.svg` and `compare.html` to the folder. Raises RunError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    make_folder(folder)
     save_json(folder / "compare.json", as_json(comparison, judged))
     picture = folder / "compare.svg"
     if comparison.suites:
@@ -227,14 +224,11 @@ def _flipped(suite: Suite, difference: Difference) -> Iterator[pages.Table]:
         flips = [flip for flip in difference.flips if (flip.b_score > flip.a_score) == wins]
         more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(flips) > FLIPS_SHOWN else ""
         some = flips[:FLIPS_SHOWN]
-        known = any(flip.gold is not None for flip in some)
-        header = ["item", "prompt", *(["right answer"] if known else []), difference.a, difference.b]
+        golds = {"gold": "right answer"} if any(flip.a.gold is not None for flip in some) else {}
+        columns = {"item": "item", "prompt": "prompt"} | golds
+        header = [*columns.values(), difference.a, difference.b]
         rows = [
-            [
-                *(flip.item, flip.prompt),
-                *([flip.gold] if known else []),
-                *(_scored(flip.a, flip.a_score), _scored(flip.b, flip.b_score)),
-            ]
+            [*(getattr(flip.a, name) for name in columns), _scored(flip.a, flip.a_score), _scored(flip.b, flip.b_score)]
             for flip in some
         ]
         yield pages.Table(f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(flips), 'item')}{more}.")

@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import DataError, RunError
 from posttrain.base.words import counted, model_name
-from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.evaluation.records import Answer, grouped, is_evaluation, read_answers, read_summary
 from posttrain.runs.finding import runs_below
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import RunSummary
@@ -47,7 +48,8 @@ def read_source(path: str) -> Source:
     """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
 
     Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared."""
-    folder, step = _at_step(path)
+    found = None if Path(path).expanduser().exists() else AT_STEP.fullmatch(path)
+    folder, step = Path(found["folder"] if found else path).expanduser(), int(found["step"]) if found else None
     if folder.is_file():
         return Source(folder.name.partition(".")[0], path, read_rows(folder))
     if not folder.is_dir():
@@ -75,13 +77,6 @@ def read_source(path: str) -> Source:
     if settings and evaluated is not None and evaluated.name != "final":
         settings = f"{settings} {evaluated.name}"
     return Source(name + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
-
-
-def _at_step(path: str) -> tuple[Path, int | None]:
-    found = AT_STEP.fullmatch(path)
-    if found and not Path(path).expanduser().exists():
-        return Path(found["folder"]).expanduser(), int(found["step"])
-    return Path(path).expanduser(), None
 
 
 def _evaluated(folder: Path) -> Path | None:
@@ -138,10 +133,8 @@ def _rewards(run: Path) -> str:
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
     """The suites of an evaluation folder. Raises RunError unless all their answers are present, each exactly once."""
-    summary, by_key = read_summary(folder), {}
-    for answer in read_answers(folder):
-        by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
-    suites = {}
+    summary, suites = read_summary(folder), {}
+    by_key = grouped(read_answers(folder), lambda answer: f"{answer.suite} {answer.setting}".strip())
     for key, facts in summary["suites"].items():
         answers = by_key.get(key, [])
         if len(answers) != facts.get("answers", len(answers)) or not answers:
@@ -170,13 +163,10 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     if not by_step:
         return {}
     at = max(by_step) if step is None else step
-    by_set: dict[str, list[Answer]] = {}
-    for answer in by_step[at]:
-        by_set.setdefault(answer.suite, []).append(answer)
     about = {"step": at, "rewards": _rewards(run)}
     return {
         REWARD + name: Scores("reward", answers, about)
-        for name, answers in by_set.items()
+        for name, answers in grouped(by_step[at], lambda answer: answer.suite).items()
         if any(answer.score is not None for answer in answers)
     }
 
@@ -291,11 +281,7 @@ class Side:
 
     def by_item(self, key: str) -> dict[str, list[Answer]]:
         """The answers of all runs by item."""
-        by_item: dict[str, list[Answer]] = {}
-        for source in self.sources:
-            for answer in source.suites[key].answers:
-                by_item.setdefault(answer.item, []).append(answer)
-        return by_item
+        return grouped(chain(*(scores.answers for scores in self.runs(key))), lambda answer: answer.item)
 
     def runs(self, key: str) -> list[Scores]:
         return [source.suites[key] for source in self.sources]
@@ -315,22 +301,22 @@ def make_sides(named: Sequence[tuple[str | None, Source]]) -> list[Side]:
     If this would give a single side, every source is a side, so that two seeds of one method can be compared, too.
     Raises RunError if fewer than two sides are left.
     """
-    grouped: dict[tuple[str, object], list[Source]] = {}
+    groups: dict[tuple[str, object], list[Source]] = {}
     for number, (name, source) in enumerate(named):
         seeded = source.settings is not None and source.seed is not None
         alike = ("settings", source.settings) if seeded else ("source", number)
-        grouped.setdefault(("name", name) if name is not None else alike, []).append(source)
-    for key, sources in list(grouped.items()):
+        groups.setdefault(("name", name) if name is not None else alike, []).append(source)
+    for key, sources in list(groups.items()):
         seeds = [source.seed for source in sources]
         if key[0] == "settings" and len(set(seeds)) < len(seeds):  # checkpoints or steps of one run
-            del grouped[key]
-            grouped |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
-    if len(grouped) == 1 and named[0][0] is None:
-        grouped = {("source", number): [source] for number, (_, source) in enumerate(named)}
-    if len(grouped) < 2:
+            del groups[key]
+            groups |= {("seed", (key[1], number)): [source] for number, source in enumerate(sources)}
+    if len(groups) == 1 and named[0][0] is None:
+        groups = {("source", number): [source] for number, (_, source) in enumerate(named)}
+    if len(groups) < 2:
         raise RunError(f"there is only one side, {named[0][0]}: name at least two, such as a=RUN b=RUN")
     order = {id(source): number for number, (_, source) in enumerate(named)}
-    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in grouped.items()]
+    sides = [Side(_side_name(key, sources), tuple(sources)) for key, sources in groups.items()]
     return _distinct(sorted(sides, key=lambda side: order[id(side.sources[0])]))
 
 
@@ -339,8 +325,7 @@ def _side_name(key: tuple[str, object], sources: Sequence[Source]) -> str:
         return str(key[1])
     if len(sources) == 1:
         return sources[0].name
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(source.name for source in sources), strict=False))
-    common = "".join(letters[0] for letters in alike).rstrip("-_./ ")
+    common = commonprefix([source.name for source in sources]).rstrip("-_./ ")  # noqa: RUF071 (by characters)
     return f"{common or sources[0].name} ({counted(len(sources), 'seed')})"
 
 
