@@ -79,7 +79,7 @@ def train(
                 with _out_of_memory_advice(task.config, root):
                     train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch, ranks)
 
-            pipeline = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
+            pipeline = Pipeline(stages, root, skip, model_index, keeps_going=ranks.size == 1)
             try:
                 pipeline.run(train_task, bool(resume), overwrite)
             finally:
@@ -119,7 +119,7 @@ def folders_of(
     """The run folders that `train` uses with these arguments, in order; `root` is the folder of all runs."""
     if isinstance(resume, Path) and not is_whole_run(resume):
         return [run_folder_of(resume)]
-    return [task.folder for task in Pipeline.of(stages, root, skip, model_index).active]
+    return [task.folder for task in Pipeline(stages, root, skip, model_index).active]
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]
     stages = tuple(replace(stage, config=as_started(stage.config, folder)) for stage in stages)
-    tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
+    tasks = [task for task in Pipeline(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
         raise RunError(f"{folder} is a run of a model or stage that is not in the config")
     settings = located(saved_settings(folder, tasks[0].config), folder)
