@@ -14,8 +14,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -112,18 +112,14 @@ def verify_resume(
     console = console or PlainConsole(stderr=True)
     scratch = Scratch(stages, folder, train)
     whole, began = scratch.whole, time.monotonic()
-    with scratch.process(whole) as process:
-        scratch.watch(process, whole, None)
-        scratch.refuse_failure(process)
+    scratch.trains(whole)
     console.print(f"uninterrupted: {counted(whole.steps, 'step')} in {duration(time.monotonic() - began)}")
 
     killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
     plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))
     while outcome.kills < kills:
-        with scratch.process(killed) as process:
-            if not scratch.watch(process, killed, plan[outcome.kills]):
-                scratch.refuse_failure(process)
-                continue  # finished before the kill; a finished run can also be resumed and killed
+        if not scratch.trains(killed, plan[outcome.kills]):
+            continue  # finished before the kill; a finished run can also be resumed and killed
         outcome.kills += 1
         saving, starting = killed.saving(), not killed.moved
         outcome.inside_a_save += saving
@@ -131,9 +127,7 @@ def verify_resume(
         outcome.steps_made_again += killed.steps - killed.saved_steps()
         where = "inside a save" if saving else "while starting" if starting else "in training"
         console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}")
-    with scratch.process(killed) as process:
-        scratch.watch(process, killed, None)
-        scratch.refuse_failure(process)
+    scratch.trains(killed)
     outcome.seconds = time.monotonic() - began
     for run in find_runs(whole.root):
         name = str(run.relative_to(whole.root))
@@ -212,9 +206,10 @@ class Scratch:
         self.start_s = self.step_s = 0.0
         self.saves_s = [0.0]
 
-    @contextmanager
-    def process(self, watched: Watched) -> Iterator[BaseProcess]:
-        """A process that trains, or resumes runs, below `watched.root`. It is killed at the end of the block."""
+    def trains(self, watched: Watched, kill: Kill | None = None) -> bool:
+        """Train, or resume the runs, below `watched.root` in a new process to its end, or until `kill`.
+
+        Returns whether the process was killed. Raises RunError if it fails."""
         folder = {"output_dir": str(watched.root), "name": "run"}
         stages = [replace(stage, config=stage.config.model_copy(update=folder)) for stage in self.stages]
         watched.start()
@@ -223,12 +218,19 @@ class Scratch:
         process = self.context.Process(target=_train, args=(self.train, stages, resume, log))  # pyright: ignore[reportAttributeAccessIssue]
         process.start()
         try:
-            yield process
+            was_killed = self._watch(process, watched, kill)
+            process.join()
         finally:
             process.kill()
             process.join()
+        if process.exitcode and not was_killed:
+            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            last = lines[-1].removeprefix("error: ")
+            raise RunError(f"training failed without a kill, so nothing can be compared: {last} (log: {logs[-1]})")
+        return was_killed
 
-    def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
+    def _watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
         """Wait for the process to end, or kill it as `kill` says. Returns whether it was killed. Measures durations."""
         began, saving_since = time.monotonic(), 0.0
         first, first_at = watched.steps, 0.0
@@ -264,15 +266,6 @@ class Scratch:
         if moment == "saving":
             return sum(self.saves_s) / len(self.saves_s)
         return self.start_s if moment == "starting" else self.step_s
-
-    def refuse_failure(self, process: BaseProcess) -> None:
-        """Raise RunError with the process's last message if the process failed."""
-        process.join()
-        if process.exitcode:
-            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
-            lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            last = lines[-1].removeprefix("error: ")
-            raise RunError(f"training failed without a kill, so nothing can be compared: {last} (log: {logs[-1]})")
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
