@@ -88,7 +88,11 @@ def run_sweep(
                 shown = ", ".join(f"{path}={value}" for path, value in trial.settings.items())
                 log.info("trial %d of %d: %s", number, len(sweep.trials), shown or "settings unchanged")
                 _run(sweep, trial, config_of(trial))
-                _refuse_the_same_failure(sweep, number)
+                outcomes = {(each.state, each.reason) for each in sweep.trials[:number]}
+                if number == ALIKE and len(outcomes) == 1 and trial.state == trials.FAILED:  # the others would fail too
+                    raise PosttrainError(
+                        f"the first {number} trials failed for the same reason, so the sweep ends: {trial.reason}"
+                    )
         finally:
             _report(sweep)
     failed = [trial.number for trial in sweep.trials if trial.state == trials.FAILED]
@@ -97,13 +101,6 @@ def run_sweep(
             f"{len(failed)} of {counted(len(sweep.trials), 'trial')} failed: {', '.join(failed)} (see the messages "
             "above); use --resume to try them again"
         )
-
-
-def _refuse_the_same_failure(sweep: Sweep, done: int) -> None:
-    """Raise PosttrainError if the first ALIKE trials failed for the same reason: the others would fail too."""
-    reasons = {trial.reason for trial in sweep.trials[:done] if trial.state == trials.FAILED}
-    if done == ALIKE and len(reasons) == 1 and all(trial.state == trials.FAILED for trial in sweep.trials[:done]):
-        raise PosttrainError(f"the first {done} trials failed for the same reason, so the sweep ends: {reasons.pop()}")
 
 
 def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
@@ -243,7 +240,9 @@ def table(sweep: Sweep) -> Iterator[Table]:
         took = "" if trial.seconds is None else duration(trial.seconds)
         state = "" if trial.state == trials.FINISHED else trial.state
         steps = "" if trial.steps is None else str(trial.steps)
-        shown.add_row(trial.number, *trial.settings.values(), _number(trial), steps, took, state)
+        value = "not finite" if trial.value is None else f"{trial.value:.4g}"
+        value = value if trial.state in trials.ENDED else ""
+        shown.add_row(trial.number, *trial.settings.values(), value, steps, took, state)
     yield shown
     if "seed" in names:
         yield over_seeds(sweep)
@@ -295,9 +294,3 @@ def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> D
         labels = dict(list(labels.items())[::2])
     points = [(at, trial.value or 0.0, trial.state == trials.FINISHED) for at, trial in zip(x, known, strict=True)]
     return scatter(points, f"{sweep.metric} by {name}", labels)
-
-
-def _number(trial: Trial) -> str:
-    if trial.state not in trials.ENDED:
-        return ""
-    return "not finite" if trial.value is None else f"{trial.value:.4g}"

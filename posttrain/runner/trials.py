@@ -149,13 +149,11 @@ def _range(text: str, low: str, high: str) -> Range:
 
 def names_of(trials: Sequence[Settings], taken: Sequence[str] = ()) -> list[str]:
     """A folder name for each trial: its number, which continues after the names in `taken`, and its settings."""
-    width = max(2, len(str(len(taken) + len(trials))))
-    return [_name(number, trial, width) for number, trial in enumerate(trials, start=len(taken) + 1)]
-
-
-def _name(number: int, trial: Settings, width: int) -> str:
-    words = "-".join(f"{path.rpartition('.')[2]}-{value}" for path, value in trial.items())
-    return f"{number:0{width}}-{re.sub(r'[^A-Za-z0-9_.+]+', '-', words)}"[:80].rstrip("-.")
+    width, names = max(2, len(str(len(taken) + len(trials)))), list[str]()
+    for number, trial in enumerate(trials, start=len(taken) + 1):
+        words = "-".join(f"{path.rpartition('.')[2]}-{value}" for path, value in trial.items())
+        names.append(f"{number:0{width}}-{re.sub(r'[^A-Za-z0-9_.+]+', '-', words)}"[:80].rstrip("-."))
+    return names
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
