@@ -145,7 +145,7 @@ def _check_packing(
     paths = {s: _path(pack, few, s) for s in ends}
     try:
         with whole(scorer):
-            got, dtype = packed(pack), _dtype(scorer)
+            got, types = packed(pack), {p.dtype for p in scorer.parameters()}
             base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
             device = pack.tokens_T.device
             want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
@@ -159,7 +159,8 @@ def _check_packing(
         f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this model"
     )
     unit = "nats" if what == "a log-probability" else ""
-    ROUNDING[dtype].check(PACKED, difference_N, record, problem, unit)
+    coarsest = torch.bfloat16 if torch.bfloat16 in types else torch.float32  # determines rounding
+    ROUNDING[coarsest].check(PACKED, difference_N, record, problem, unit)
     return float(difference_N.amax())
 
 
@@ -277,11 +278,6 @@ def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A checksum per tensor: the sum of the tensor's words, which almost surely changes if any bit changes."""
     return {name: int(bits(t).sum(dtype=torch.int64)) for name, t in tensors.items()}
-
-
-def _dtype(scorer: nn.Module) -> torch.dtype:
-    """The coarsest dtype of the weights, which determines rounding."""
-    return torch.bfloat16 if any(p.dtype == torch.bfloat16 for p in scorer.parameters()) else torch.float32
 
 
 class Alarms:

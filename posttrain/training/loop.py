@@ -20,7 +20,6 @@ from torch import nn
 
 from posttrain.base.console import progress
 from posttrain.base.errors import VitalSignError
-from posttrain.base.memory import return_free_pages
 from posttrain.batch import Example, Pack
 from posttrain.config import RunConfig
 from posttrain.data import Dataset, Prepared, longest_sequence
@@ -44,14 +43,6 @@ log = logging.getLogger("posttrain")
 MAX_SKIPPED_IN_A_ROW = 5
 Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's examples to its packs and objective
-
-
-def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the packs, and release free memory after the first and fullest one, whose gradients fragment the heap."""
-    for number, pack in enumerate(packs):
-        if number == 1:
-            return_free_pages()
-        yield pack
 
 
 class Loop:
@@ -169,9 +160,7 @@ class Loop:
         if method.updates > 1:
             self.saver.boundary.copy_weights()
         for packs, objective in parts:
-            coming = self.interruption.while_patient(ranks.mine(packs))
-            if method.samples_completions:
-                coming = _freeing_after_fullest(coming)
+            coming = self.interruption.while_patient(ranks.mine(packs), frees=method.samples_completions)
             objective = balanced(objective, self._router_loss, len(packs))
             done = update(coming, objective, self.optimizer, self.rate(step), ranks, ranks.spare(packs))
             tokens += sum(pack.num_tokens for pack in packs)

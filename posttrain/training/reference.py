@@ -72,7 +72,17 @@ def make_reference(
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions_of(job, data)]
-    return Precomputed.of(tables)
+    keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
+    keys_K, first = np.unique(keys, return_index=True)  # ascending
+    logprob_K = np.concatenate([table["logprob"].numpy() for table in tables])[first]
+
+    def look_up(pack: Pack, examples: list[Example]) -> torch.Tensor:
+        wanted = sequence_keys(pack, examples)
+        at = np.searchsorted(keys_K, wanted)
+        assert (keys_K[at] == wanted).all(), "a sequence was not precomputed"
+        return sent(torch.from_numpy(logprob_K[at]), pack.tokens_T.device)
+
+    return look_up
 
 
 def token_reference(
@@ -130,26 +140,6 @@ def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     model = load_model(settings, "lm", job.dtype, job.device, stay=job.is_sharded).requires_grad_(False)
     job.distribute(model)
     return model
-
-
-@dataclass(frozen=True, slots=True)
-class Precomputed:
-    """Log-probabilities by sequence: from a hash of its tokens and targets to nats."""
-
-    keys: np.ndarray  # (K,) uint64, ascending
-    logprobs: np.ndarray  # (K,) float32
-
-    @classmethod
-    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Precomputed:
-        keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
-        keys, first = np.unique(keys, return_index=True)
-        return cls(keys, np.concatenate([table["logprob"].numpy() for table in tables])[first])
-
-    def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
-        wanted = sequence_keys(pack, examples)
-        at = np.searchsorted(self.keys, wanted)
-        assert (self.keys[at] == wanted).all(), "a sequence was not precomputed"
-        return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
 
 
 def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:

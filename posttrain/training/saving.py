@@ -330,11 +330,15 @@ class Interruption:
     def __init__(self, stop: Stop, saver: Saver):
         self._stop, self._saver = stop, saver
 
-    def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the packs of an update. Abandon the update between packs if a signal came more than PATIENCE_S ago."""
-        for pack in packs:
+    def while_patient(self, packs: Sequence[Batch], frees: bool) -> Iterator[Batch]:
+        """Yield the packs of an update. Abandon the update between packs if a signal came more than PATIENCE_S ago.
+
+        `frees`: release free memory after the first and fullest pack, whose gradients fragment the heap."""
+        for number, pack in enumerate(packs):
             if self._stop.overdue:
                 self.abandon("takes too long to finish")
+            if frees and number == 1:
+                return_free_pages()
             yield pack
 
     @contextmanager
