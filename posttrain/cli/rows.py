@@ -224,10 +224,10 @@ def grade(
     Rows keep their order and fields; `verdict` (correct, wrong, timeout, crashed, bad_gold), `score`, `extracted` and
     `seconds` are added, and `parts` if a reward has parts.
     """
-    from posttrain.rewards.file import Columns, grade_file
+    from posttrain.rewards.file import grade_file
 
     target = output or file.with_name(f"{file.name}.graded.jsonl")
-    grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers, overwrite)
+    grade_file(file, target, reward, completion_column, answer_column, deadline, workers, overwrite)
     say(f"written: {target}")
 
 
