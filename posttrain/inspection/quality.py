@@ -95,6 +95,7 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """All findings, with all rows."""
+        noise = self.noise
         return {
             "rows": self._rows,
             "words": len(self.corpus.rows.words),
@@ -108,21 +109,19 @@ class Quality:
             "ngram": self.n,
             "suites_not_checked": dict(self.missing),
             "notes": list(self.notes()),
-            "length_bias": None if self.bias is None else asdict(self.bias),
-            "label_noise": None if self.noise is None else self._noise_as_json(self.noise),
-        }
-
-    def _noise_as_json(self, noise: LabelNoise) -> dict[str, Any]:
-        return {
-            "pairs": noise.pairs,
-            "rate": noise.rate,
-            "interval": [noise.low, noise.high],
-            "temperature": noise.temperature,
-            "disagree": noise.disagree,
-            "contradicted": [
-                {"row": self.pairs[i], "margin": self.margins[i], "wrong": float(noise.wrong_P[i])}
-                for i in noise.contradicted.tolist()
-            ],
+            "length_bias": self.bias and asdict(self.bias),
+            "label_noise": noise
+            and {
+                "pairs": noise.pairs,
+                "rate": noise.rate,
+                "interval": [noise.low, noise.high],
+                "temperature": noise.temperature,
+                "disagree": noise.disagree,
+                "contradicted": [
+                    {"row": self.pairs[i], "margin": self.margins[i], "wrong": float(noise.wrong_P[i])}
+                    for i in noise.contradicted.tolist()
+                ],
+            },
         }
 
     def show(self, console: Console) -> None:
@@ -145,8 +144,15 @@ class Quality:
             console.print(table)
         for note in self.notes():
             console.print(note, soft_wrap=False)
-        if self.noise is not None and len(self.noise.contradicted):
-            self._show_contradicted(self.noise, console)
+        noise = self.noise
+        if noise is None or not len(noise.contradicted):
+            return
+        table = _table("label contradicted", "margin", "turned")
+        for index in noise.contradicted[:LISTED].tolist():
+            table.add_row(f"row {self.pairs[index]}", f"{self.margins[index]:.3g}", f"{noise.wrong_P[index]:.0%}")
+        console.print(table)
+        if (more := len(noise.contradicted) - LISTED) > 0:
+            console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
 
     def notes(self) -> Iterator[str]:
         """The findings that are printed as sentences."""
@@ -169,14 +175,6 @@ class Quality:
                 f"the reward model prefers the rejected reply in {many / self.noise.pairs:.1%} of the pairs, and with "
                 f"a calibrated probability of {CONFIDENT:.0%} or more in {sure:,} ({sure / self.noise.pairs:.1%})"
             )
-
-    def _show_contradicted(self, noise: LabelNoise, console: Console) -> None:
-        table = _table("label contradicted", "margin", "turned")
-        for index in noise.contradicted[:LISTED].tolist():
-            table.add_row(f"row {self.pairs[index]}", f"{self.margins[index]:.3g}", f"{noise.wrong_P[index]:.0%}")
-        console.print(table)
-        if (more := len(noise.contradicted) - LISTED) > 0:
-            console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
 
 
 def _bias_line(bias: LengthBias) -> str:
