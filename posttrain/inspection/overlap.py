@@ -90,10 +90,10 @@ def duplicates(corpus: Corpus) -> list[Duplicates]:
 
 
 def _both(texts: Texts, keys: Array, index: Array) -> tuple[Array, Array]:
-    """The groups of equal texts, and of nearly equal texts, among `index`; members are positions in `index`."""
-    chosen = Texts(texts[int(one)] for one in index)
-    exact = groups_of(keys[index])
-    return exact, near_groups(chosen, exact)
+    """For each text of `index`, the position in `index` of the first that is equal, and that is nearly equal."""
+    _, first, inverse = np.unique(keys[index], return_index=True, return_inverse=True)
+    exact = first[inverse]
+    return exact, near_groups(Texts(texts[int(one)] for one in index), exact)
 
 
 def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
@@ -119,12 +119,6 @@ def _overlap(corpus: Corpus, index: Array, groups: Array, number: int, what: str
     pairs = [(one, trains[int(groups[one])]) for one in mine if int(groups[one]) in trains]
     rows = tuple((corpus.label(index[one]), corpus.label(index[other])) for one, other in pairs)
     return Duplicates(what, rows, len(mine))
-
-
-def groups_of(values: Array) -> Array:
-    """For each value, the index of the first equal value."""
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    return first[inverse]
 
 
 def near_groups(texts: Texts, same: Array) -> Array:
@@ -300,10 +294,12 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
     """For each n-gram size: the n-grams of the questions, by hash, with the first training row that contains each."""
     found: dict[int, dict[int, int]] = {}
     train = np.flatnonzero(corpus.sets == 0)
+    cuts = np.flatnonzero(np.diff(np.cumsum(corpus.rows.lengths[train]) // BLOCK_WORDS)) + 1
+    blocks = np.split(train, cuts) if len(train) else []
     for size in sorted(set(sizes.values())):
         wanted = np.unique(np.concatenate([ngrams(texts[i], size) for i, one in sizes.items() if one == size]))
         found[size] = {}
-        for rows in _blocks(train, corpus.rows.lengths):
+        for rows in blocks:
             words = np.concatenate([corpus.rows[int(row)] for row in rows])
             owner = np.repeat(rows, corpus.rows.lengths[rows])
             grams = ngrams(words, size)
@@ -312,10 +308,3 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
                 if owner[hit] == owner[hit + size - 1]:
                     found[size].setdefault(int(grams[hit]), int(owner[hit]))
     return found
-
-
-def _blocks(rows: Array, lengths: Array) -> Iterator[Array]:
-    """Split the rows into consecutive blocks of about a million words."""
-    if len(rows):
-        cuts = np.cumsum(lengths[rows]) // BLOCK_WORDS
-        yield from np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)

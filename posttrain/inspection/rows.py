@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
@@ -93,7 +92,15 @@ def generate(
         if isinstance(prompt, Malformed):
             row["error"] = prompt.reason
         else:
-            row["completions"] = [as_json(one, sampling, tokenizer, prompt) for one in sampled[prompt.row]]
+            row["completions"] = [
+                {
+                    "text": text_of(one, sampling.stop_token_ids, tokenizer, prompt.tokens),
+                    "token_ids": one.tokens,
+                    "logprobs": one.logprobs,
+                    "finish_reason": one.finish_reason,
+                }
+                for one in sampled[prompt.row]
+            ]
         rows.append(row)
     save_rows(output, rows)
     _warn(len(records) - len(good), len(records), "have no usable prompt")
@@ -122,17 +129,6 @@ def generate_all(
             [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
         )
     return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
-
-
-def as_json(
-    completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
-) -> dict[str, Any]:
-    return {
-        "text": text_of(completion, sampling.stop_token_ids, tokenizer, prompt.tokens),
-        "token_ids": completion.tokens,
-        "logprobs": completion.logprobs,
-        "finish_reason": completion.finish_reason,
-    }
 
 
 # --- score ------------------------------------------------------------------------------------------------------------
