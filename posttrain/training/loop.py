@@ -26,7 +26,7 @@ from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
-from posttrain.optim.update import AdamW, HasTokens, Objective, balanced, over_batches, over_updates, update
+from posttrain.optim.update import AdamW, HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -164,11 +164,9 @@ class Loop:
             objective = balanced(objective, self._router_loss, len(packs))
             done = update(coming, objective, self.optimizer, self.rate(step), ranks, ranks.spare(packs))
             tokens += sum(pack.num_tokens for pack in packs)
+            self._count_skipped(step, done)
             if not done.applied:
-                self._count_skipped(step, done.metrics)
                 continue
-            state.skipped_in_a_row = 0
-            self._record_skipped()
             made.append(done.metrics)
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
                 self._moved.check(self.rate(step), done.metrics["grad_norm"], self.job.record)
@@ -189,22 +187,19 @@ class Loop:
     def rate(self, step: int) -> float:
         return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
 
-    def _count_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.state.skipped += 1
-        self.state.skipped_in_a_row += 1
-        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
-        log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
-        self._record_skipped()
-        if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+    def _count_skipped(self, step: int, done: Updated) -> None:
+        row = self.state.skipped_in_a_row = 0 if done.applied else self.state.skipped_in_a_row + 1
+        bad = ", ".join(name for name, value in done.metrics.items() if not math.isfinite(value))
+        if not done.applied:
+            self.state.skipped += 1
+            log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
+        failed = row == MAX_SKIPPED_IN_A_ROW
+        self.job.record(Finding(STEPS, row, MAX_SKIPPED_IN_A_ROW - 1, "updates skipped in a row", failed=failed))
+        if failed:
             raise VitalSignError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last of them step {step}: "
                 "lower training.learning_rate, or look for broken rows with `posttrain explore`"
             )
-
-    def _record_skipped(self) -> None:
-        row = self.state.skipped_in_a_row
-        most, failed = MAX_SKIPPED_IN_A_ROW - 1, row == MAX_SKIPPED_IN_A_ROW
-        self.job.record(Finding(STEPS, row, most, "updates skipped in a row", failed=failed))
 
     def _after_step(self) -> None:
         state, every = self.state, self.job.config.checkpoint.save_steps
