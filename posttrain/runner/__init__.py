@@ -156,21 +156,16 @@ def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[s
     """
     if ranks.size == 1:
         return
+    facts: dict[str, Any] = {}
+    for stage in stages:  # every setting by its key, which begins with the name of the stage, if it has one
+        prefix = f"stage {stage.name}: " if stage.name else ""
+        values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
+        facts |= {f"{prefix}{key}": value for key, value in values.items() if key not in OWN}
     here = environment()
-    versions = {"Python": here["python"], **here["versions"], "commit of posttrain": here["git_commit"]}
-    facts = {**_settings(stages), **options, **versions, "processes on the machine (--nproc)": ranks.locals}
+    facts |= {**options, "Python": here["python"], **here["versions"], "commit of posttrain": here["git_commit"]}
+    facts["processes on the machine (--nproc)"] = ranks.locals
     if lines := ranks.differences(facts):
         raise RankError(
             redact("\n  ".join(["the ranks were not started alike:", *lines]))
             + "\nStart every machine with the same command and settings, and install the same versions on each"
         )
-
-
-def _settings(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Every setting by its key. Keys begin with the name of the stage, if it has one."""
-    settings: dict[str, Any] = {}
-    for stage in stages:
-        prefix = f"stage {stage.name}: " if stage.name else ""
-        values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
-        settings |= {f"{prefix}{key}": value for key, value in values.items() if key not in OWN}
-    return settings

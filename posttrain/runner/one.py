@@ -152,8 +152,19 @@ def follow(ranks: Ranks) -> int:
                 say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
 
     ranks.on_lost(report)
+    no_order: Order | None = None
     try:
-        _follow(ranks)
+        while (order := ranks.gather(no_order)[0]) is not None:
+            config, folder, checkpoint = order
+            release_memory()
+            with (
+                own_log(folder, ranks.index),
+                handling(leave, signal.SIGTERM),
+                determinism(config.devices),
+                Follower(folder) as run,
+                ranks.naming_lost(),
+            ):
+                _steps(checkpoint, config, run, None, ranks).save_final()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # any code of the run may raise; the log of this rank has the stack trace
@@ -161,21 +172,6 @@ def follow(ranks: Ranks) -> int:
             report(error)
         return 1
     return 0
-
-
-def _follow(ranks: Ranks) -> None:
-    no_order: Order | None = None
-    while (order := ranks.gather(no_order)[0]) is not None:
-        config, folder, checkpoint = order
-        release_memory()
-        with (
-            own_log(folder, ranks.index),
-            handling(leave, signal.SIGTERM),
-            determinism(config.devices),
-            Follower(folder) as run,
-            ranks.naming_lost(),
-        ):
-            _steps(checkpoint, config, run, None, ranks).save_final()
 
 
 @contextmanager

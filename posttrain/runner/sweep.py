@@ -161,8 +161,13 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
     lock = FolderLock(root)
     try:
         if (root / trials.NAME).is_file():
-            if overwrite:
-                _empty(root)
+            if overwrite:  # deletes the trials, then the sweep's own files
+                for trial in trials.read_sweep(root).trials:
+                    if (root / trial.name / "run.json").is_file():
+                        remove_run(root / trial.name)
+                shutil.rmtree(root / COMPARISON, ignore_errors=True)
+                for name in (PICTURE, trials.NAME):
+                    (root / name).unlink(missing_ok=True)
             elif not resume:
                 raise RunError(
                     f"{root} already has a sweep: resume it (--resume), replace it (--overwrite), or choose "
@@ -175,24 +180,15 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
         lock.release()
 
 
-def _empty(root: Path) -> None:
-    """Delete the trials, then the sweep's own files."""
-    for trial in trials.read_sweep(root).trials:
-        if (root / trial.name / "run.json").is_file():
-            remove_run(root / trial.name)
-    shutil.rmtree(root / COMPARISON, ignore_errors=True)
-    for name in (PICTURE, trials.NAME):
-        (root / name).unlink(missing_ok=True)
-
-
 def _report(sweep: Sweep) -> None:
     """Print the table and write the plot of all trials that have ended, and compare those that finished."""
     ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     console = PlainConsole()
     if not ended:
         return
-    for shown in table(sweep):
-        console.print(shown)
+    console.print(table(sweep))
+    if "seed" in sweep.trials[0].settings:
+        console.print(over_seeds(sweep))
     write_picture(sweep)
     _compare(sweep, console)
     if sweep.best is not None:
@@ -231,8 +227,8 @@ MOST_TICKS = 6
 LOGARITHMIC = 10  # an axis is logarithmic if its largest value is at least this many times the smallest
 
 
-def table(sweep: Sweep) -> Iterator[Table]:
-    """The table of trials, best first; if seeds were swept, also a table of the means over seeds."""
+def table(sweep: Sweep) -> Table:
+    """The table of trials, best first."""
     names = trials.short_names(list(sweep.trials[0].settings))
     shown = trials.table_of("trial", *names.values(), "value", "steps", "time", "")
     shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
@@ -243,9 +239,7 @@ def table(sweep: Sweep) -> Iterator[Table]:
         value = "not finite" if trial.value is None else f"{trial.value:.4g}"
         value = value if trial.state in trials.ENDED else ""
         shown.add_row(trial.number, *trial.settings.values(), value, steps, took, state)
-    yield shown
-    if "seed" in names:
-        yield over_seeds(sweep)
+    return shown
 
 
 def over_seeds(sweep: Sweep) -> Table:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from rich.console import Console
@@ -246,7 +247,8 @@ class Scratch:
                 self.saves_s.append(now - saving_since)
                 saving_since = 0.0
             if kill is not None and due == math.inf and self._is_moment(kill, watched, saving):
-                due = now + kill.share * self._length(kill.moment)
+                lengths = {"starting": self.start_s, "anywhere": self.step_s, "saving": fmean(self.saves_s)}
+                due = now + kill.share * lengths[kill.moment]
             if now >= due:
                 process.kill()
                 process.join()
@@ -261,11 +263,6 @@ class Scratch:
         at_the_end = watched.steps >= self.whole.steps  # a finished run that is resumed makes no step
         reached = watched.steps >= kill.progress - 1 and (watched.moved or at_the_end)
         return kill.moment == "starting" or (saving if kill.moment == "saving" and reached else reached)
-
-    def _length(self, moment: Moment) -> float:
-        if moment == "saving":
-            return sum(self.saves_s) / len(self.saves_s)
-        return self.start_s if moment == "starting" else self.step_s
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
