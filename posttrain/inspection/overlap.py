@@ -79,14 +79,22 @@ def duplicates(corpus: Corpus) -> list[Duplicates]:
         again = np.flatnonzero(train & (exact != first))
         nearly = np.flatnonzero(train & (near != first) & (exact == first))
         for kind, members, groups in (("exact", again, exact), ("near", nearly, near)):
-            pairs = tuple((corpus.label(int(index[one])), corpus.label(int(index[groups[one]]))) for one in members)
-            found.append(Duplicates(f"{what}, {kind} duplicate", pairs, int(train.sum())))
+            rows = _labels(corpus, index, members, groups)
+            found.append(Duplicates(f"{what}, {kind} duplicate", rows, int(train.sum())))
     found += _opposite(corpus)
     for number, name in enumerate(corpus.names[1:], 1):
         for what, index, (exact, near) in kinds:
-            for kind, groups in (("exact", exact), ("near", near)):
-                found.append(_overlap(corpus, index, groups, number, f"{name}: {what} in train, {kind}"))
+            mine = np.flatnonzero(corpus.sets[index] == number)
+            for kind, groups in (("exact", exact), ("near", near)):  # near includes exact
+                members = mine[corpus.sets[index[groups[mine]]] == 0]
+                rows = _labels(corpus, index, members, groups)
+                found.append(Duplicates(f"{name}: {what} in train, {kind}", rows, len(mine)))
     return found
+
+
+def _labels(corpus: Corpus, index: Array, members: Array, groups: Array) -> tuple[tuple[str, str], ...]:
+    """Each of these rows, by its position in `index`, with the first row of its group."""
+    return tuple((corpus.label(int(index[one])), corpus.label(int(index[groups[one]]))) for one in members)
 
 
 def _both(texts: Texts, keys: Array, index: Array) -> tuple[Array, Array]:
@@ -108,17 +116,6 @@ def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
     if corpus.is_pair.any():
         among = int((corpus.is_pair & (corpus.sets == 0)).sum())
         yield Duplicates("pair with opposite labels", tuple(rows), among)
-
-
-def _overlap(corpus: Corpus, index: Array, groups: Array, number: int, what: str) -> Duplicates:
-    """The rows of a validation set whose group has a training row. (`near` includes `exact`.)"""
-    trains: dict[int, int] = {}
-    for position in np.flatnonzero(corpus.sets[index] == 0).tolist():
-        trains.setdefault(int(groups[position]), position)
-    mine = np.flatnonzero(corpus.sets[index] == number).tolist()
-    pairs = [(one, trains[int(groups[one])]) for one in mine if int(groups[one]) in trains]
-    rows = tuple((corpus.label(index[one]), corpus.label(index[other])) for one, other in pairs)
-    return Duplicates(what, rows, len(mine))
 
 
 def near_groups(texts: Texts, same: Array) -> Array:

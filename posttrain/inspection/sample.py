@@ -26,15 +26,7 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.environments.episodes import Episodes, Limits, acting, start_of
 from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.evaluation.answering import too_long
-from posttrain.inspection.findings import (
-    InFormat,
-    Measured,
-    format_of,
-    over_temperatures,
-    shown_number,
-    table,
-    tags_of,
-)
+from posttrain.inspection.findings import InFormat, Measured, format_of, over_temperatures, shown_number, table, tags_of
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
