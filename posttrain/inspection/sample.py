@@ -90,7 +90,7 @@ def sample(
     show: int,
     seed: int,
     console: Console,
-) -> dict[float, list[Measured]]:
+) -> None:
     """Sample and reward completions at each temperature, and print `show` completions of every prompt.
 
     Then print a table, tokenisation problems, and suggestions. The table has a line per prompt or, with several
@@ -132,7 +132,6 @@ def sample(
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
-    return measured
 
 
 def first_prompts(
@@ -153,13 +152,14 @@ def first_prompts(
     usable: list[Prompt] = []
     unused: list[Malformed] = []
     prompts = prompts_of(records, data, tokenizer, source, setup.behavior_version)
-    for record, prompt in zip(records, prompts, strict=True):
-        wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
-        if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
-            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, but training allows {setup.longest_prompt:,}", 0)
-        if wrong is not None:
-            unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
-        elif isinstance(prompt, Prompt):
+    for record, read in zip(records, prompts, strict=True):
+        prompt, most = too_long(read, policy) or read, setup.longest_prompt or 1 << 62
+        if isinstance(prompt, Malformed):
+            unused.append(Malformed(record.file, record.line, prompt.reason, record.row))
+        elif len(prompt.tokens) > most:
+            reason = f"{len(prompt.tokens):,} tokens, but training allows {most:,}"
+            unused.append(Malformed(record.file, record.line, reason, record.row))
+        else:
             usable.append(prompt)
         if len(usable) == count:
             break

@@ -114,12 +114,8 @@ class Rewarded(tuple[CompletionReward, ...]):
 
 
 def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
-    """The metrics of one reward over all completions.
-
-    Mean and standard deviation; for a rule, the count of each verdict and the shares of its classes; for a judge, the
-    count of each failure and the costs; for a function, the number of completions that it does not apply to, and the
-    metrics that it logged.
-    """
+    """The metrics of one reward over all completions: its mean and spread, and those of a rule's verdicts and classes,
+    a judge's failures and costs, or a function's deadline and what it logged."""
     values = [part.value for part in parts if part.value is not None]
     grades = [part.grade for part in parts if part.grade is not None]
     first, late = parts[0], sum(bool(part.overdue) for part in parts)

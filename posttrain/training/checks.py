@@ -6,7 +6,6 @@ Alarms in online runs report problems that leave every number finite. Alarms are
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -55,10 +54,8 @@ class Noise:
     """
 
     rms: float  # root mean square; the limit is higher for few tokens
-    most: float  # largest difference after excluding one token in a hundred and FEW more
+    most: float  # largest difference after excluding one token in a hundred and three more
     largest: float  # largest difference of all tokens
-
-    FEW: ClassVar[int] = 3
 
     def check(self, name: str, difference_N: torch.Tensor, record: Record, problem: str, unit: str = "nats") -> None:
         """Record the root mean square of the differences, with its limit. If the differences exceed rounding, raise
@@ -76,7 +73,7 @@ class Noise:
         if sorted_N.isnan().any():
             return "is NaN"
         count, rms, largest = len(sorted_N), float(sorted_N.square().mean().sqrt()), float(sorted_N[0])
-        rms_limit, outliers = self.rms * (1 + 3 / count**0.5), count // 100 + self.FEW
+        rms_limit, outliers = self.rms * (1 + 3 / count**0.5), count // 100 + 3
         if rms > rms_limit:
             return f"differs by {rms:.3g} nats (root mean square of {count:,}; at most {rms_limit:.2g})"
         if count > outliers and (other := float(sorted_N[outliers])) > self.most:

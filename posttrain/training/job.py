@@ -110,7 +110,7 @@ class Job:
                 "\n  ".join(["the ranks read different data:", *lines])
                 + "\nCopy the same files and tokenizer to every machine, or read them from a shared folder"
             )
-        resolved: dict[str, float] = {"training.learning_rate": self.learning_rate()}  # these may be null or `auto`
+        resolved: dict[str, float] = {"training.learning_rate": learning_rate(self.config, self.model)}
         if self.router_aux_loss_coef:
             resolved["method.router_aux_loss_coef"] = self.router_aux_loss_coef
         if (longest := prepared.reports["train"].max_prompt_length) is not None:
@@ -287,9 +287,6 @@ class Job:
         """One number per sequence (S) of each pack, on the device. Each rank computes the numbers of its own packs."""
         shapes = [(pack.num_sequences,) for pack in packs]
         return self.ranks.spread(packs, shapes, lambda pack: of(pack.to(self.device)), self.device)
-
-    def learning_rate(self) -> float:
-        return learning_rate(self.config, self.model)
 
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with weights from a folder that posttrain wrote, which already has the new tokens."""

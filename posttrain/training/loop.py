@@ -21,7 +21,7 @@ from torch import nn
 from posttrain.base.console import progress
 from posttrain.base.errors import VitalSignError
 from posttrain.batch import Example, Pack
-from posttrain.config import RunConfig
+from posttrain.config import RunConfig, learning_rate
 from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
@@ -57,7 +57,7 @@ class Loop:
         if len(data.train) < self.batch_size:
             few = "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them"
             log.warning(few, len(data.train), self.batch_size)
-        self.peak_rate = job.learning_rate()
+        self.peak_rate = learning_rate(job.config, job.model)
         self.state = State()
         self._stop = Stop()
         self._rows = np.empty(0, int)  # the current step's rows
@@ -349,9 +349,7 @@ def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool =
     progress = (step - warmup) / max(1, total - warmup)
     if kind == "linear":
         return max(0.0, 1.0 - progress)
-    if kind == "cosine":
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-    raise ValueError(f"unknown lr_scheduler_type {kind!r}")
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
