@@ -194,7 +194,7 @@ def losses(
         bench = Bench(job, weights, batch, rows_of(job, folder, step) if config.method.reads_completions else None)
         if config.method.dropout and (saved := weights.checkpoint) is not None:
             restore_rng(load_tensors(saved / "rng.safetensors"), Saved.read(saved).rng, job.device)
-        rows, gradients = _measure(bench, chosen, batch)
+        rows, gradients = _measure(bench, chosen)
     norm = logged_norm(folder, step) if weights.exact and config.method.updates == 1 else None
     return Lab(folder, step, weights, str(batch), rows, cosines(gradients), left_out, config.method.updates, norm)
 
@@ -213,7 +213,7 @@ def _job(config: RunConfig, weights: Weights):
         yield Job.start(config, config.models[0], run, weights.checkpoint, recompute)
 
 
-def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[LossRow], Tensor]:
+def _measure(bench: Bench, chosen: Sequence[Variant]) -> tuple[list[LossRow], Tensor]:
     """Return a row for each loss, and the gradients (rows, parameters): float32, in main memory. Raises RunError if
     they do not fit."""
     count = sum(master.numel() for master in bench.optimizer.masters.values())
@@ -224,7 +224,7 @@ def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) 
             "GiB are free: choose fewer losses with --loss"
         )
     gradients = torch.zeros(len(chosen), count)
-    stored = batch if isinstance(batch, StoredStep) and bench.job.config.method.updates > 1 else None
+    stored = bench.batch if isinstance(bench.batch, StoredStep) and bench.job.config.method.updates > 1 else None
     generators, rows = rng_state(bench.job.device), []
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
         restore_rng(*generators, bench.job.device)  # the same dropout for all losses
@@ -239,11 +239,9 @@ def _take(optimizer: AdamW, gradient: Tensor) -> float:
     """Move the optimizer's gradients to the vector `gradient`. Return their norm, as the optimizer computes it."""
     masters = list(optimizer.masters.values())
     norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
-    start = 0
-    for master in masters:
+    for master, part in zip(masters, gradient.split([master.numel() for master in masters]), strict=True):
         if master.grad is not None:
-            gradient[start : start + master.numel()] = master.grad.flatten()
-        start += master.numel()
+            part.copy_(master.grad.flatten())
     optimizer.forget()
     return float(norm)
 

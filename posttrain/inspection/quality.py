@@ -15,16 +15,7 @@ from posttrain.base.words import counted
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared
 from posttrain.data.prepare import rows_of_run
-from posttrain.inspection.overlap import (
-    COVERED,
-    NEAR,
-    SHINGLE,
-    Contamination,
-    Duplicates,
-    contamination,
-    duplicates,
-    questions_of,
-)
+from posttrain.inspection import overlap
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
 
@@ -47,7 +38,7 @@ def check_quality(
     `against`: suites or files whose questions are searched for; empty: the built-in suites in the local cache. Raises a
     PosttrainError if one of them cannot be read, or if the reward model cannot score the pairs.
     """
-    questions, missing = questions_of(against)  # first, so that an error comes before long work
+    questions, missing = overlap.questions_of(against)  # first, so that an error comes before long work
     rows, margins, noise = (), (), None
     if reward_model is not None:
         rows, margins = (values.tolist() for values in margins_of(config, reward_model))
@@ -56,8 +47,8 @@ def check_quality(
         except ValueError as error:
             raise DataError(f"--reward-model {reward_model}: {error}") from error
     corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
-    shared = [contamination(suite, corpus, n) for suite in questions]
-    repeated = duplicates(corpus)
+    shared = [overlap.contamination(suite, corpus, n) for suite in questions]
+    repeated = overlap.duplicates(corpus)
     return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, rows, margins)
 
 
@@ -79,8 +70,8 @@ class Quality:
     """All findings. `missing`: the suites that were not checked, with reasons."""
 
     corpus: Corpus
-    duplicates: Sequence[Duplicates]
-    contamination: Sequence[Contamination]
+    duplicates: Sequence[overlap.Duplicates]
+    contamination: Sequence[overlap.Contamination]
     missing: Mapping[str, str]
     n: int
     bias: LengthBias | None
@@ -100,7 +91,7 @@ class Quality:
             "rows": self._rows,
             "words": len(self.corpus.rows.words),
             "only_first_rows_of": self.corpus.cut,
-            "near": {"jaccard": NEAR, "words": SHINGLE},
+            "near": {"jaccard": overlap.NEAR, "words": overlap.SHINGLE},
             "duplicates": {line.what: {"of": line.among, "rows": line.rows} for line in self.duplicates},
             "contamination": {
                 suite.name: {name: getattr(suite, name) for name in ("checked", "short", "unread", "copies", "hits")}
@@ -138,7 +129,7 @@ class Quality:
         if self.contamination:
             table = _table("questions in train", "checked", "shared", "copies", "examples")
             for suite in self.contamination:
-                copies = [f"{question} in {row}" for question, share, row in suite.hits if share >= COVERED]
+                copies = [f"{question} in {row}" for question, share, row in suite.hits if share >= overlap.COVERED]
                 cells = f"{suite.checked:,}", f"{len(suite.hits):,}", f"{suite.copies:,}", "; ".join(copies[:SHOWN])
                 table.add_row(suite.name, *cells)
             console.print(table)
@@ -157,7 +148,7 @@ class Quality:
     def notes(self) -> Iterator[str]:
         """The findings that are printed as sentences."""
         if self.contamination:
-            copied = f"{COVERED:.0%} of the question's words are"
+            copied = f"{overlap.COVERED:.0%} of the question's words are"
             yield f"shared: a {self.n}-gram of words is in a training row; copies: {copied}"
         if short := ", ".join(f"{suite.short:,} of {suite.name}" for suite in self.contamination if suite.short):
             yield f"questions of fewer than 8 words, not checked: {short}"
