@@ -67,13 +67,7 @@ class Watcher:
             log.info("%s: stopped early: %s", self._trial.name, self._trial.reason)
 
 
-def run_sweep(
-    sweep: Sweep,
-    settings: Sequence[trials.Settings],
-    config_of: Callable[[Trial], RunConfig],
-    resume: bool = False,
-    overwrite: bool = False,
-) -> None:
+def run_sweep(sweep: Sweep, config_of: Callable[[Trial], RunConfig], resume: bool, overwrite: bool) -> None:
     """Train every trial that has not ended, and show the table after the last one.
 
     A failed trial is recorded, and the next one runs. Raises PosttrainError at the end if any trial failed. A signal
@@ -81,7 +75,7 @@ def run_sweep(
     """
     with _folder(sweep.root, resume, overwrite):
         if resume and (sweep.root / trials.NAME).is_file():
-            sweep = trials.joined(trials.read_sweep(sweep.root), sweep, settings)
+            sweep = trials.joined(trials.read_sweep(sweep.root), sweep)
         sweep.save()
         try:
             for number, trial in enumerate(sweep.trials, start=1):
