@@ -34,7 +34,6 @@ from posttrain.runs.progress import duration
 from posttrain.runs.run import Follower, Run, own_log
 from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
-from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.state import problems_of, refuse_changes, refuse_fewer_steps, report_lost
 
@@ -65,7 +64,7 @@ def train_one(
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
     if not resume and config.behavior_version > 1:
         facts["date"] = config.data.date or date.today().isoformat()
-    named, rejected = checkpoint, dict[str, str]()  # checkpoints that were tried, with their problems
+    named, rejected = checkpoint, dict[str, str]()  # rejected: damaged checkpoints, with their problems
     messages: list[str] = []
     models: dict[str, dict[str, str]] = {}
 
@@ -126,7 +125,7 @@ def _train_from(
         loop = _steps(checkpoint, as_recorded(config, run.folder), run, watch, ranks)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
-        finish(loop.job, loop)
+        finish(loop)
 
 
 def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | None, ranks: Ranks) -> Loop:
@@ -185,9 +184,10 @@ def _exits_are_failures() -> Iterator[None]:
         raise RunError(f"{reason_of(error)}: code that a run calls must raise an error instead") from error
 
 
-def finish(job: Job, loop: Loop) -> None:
+def finish(loop: Loop) -> None:
     """Write results.json, curves.png and report.html of a finished run, and log a summary."""
-    run, lines, state = job.run, job.run.read_metrics(), loop.state
+    job, run, state = loop.job, loop.job.run, loop.state
+    lines = run.read_metrics()
     results = {
         "method": job.config.method.type,
         "model": job.model.path,

@@ -139,13 +139,13 @@ def _check_packing(
     scorer.eval()
     last = pack.num_sequences - 1
     ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
-    paths = {s: _path(pack, few, s) for s in ends}
+    paths = sequences_of(pack, few)
     try:
         with whole(scorer):
             got, types = packed(pack), {p.dtype for p in scorer.parameters()}
             base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
             device = pack.tokens_T.device
-            want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
+            want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in paths[s])) for s in ends}
     finally:
         base.set_attn_implementation(implementation)
         for module, mode in modes.items():
@@ -161,11 +161,10 @@ def _check_packing(
     return float(difference_N.amax())
 
 
-def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids and targets of one sequence of a pack, taken from the sequence's example."""
-    group = int(pack.group_S[sequence])
-    paths = [path for tree in examples[group].trees for path in sequences(tree)]
-    return paths[int((pack.group_S[:sequence] == group).sum())]
+def sequences_of(pack: Pack, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The token ids and targets of each sequence of a pack, from the examples that were packed."""
+    groups = dict.fromkeys(pack.groups)
+    return [path for group in groups for tree in examples[group].trees for path in sequences(tree)]
 
 
 @torch.no_grad()
