@@ -104,7 +104,9 @@ class Loop:
                 ranks.at_step(step)
                 if ranks.size > 1:  # one random stream per rank and step, so that no checkpoint needs its state
                     torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
-                yield step, self._examples(step)
+                order, batch = self._batch_of(step)
+                self._rows = order[batch]
+                yield step, [self.data.train[int(row)] for row in self._rows]
                 self.state.seconds += time.perf_counter() - started
                 self._after_step()
             if self.state.window:
@@ -121,11 +123,6 @@ class Loop:
             yield step, examples
             if self.evaluation_due:
                 self.evaluate(objective_of, with_previous)
-
-    def _examples(self, step: int) -> list[Example]:
-        order, batch = self._batch_of(step)
-        self._rows = order[batch]
-        return [self.data.train[int(row)] for row in self._rows]
 
     def previous(self) -> Example:
         """The example before the current step's first one, in the epoch's order; its last comes before its first."""
