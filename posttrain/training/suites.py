@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import cached_property
 
 from torch import nn
 
@@ -47,7 +48,6 @@ class SuiteEvaluation:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"evaluation.suites lists {', '.join(sorted(twice))} twice")
         self._resources = ExitStack()
-        self._made: tuple[Engine, list[tuple[Items, Answers, Judge]]] | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,9 +61,7 @@ class SuiteEvaluation:
         """The metrics `{name}`, `{name}_low` and `{name}_high` of each suite in which anything was graded."""
         if not self._chosen:
             return {}
-        if self._made is None:
-            self._made = self._start()
-        engine, parts = self._made
+        engine, parts = self._started
         engine.load(self._policy, step)
         folder, metrics = self._job.run.folder / "evaluation" / f"step-{step}", {}
         with EvaluationStore(folder, overwrite=True) as store:
@@ -88,9 +86,9 @@ class SuiteEvaluation:
 
     def close(self) -> None:
         self._resources.close()
-        self._made = None
 
-    def _start(self) -> tuple[Engine, list[tuple[Items, Answers, Judge]]]:
+    @cached_property
+    def _started(self) -> tuple[Engine, list[tuple[Items, Answers, Judge]]]:
         job, enter = self._job, self._resources.enter_context
         policy, tokenizer, date = base_of(self._policy), job.tokenizer, job.config.data.date
         version = job.config.behavior_version
