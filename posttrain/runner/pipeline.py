@@ -89,6 +89,8 @@ class Pipeline:
         self.tasks: list[Task] = []
         for index in range(len(models)) if model_index is None else [model_index]:
             self._add_model(index, skip)
+        self.active = [task for task in self.tasks if not task.skip]
+        self.alone = len(stages) == len(models) == 1  # a single run, even without `--skip` and `--model-index`
 
     def _add_model(self, index: int, skip: Collection[str]) -> None:
         done: dict[str, Task] = {}
@@ -103,15 +105,6 @@ class Pipeline:
             config = config.model_copy(update={"models": (model,), "name": self.root.name})
             done[stage.name] = Task(name, stage.name, config, folder, source, stage.name in skip)
             self.tasks.append(done[stage.name])
-
-    @property
-    def active(self) -> list[Task]:
-        return [task for task in self.tasks if not task.skip]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the configuration has a single run, even without `--skip` and `--model-index`."""
-        return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Check, before training for hours, that the models of skipped stages exist and that no folder is taken."""

@@ -252,7 +252,7 @@ class Loop:
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due at this step (0 is before training)."""
         settings, step = self.job.config.evaluation, self.state.step
-        if settings.eval_steps == -1 or not (self.data.validation or self._suites) or self.state.evaluated:
+        if settings.eval_steps == -1 or not (self.data.validation or self._suites.sizes) or self.state.evaluated:
             return False
         if step == 0:
             return settings.at_start

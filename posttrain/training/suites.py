@@ -47,15 +47,8 @@ class SuiteEvaluation:
         names = [items.suite.name for items in self._chosen]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"evaluation.suites lists {', '.join(sorted(twice))} twice")
+        self.sizes = {items.suite.name: len(items.items) for items in self._chosen}  # number of items
         self._resources = ExitStack()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of items of each suite."""
-        return {items.suite.name: len(items.items) for items in self._chosen}
-
-    def __bool__(self) -> bool:
-        return bool(self._chosen)
 
     def __call__(self, step: int, sampling: SamplingContext) -> dict[str, float]:
         """The metrics `{name}`, `{name}_low` and `{name}_high` of each suite in which anything was graded."""
