@@ -39,17 +39,19 @@ def check_quality(
     PosttrainError if one of them cannot be read, or if the reward model cannot score the pairs.
     """
     questions, missing = overlap.questions_of(against)  # first, so that an error comes before long work
-    rows, margins, noise = (), (), None
+    noise, contradicted = None, []
     if reward_model is not None:
-        rows, margins = (values.tolist() for values in margins_of(config, reward_model))
+        rows, margins = margins_of(config, reward_model)
         try:
             noise = label_noise(margins)
         except ValueError as error:
             raise DataError(f"--reward-model {reward_model}: {error}") from error
+        for i in noise.contradicted.tolist():
+            contradicted.append({"row": int(rows[i]), "margin": float(margins[i]), "wrong": float(noise.wrong_P[i])})
     corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
     shared = [overlap.contamination(suite, corpus, n) for suite in questions]
     repeated = overlap.duplicates(corpus)
-    return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, rows, margins)
+    return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, contradicted)
 
 
 def bias_of(prepared: Prepared, corpus: Corpus) -> LengthBias | None:
@@ -76,8 +78,7 @@ class Quality:
     n: int
     bias: LengthBias | None
     noise: LabelNoise | None
-    pairs: Sequence[int]  # row numbers of the pairs in `noise`
-    margins: Sequence[float]
+    contradicted: Sequence[dict[str, Any]]  # by `noise`: row, margin and the probability that the label is wrong
 
     @property
     def _rows(self) -> dict[str, int]:
@@ -86,7 +87,14 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """All findings, with all rows."""
-        noise = self.noise
+        noise = self.noise and {
+            "pairs": self.noise.pairs,
+            "rate": self.noise.rate,
+            "interval": [self.noise.low, self.noise.high],
+            "temperature": self.noise.temperature,
+            "disagree": self.noise.disagree,
+            "contradicted": self.contradicted,
+        }
         return {
             "rows": self._rows,
             "words": len(self.corpus.rows.words),
@@ -101,18 +109,7 @@ class Quality:
             "suites_not_checked": dict(self.missing),
             "notes": list(self.notes()),
             "length_bias": self.bias and asdict(self.bias),
-            "label_noise": noise
-            and {
-                "pairs": noise.pairs,
-                "rate": noise.rate,
-                "interval": [noise.low, noise.high],
-                "temperature": noise.temperature,
-                "disagree": noise.disagree,
-                "contradicted": [
-                    {"row": self.pairs[i], "margin": self.margins[i], "wrong": float(noise.wrong_P[i])}
-                    for i in noise.contradicted.tolist()
-                ],
-            },
+            "label_noise": noise,
         }
 
     def show(self, console: Console) -> None:
@@ -135,14 +132,12 @@ class Quality:
             console.print(table)
         for note in self.notes():
             console.print(note, soft_wrap=False)
-        noise = self.noise
-        if noise is None or not len(noise.contradicted):
-            return
-        table = _table("label contradicted", "margin", "turned")
-        for index in noise.contradicted[:LISTED].tolist():
-            table.add_row(f"row {self.pairs[index]}", f"{self.margins[index]:.3g}", f"{noise.wrong_P[index]:.0%}")
-        console.print(table)
-        if (more := len(noise.contradicted) - LISTED) > 0:
+        if self.contradicted:
+            table = _table("label contradicted", "margin", "turned")
+            for pair in self.contradicted[:LISTED]:
+                table.add_row(f"row {pair['row']}", f"{pair['margin']:.3g}", f"{pair['wrong']:.0%}")
+            console.print(table)
+        if (more := len(self.contradicted) - LISTED) > 0:
             console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
 
     def notes(self) -> Iterator[str]:
@@ -161,7 +156,7 @@ class Quality:
             yield _bias_line(self.bias)
         if self.noise is not None:
             yield f"label noise: {self.noise}"
-            sure, many = len(self.noise.contradicted), self.noise.disagree
+            sure, many = len(self.contradicted), self.noise.disagree
             yield (
                 f"the reward model prefers the rejected reply in {many / self.noise.pairs:.1%} of the pairs, and with "
                 f"a calibrated probability of {CONFIDENT:.0%} or more in {sure:,} ({sure / self.noise.pairs:.1%})"
