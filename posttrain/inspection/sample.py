@@ -52,11 +52,6 @@ class Setup:
     environments: tuple[EnvironmentConfig, ...] = ()
     tools: tuple[str, ...] = ()
 
-    @property
-    def acts(self) -> bool:
-        """Whether the model acts over several turns."""
-        return bool(self.environments or self.tools)
-
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
@@ -107,7 +102,9 @@ def sample(
     sampled: dict[float, list[SampledGroup]] = {}
     with ExitStack() as resources:
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
-        episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer)) if setup.acts else None
+        episodes = None
+        if setup.environments or setup.tools:
+            episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer))
         rewards = resources.enter_context(rewards_of(setup, episodes))
         for temperature in temperatures:
             at = replace(sampling, temperature=temperature)
@@ -128,7 +125,9 @@ def sample(
         )
     show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
-    for fault in token_faults(setup, tokenizer, stops, list(itertools.chain(*sampled.values()))):
+    # What tools write is not tokenised with what the model writes.
+    tokenised = list(itertools.chain(*sampled.values())) if episodes is None else []
+    for fault in token_faults(setup, tokenizer, stops, tokenised):
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
@@ -263,7 +262,7 @@ def token_faults(
     """Problems with stop tokens and tags."""
     completions = [
         (group.prompt, tokens)
-        for group in ([] if setup.acts else sampled)  # what tools write is not tokenised with what the model writes
+        for group in sampled
         for completion in group.completions
         if (tokens := [token for token in completion.tokens if token not in stops])
     ]
