@@ -10,7 +10,7 @@ from datetime import date
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -151,9 +151,8 @@ def follow(ranks: Ranks) -> int:
                 say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
 
     ranks.on_lost(report)
-    no_order: Order | None = None
     try:
-        while (order := ranks.gather(no_order)[0]) is not None:
+        while (order := ranks.gather(cast(Order | None, None))[0]) is not None:
             config, folder, checkpoint = order
             release_memory()
             with (
