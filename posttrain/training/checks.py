@@ -93,8 +93,7 @@ MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 def check_packing(
     scorer: Scorer | RewardScorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore
 ) -> float:
-    """Check that a pack gives the same log-probabilities, or rewards, as plain calls of the model, one sequence at a
-    time.
+    """Check that a pack gives the log-probabilities, or rewards, of plain calls of the model, one sequence at a time.
 
     The pack contains the first and the last example. Returns the largest difference; raises VitalSignError if the
     differences exceed rounding.
