@@ -159,7 +159,9 @@ def test_rows_beyond_the_limit_of_words_are_told(model, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     prepared = data_of(config, config.models[0], tokenizer)
     whole, part = (read_corpus(rows_of_run(config, tokenizer), prepared, most) for most in (MOST_WORDS, 300))
-    assert (len(whole), whole.cut, len(part), part.cut) == (25, (), 10, ("train",)), "each source has its own limit"
+    assert (len(whole.rows), whole.cut, len(part.rows), part.cut) == (25, (), 10, ("train",)), (
+        "each source has its own limit"
+    )
 
 
 # --- contamination ----------------------------------------------------------------------------------------------------

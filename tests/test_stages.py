@@ -81,11 +81,11 @@ def test_rewards_of_an_evaluation_set_may_come_from_a_stage(write, tmp_path):
       datasets: [{name: held_out, source: rows.jsonl, rewards: [{type: model, from: judge}]}, {name: b, source: c}]
 """
     )
-    sft = Pipeline.of(load(write(text)).stages, tmp_path / "run").tasks[1].config
+    sft = Pipeline(load(write(text)).stages, tmp_path / "run").tasks[1].config
     assert sft.evaluation.datasets[0].rewards[0].path == str(tmp_path / "run/judge/final")
     assert sft.evaluation.datasets[1].rewards is None
     with pytest.raises(ConfigError, match="nobody is not an earlier stage that trains a reward model; known: judge"):
-        Pipeline.of(load(write(text.replace("from: judge", "from: nobody"))).stages, tmp_path / "run")
+        Pipeline(load(write(text.replace("from: judge", "from: nobody"))).stages, tmp_path / "run")
 
 
 def test_precedence_and_one_stage_by_its_name(write):

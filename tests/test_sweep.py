@@ -22,11 +22,11 @@ from posttrain.runner.trials import (
     Trial,
     is_hopeless,
     median_to_beat,
-    names_of,
     read_space,
     read_sweep,
     short_names,
     split_values,
+    trials_of,
 )
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import read_metrics
@@ -72,7 +72,8 @@ def test_a_grid_has_every_combination_in_order():
         {"a.b": "1", "seed": "0", "e": "null"},
         {"a.b": "1", "seed": "1", "e": "{x: [1,2], y: 3}"},
     ]
-    assert names_of(found)[0] == "01-b-1-seed-0-e-x-1-2-y-3" and len(set(names_of(found))) == 12
+    names = [trial.name for trial in trials_of(found)]
+    assert names[0] == "01-b-1-seed-0-e-x-1-2-y-3" and len(set(names)) == 12
     assert short_names(["a.b", "c.b", "d"]) == {"a.b": "a.b", "c.b": "c.b", "d": "d"}
 
 

@@ -9,7 +9,6 @@ from posttrain.base.errors import UsageError
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
-from posttrain.base.words import counted
 from posttrain.cli.settings import devices_from_flag, rewards_from_flags, saved_settings
 from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.options import (
@@ -224,10 +223,10 @@ def grade(
     Rows keep their order and fields; `verdict` (correct, wrong, timeout, crashed, bad_gold), `score`, `extracted` and
     `seconds` are added, and `parts` if a reward has parts.
     """
-    from posttrain.rewards.file import Columns, grade_file
+    from posttrain.rewards.file import grade_file
 
     target = output or file.with_name(f"{file.name}.graded.jsonl")
-    grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers, overwrite)
+    grade_file(file, target, reward, completion_column, answer_column, deadline, workers, overwrite)
     say(f"written: {target}")
 
 
@@ -258,10 +257,5 @@ def generate(
     saved = saved_settings(Path(model).expanduser())
     version = load(saved).stages[0].config.behavior_version if saved else BEHAVIOR_VERSION
     how = options.num_generations, options.seed, options.overwrite, version
-    done = generate_for(model_settings, file, target, data, rollout, devices, *how)
-    say(
-        f"{counted(done.completions, 'completion')} of {counted(done.prompts, 'prompt')}: "
-        f"{counted(done.tokens, 'token')} in {done.seconds:.1f} s "
-        f"({done.tokens / max(done.seconds, 1e-9):,.0f} per second), {done.truncated:,} reached the length limit"
-    )
+    say(generate_for(model_settings, file, target, data, rollout, devices, *how))
     say(f"written: {target}")

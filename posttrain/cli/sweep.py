@@ -51,7 +51,7 @@ def sweep(
     """
     if options.resume and options.overwrite:
         raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
-    from posttrain.runner.trials import NAME, Sweep, Trial, joined, names_of, planned, read_space, read_sweep
+    from posttrain.runner.trials import NAME, Sweep, Trial, joined, planned, read_space, read_sweep, trials_of
 
     config, texts = split_arguments(config, overrides)
     space = read_space(texts)
@@ -71,11 +71,10 @@ def sweep(
         first.name or f"sweep-{first.method.type}-{first.models[0].folder_name}"
     )
     rule = options.stopping or ("none" if "seed" in space.swept else "median")
-    trials = [Trial(name, values) for name, values in zip(names_of(settings), settings, strict=True)]
-    plan = Sweep(root, metric, lower, rule, trials)
+    plan = Sweep(root, metric, lower, rule, trials_of(settings))
     if options.dry_run:
         if options.resume and (root / NAME).is_file():
-            plan = joined(read_sweep(root), plan, settings)
+            plan = joined(read_sweep(root), plan)
         PlainConsole().print(planned(plan))
         better = "lower" if plan.lower_is_better else "higher"
         count = counted(len(plan.trials), "trial")
@@ -89,7 +88,7 @@ def sweep(
         return config_of(trial.settings, {"name": trial.name, "output_dir": str(root)})
 
     try:
-        run_sweep(plan, settings, config_in, options.resume, options.overwrite)
+        run_sweep(plan, config_in, options.resume, options.overwrite)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(f"interrupted; resume with --resume: finished trials in {root} are kept") from interrupt
 

@@ -26,7 +26,6 @@ from posttrain.environments.trajectory import Trajectory
 from posttrain.rewards.parts import CompletionReward
 from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.checkpoint import list_checkpoints, verify
-from posttrain.runs.files import load_tensors, restore_rng
 from posttrain.runs.folder import check_run_folder, is_locked, read_facts
 from posttrain.runs.inputs import REFERENCES, START, content_of, models_of, recorded, run_settings
 from posttrain.runs.metrics import read_metrics
@@ -76,11 +75,6 @@ class Weights:
             return f"{self.name}, which step {self.step} began with"
         return f"{self.name}: nearest before step {self.step}, as there is no checkpoint-{self.step - 1}"
 
-    def restore_generators(self, device: torch.device) -> None:
-        """Restore the random generators, which dropout uses, from the checkpoint; without one, leave them unchanged."""
-        if self.checkpoint is not None:
-            restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng, device)
-
 
 def weights_for(folder: Path, step: int) -> Weights:
     """The weights that a step began with, or the nearest earlier weights. Damaged checkpoints are skipped."""
@@ -119,21 +113,15 @@ def settings_of(folder: Path) -> RunConfig:
     return config
 
 
-def finished_steps(folder: Path) -> int:
-    """The number of steps that the run has finished, according to its metrics and checkpoints."""
-    lines = [line["step"] for line in read_metrics(folder) if "loss" in line]
-    return max([0, *lines, *map(step_of, list_checkpoints(folder))])
-
-
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def logged(folder: Path, step: int) -> dict[str, Any] | None:
-    """The metrics line of this step; None if the step was logged only in a mean over several steps."""
+def logged_norm(folder: Path, step: int) -> float | None:
+    """The logged gradient norm of this step; None if the step was logged only in a mean over several steps."""
     lines = [line for line in read_metrics(folder) if "loss" in line]
     before = max((line["step"] for line in lines if line["step"] < step), default=0)
-    return next((line for line in lines if line["step"] == step and before == step - 1), None)
+    return next((line.get("grad_norm") for line in lines if line["step"] == step and before == step - 1), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +195,8 @@ class Rows:
 
 def rows_of(job: Job, folder: Path, step: int) -> Rows:
     """The rows of a step, found by seed and epoch. Raises RunError if the run has no such step or the data changed."""
-    done = finished_steps(folder)
+    lines = [line["step"] for line in read_metrics(folder) if "loss" in line]
+    done = max([0, *lines, *map(step_of, list_checkpoints(folder))])
     if step > done:
         raise RunError(f"{folder} has finished {counted(done, 'step')}: there is no step {step}")
     data = data_of(job.config, job.model, job.tokenizer)
@@ -315,9 +304,12 @@ def _adapted(
         try:
             method = group.model_validate(values | read | forced)
         except ValidationError as error:
-            conflict = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+            problem = error.errors(include_url=False)[0]
+            conflict = problem.get("ctx", {}).get("error")
             if not isinstance(conflict, SettingsConflict):
-                raise _wrong(error, group) from error
+                name = str(problem["loc"][0])
+                wrong = wrong_value(problem["input"], full(group.model_fields[name]))
+                raise ConfigError(f"--set {name} {wrong}") from error
             unread = {path for path, _ in conflict.problems} - changes.keys() - {"num_generations"}
             if not unread & (read.keys() | values.keys()):
                 return "; ".join(f"{path} {message}" for path, message in conflict.problems)
@@ -357,12 +349,6 @@ def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> N
             raise ConfigError(
                 f"--set {name}: {did_you_mean(name, known) if known else 'these losses have no settings'}"
             )
-
-
-def _wrong(error: ValidationError, group: type[AnyMethod]) -> ConfigError:
-    problem = error.errors(include_url=False)[0]
-    name = str(problem["loc"][0])
-    return ConfigError(f"--set {name} {wrong_value(problem['input'], full(group.model_fields[name]))}")
 
 
 def _label(name: str, settings: Mapping[str, Any]) -> str:

@@ -39,17 +39,12 @@ def show(lab: Lab, console: Console) -> None:
         console.print(f"grad norm of row 1: {own.norm:.6g}, {logged}")
     if any(row[0] is None for row in lab.cosines):
         console.print("-: no cosine, because a gradient is 0 or not finite")
-    for reason, names in _by_reason(lab).items():
-        console.print(f"not computed: {', '.join(names)}: {reason}", soft_wrap=True)
-
-
-def _by_reason(lab: Lab) -> dict[str, list[str]]:
-    """The names of the losses that do not fit, grouped by reason."""
-    names: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, why in lab.left_out.items():
         reason = why.replace(f"loss_type: {name}", "the loss").replace(f" {name} ", " the loss ")
-        names.setdefault(reason, []).append(name)
-    return names
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        console.print(f"not computed: {', '.join(names)}: {reason}", soft_wrap=True)
 
 
 def _losses(lab: Lab) -> Table:

@@ -22,7 +22,7 @@ from posttrain.inspection.loss_inputs import (
     StoredStep,
     Variant,
     Weights,
-    logged,
+    logged_norm,
     rows_of,
     settings_of,
     stored_step,
@@ -35,11 +35,12 @@ from posttrain.optim.update import AdamW, Objective, backward, balanced
 from posttrain.recipes import OFFLINE, ONLINE, REWARDED
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.recipes.online import Step, split_prompts
-from posttrain.runs.files import restore_rng, rng_state
+from posttrain.runs.files import load_tensors, restore_rng, rng_state
 from posttrain.runs.run import Run
 from posttrain.scoring import Scorer
 from posttrain.training.job import Job
 from posttrain.training.reference import is_reference_free, make_reference, no_reference
+from posttrain.training.state import Saved
 
 GIB = 2**30
 CHUNK = 1 << 20  # parameters multiplied at a time, in double precision
@@ -154,29 +155,21 @@ def remembered(score: Callable[..., Any]) -> Callable[..., Tensor]:
     return score_once
 
 
-def clipped(method: AnyMethod, loss: Loss) -> float | None:
-    """The share of tokens that the loss clipped in its last forward pass; None if it clips nothing."""
-    if loss.step is None or not method.clips:
-        return None
-    return _mean(loss.step.clipped_R.cpu()[_inside(loss.step)])
-
-
-def clipped_at_last_update(method: AnyMethod, loss: Loss, batch: StoredStep) -> float | None:
-    """The share of tokens that the loss would clip at the step's last update, given the stored log-probabilities."""
-    if loss.step is None or not method.clips:
-        return None
-    inside_R, length_S = _inside(loss.step), batch.rollout.length_S[loss.step.in_loss_S]
-    numbers = batch.new_R[inside_R], batch.old_R[inside_R], loss.step.advantage_R.cpu()[inside_R]
+def clipped(method: AnyMethod, loss: Loss, stored: StoredStep | None) -> tuple[float | None, float | None]:
+    """The share of tokens that the loss clipped in its last forward pass, and the share that it would clip at the
+    step's last update, given the `stored` log-probabilities. None if it clips nothing, or if nothing is stored."""
+    step = loss.step
+    if step is None or not method.clips or not len(step.in_loss_S):
+        return None, None
+    inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S)
+    share = step.clipped_R.cpu()[inside_R].float().mean().item()
+    if stored is None:
+        return share, None
+    length_S = stored.rollout.length_S[step.in_loss_S]
+    numbers = stored.new_R[inside_R], stored.old_R[inside_R], step.advantage_R.cpu()[inside_R]
     sequence_N = torch.arange(len(length_S)).repeat_interleave(length_S)
-    return _mean(REWARDED[method.type].surrogate(method, *numbers, sequence_N, length_S)[1])
-
-
-def _inside(step: Step) -> Tensor:
-    return torch.isin(step.rollout.sequence_R, step.in_loss_S)
-
-
-def _mean(clipped_N: Tensor) -> float | None:
-    return clipped_N.float().mean().item() if len(clipped_N) else None
+    last_N = REWARDED[method.type].surrogate(method, *numbers, sequence_N, length_S)[1]
+    return share, last_N.float().mean().item()
 
 
 def losses(
@@ -199,12 +192,10 @@ def losses(
     with determinism(config.devices), _job(config, weights) as job:
         batch = rows_of(job, folder, step) if sampled is None else sampled
         bench = Bench(job, weights, batch, rows_of(job, folder, step) if config.method.reads_completions else None)
-        _refuse_too_large(bench.optimizer, len(chosen))
-        if config.method.dropout:
-            weights.restore_generators(job.device)
-        rows, gradients = _measure(bench, chosen, batch)
-    line = logged(folder, step) if weights.exact and config.method.updates == 1 else None
-    norm = None if line is None else line.get("grad_norm")
+        if config.method.dropout and (saved := weights.checkpoint) is not None:
+            restore_rng(load_tensors(saved / "rng.safetensors"), Saved.read(saved).rng, job.device)
+        rows, gradients = _measure(bench, chosen)
+    norm = logged_norm(folder, step) if weights.exact and config.method.updates == 1 else None
     return Lab(folder, step, weights, str(batch), rows, cosines(gradients), left_out, config.method.updates, norm)
 
 
@@ -222,20 +213,25 @@ def _job(config: RunConfig, weights: Weights):
         yield Job.start(config, config.models[0], run, weights.checkpoint, recompute)
 
 
-def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[LossRow], Tensor]:
-    """Return a row for each loss, and the gradients (rows, parameters): float32, in main memory."""
-    masters = bench.optimizer.masters.values()
-    gradients = torch.zeros(len(chosen), sum(master.numel() for master in masters))
-    stored = batch if isinstance(batch, StoredStep) and bench.job.config.method.updates > 1 else None
+def _measure(bench: Bench, chosen: Sequence[Variant]) -> tuple[list[LossRow], Tensor]:
+    """Return a row for each loss, and the gradients (rows, parameters): float32, in main memory. Raises RunError if
+    they do not fit."""
+    count = sum(master.numel() for master in bench.optimizer.masters.values())
+    needed, free = 4 * len(chosen) * count, available_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise RunError(
+            f"the gradients of {len(chosen)} losses take {needed / GIB:.1f} GiB of main memory, but {free / GIB:.1f} "
+            "GiB are free: choose fewer losses with --loss"
+        )
+    gradients = torch.zeros(len(chosen), count)
+    stored = bench.batch if isinstance(bench.batch, StoredStep) and bench.job.config.method.updates > 1 else None
     generators, rows = rng_state(bench.job.device), []
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
         restore_rng(*generators, bench.job.device)  # the same dropout for all losses
         loss = bench.loss(variant.method)
         metrics = backward(loss.packs, loss.objective)
-        norm = _take(bench.optimizer, gradient)
-        last = None if stored is None else clipped_at_last_update(variant.method, loss, stored)
-        value = metrics.get("loss", 0.0)
-        rows.append(LossRow(variant, _finite(value), _finite(norm), clipped(variant.method, loss), last))
+        norm, value = _take(bench.optimizer, gradient), metrics.get("loss", 0.0)
+        rows.append(LossRow(variant, _finite(value), _finite(norm), *clipped(variant.method, loss, stored)))
     return rows, gradients
 
 
@@ -243,11 +239,9 @@ def _take(optimizer: AdamW, gradient: Tensor) -> float:
     """Move the optimizer's gradients to the vector `gradient`. Return their norm, as the optimizer computes it."""
     masters = list(optimizer.masters.values())
     norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
-    start = 0
-    for master in masters:
+    for master, part in zip(masters, gradient.split([master.numel() for master in masters]), strict=True):
         if master.grad is not None:
-            gradient[start : start + master.numel()] = master.grad.flatten()
-        start += master.numel()
+            part.copy_(master.grad.flatten())
     optimizer.forget()
     return float(norm)
 
@@ -263,17 +257,6 @@ def cosines(gradients: Tensor) -> list[list[float | None]]:
     undefined = ~(torch.isfinite(norms) & (norms > 0))
     matrix[undefined] = matrix.T[undefined] = math.nan
     return [[_finite(value) for value in row] for row in matrix.clamp(-1, 1).tolist()]
-
-
-def _refuse_too_large(optimizer: AdamW, count: int) -> None:
-    """Raise RunError if the gradients do not fit in main memory."""
-    needed = 4 * count * sum(master.numel() for master in optimizer.masters.values())
-    free = available_memory(torch.device("cpu"))
-    if free is not None and needed > free:
-        raise RunError(
-            f"the gradients of {count} losses take {needed / GIB:.1f} GiB of main memory, but {free / GIB:.1f} GiB are "
-            "free: choose fewer losses with --loss"
-        )
 
 
 def _finite(value: float) -> float | None:

@@ -79,21 +79,29 @@ def duplicates(corpus: Corpus) -> list[Duplicates]:
         again = np.flatnonzero(train & (exact != first))
         nearly = np.flatnonzero(train & (near != first) & (exact == first))
         for kind, members, groups in (("exact", again, exact), ("near", nearly, near)):
-            pairs = tuple((corpus.label(int(index[one])), corpus.label(int(index[groups[one]]))) for one in members)
-            found.append(Duplicates(f"{what}, {kind} duplicate", pairs, int(train.sum())))
+            rows = _labels(corpus, index, members, groups)
+            found.append(Duplicates(f"{what}, {kind} duplicate", rows, int(train.sum())))
     found += _opposite(corpus)
     for number, name in enumerate(corpus.names[1:], 1):
         for what, index, (exact, near) in kinds:
-            for kind, groups in (("exact", exact), ("near", near)):
-                found.append(_overlap(corpus, index, groups, number, f"{name}: {what} in train, {kind}"))
+            mine = np.flatnonzero(corpus.sets[index] == number)
+            for kind, groups in (("exact", exact), ("near", near)):  # near includes exact
+                members = mine[corpus.sets[index[groups[mine]]] == 0]
+                rows = _labels(corpus, index, members, groups)
+                found.append(Duplicates(f"{name}: {what} in train, {kind}", rows, len(mine)))
     return found
 
 
+def _labels(corpus: Corpus, index: Array, members: Array, groups: Array) -> tuple[tuple[str, str], ...]:
+    """Each of these rows, by its position in `index`, with the first row of its group."""
+    return tuple((corpus.label(int(index[one])), corpus.label(int(index[groups[one]]))) for one in members)
+
+
 def _both(texts: Texts, keys: Array, index: Array) -> tuple[Array, Array]:
-    """The groups of equal texts, and of nearly equal texts, among `index`; members are positions in `index`."""
-    chosen = Texts(texts[int(one)] for one in index)
-    exact = groups_of(keys[index])
-    return exact, near_groups(chosen, exact)
+    """For each text of `index`, the position in `index` of the first that is equal, and that is nearly equal."""
+    _, first, inverse = np.unique(keys[index], return_index=True, return_inverse=True)
+    exact = first[inverse]
+    return exact, near_groups(Texts(texts[int(one)] for one in index), exact)
 
 
 def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
@@ -108,23 +116,6 @@ def _opposite(corpus: Corpus) -> Iterator[Duplicates]:
     if corpus.is_pair.any():
         among = int((corpus.is_pair & (corpus.sets == 0)).sum())
         yield Duplicates("pair with opposite labels", tuple(rows), among)
-
-
-def _overlap(corpus: Corpus, index: Array, groups: Array, number: int, what: str) -> Duplicates:
-    """The rows of a validation set whose group has a training row. (`near` includes `exact`.)"""
-    trains: dict[int, int] = {}
-    for position in np.flatnonzero(corpus.sets[index] == 0).tolist():
-        trains.setdefault(int(groups[position]), position)
-    mine = np.flatnonzero(corpus.sets[index] == number).tolist()
-    pairs = [(one, trains[int(groups[one])]) for one in mine if int(groups[one]) in trains]
-    rows = tuple((corpus.label(index[one]), corpus.label(index[other])) for one, other in pairs)
-    return Duplicates(what, rows, len(mine))
-
-
-def groups_of(values: Array) -> Array:
-    """For each value, the index of the first equal value."""
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    return first[inverse]
 
 
 def near_groups(texts: Texts, same: Array) -> Array:
@@ -300,10 +291,12 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
     """For each n-gram size: the n-grams of the questions, by hash, with the first training row that contains each."""
     found: dict[int, dict[int, int]] = {}
     train = np.flatnonzero(corpus.sets == 0)
+    cuts = np.flatnonzero(np.diff(np.cumsum(corpus.rows.lengths[train]) // BLOCK_WORDS)) + 1
+    blocks = np.split(train, cuts) if len(train) else []
     for size in sorted(set(sizes.values())):
         wanted = np.unique(np.concatenate([ngrams(texts[i], size) for i, one in sizes.items() if one == size]))
         found[size] = {}
-        for rows in _blocks(train, corpus.rows.lengths):
+        for rows in blocks:
             words = np.concatenate([corpus.rows[int(row)] for row in rows])
             owner = np.repeat(rows, corpus.rows.lengths[rows])
             grams = ngrams(words, size)
@@ -312,10 +305,3 @@ def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int,
                 if owner[hit] == owner[hit + size - 1]:
                     found[size].setdefault(int(grams[hit]), int(owner[hit]))
     return found
-
-
-def _blocks(rows: Array, lengths: Array) -> Iterator[Array]:
-    """Split the rows into consecutive blocks of about a million words."""
-    if len(rows):
-        cuts = np.cumsum(lengths[rows]) // BLOCK_WORDS
-        yield from np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)

@@ -135,7 +135,14 @@ def label_noise(margin_P: Array) -> LabelNoise:
     if len(margin_P) < 2 or not scale or not np.isfinite(margin_P).all():
         raise ValueError("label noise needs two or more pairs with finite margins that are not all 0")
     x_P = margin_P / scale
-    profile_R, slope_R = _profile(x_P)
+    values, weights = x_P, np.ones(len(x_P))
+    if len(x_P) > BINS:  # quantiles are enough, because the likelihood is smooth in the margins
+        parts = np.array_split(np.sort(x_P), BINS)
+        values = np.array([part.mean() for part in parts])
+        weights = np.array([float(len(part)) for part in parts])
+    _, slope_R = _largest(values, weights, SLOPES)
+    near = np.geomspace(slope_R.min() / STEP, slope_R.max() * STEP, len(SLOPES))
+    profile_R, slope_R = _largest(values, weights, near)
     best = int(profile_R.argmax())
     inside = RATES[2 * (profile_R[best] - profile_R) <= CHI_SQUARE]
     slope, rate = slope_R[best], float(RATES[best])
@@ -148,27 +155,11 @@ def label_noise(margin_P: Array) -> LabelNoise:
     return LabelNoise(len(margin_P), rate, low, high, scale / slope, disagree, sure, wrong_P)
 
 
-def _profile(x_P: Array) -> tuple[Array, Array]:
-    """For each rate, the largest log-likelihood over all slopes, and its slope.
-
-    Margins are binned by quantile into at most BINS values, because the likelihood is smooth in them."""
-    values, weights = _binned(x_P)
-    _, slope_R = _largest(values, weights, SLOPES)
-    return _largest(values, weights, np.geomspace(slope_R.min() / STEP, slope_R.max() * STEP, len(SLOPES)))
-
-
 def _largest(values: Array, weights: Array, slopes: Array) -> tuple[Array, Array]:
     """For each rate, the largest log-likelihood over `slopes`, and its slope."""
     p_SB = _sigmoid(np.outer(slopes, values))
     likelihood_RS = np.stack([np.log(rate + (1 - 2 * rate) * p_SB + 1e-300) @ weights for rate in RATES])
     return likelihood_RS.max(1), slopes[likelihood_RS.argmax(1)]
-
-
-def _binned(x_P: Array) -> tuple[Array, Array]:
-    if len(x_P) <= BINS:
-        return x_P, np.ones(len(x_P))
-    parts = np.array_split(np.sort(x_P), BINS)
-    return np.array([part.mean() for part in parts]), np.array([float(len(part)) for part in parts])
 
 
 def _sigmoid(x: Array) -> Array:

@@ -15,16 +15,7 @@ from posttrain.base.words import counted
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared
 from posttrain.data.prepare import rows_of_run
-from posttrain.inspection.overlap import (
-    COVERED,
-    NEAR,
-    SHINGLE,
-    Contamination,
-    Duplicates,
-    contamination,
-    duplicates,
-    questions_of,
-)
+from posttrain.inspection import overlap
 from posttrain.inspection.preferences import CONFIDENT, LabelNoise, LengthBias, label_noise, length_bias, margins_of
 from posttrain.inspection.texts import MOST_WORDS, Corpus, read_corpus
 
@@ -47,18 +38,20 @@ def check_quality(
     `against`: suites or files whose questions are searched for; empty: the built-in suites in the local cache. Raises a
     PosttrainError if one of them cannot be read, or if the reward model cannot score the pairs.
     """
-    questions, missing = questions_of(against)  # first, so that an error comes before long work
-    rows, margins, noise = (), (), None
+    questions, missing = overlap.questions_of(against)  # first, so that an error comes before long work
+    noise, contradicted = None, []
     if reward_model is not None:
-        rows, margins = (values.tolist() for values in margins_of(config, reward_model))
+        rows, margins = margins_of(config, reward_model)
         try:
             noise = label_noise(margins)
         except ValueError as error:
             raise DataError(f"--reward-model {reward_model}: {error}") from error
+        for i in noise.contradicted.tolist():
+            contradicted.append({"row": int(rows[i]), "margin": float(margins[i]), "wrong": float(noise.wrong_P[i])})
     corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
-    shared = [contamination(suite, corpus, n) for suite in questions]
-    repeated = duplicates(corpus)
-    return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, rows, margins)
+    shared = [overlap.contamination(suite, corpus, n) for suite in questions]
+    repeated = overlap.duplicates(corpus)
+    return Quality(corpus, repeated, shared, missing, n, bias_of(prepared, corpus), noise, contradicted)
 
 
 def bias_of(prepared: Prepared, corpus: Corpus) -> LengthBias | None:
@@ -79,14 +72,13 @@ class Quality:
     """All findings. `missing`: the suites that were not checked, with reasons."""
 
     corpus: Corpus
-    duplicates: Sequence[Duplicates]
-    contamination: Sequence[Contamination]
+    duplicates: Sequence[overlap.Duplicates]
+    contamination: Sequence[overlap.Contamination]
     missing: Mapping[str, str]
     n: int
     bias: LengthBias | None
     noise: LabelNoise | None
-    pairs: Sequence[int]  # row numbers of the pairs in `noise`
-    margins: Sequence[float]
+    contradicted: Sequence[dict[str, Any]]  # by `noise`: row, margin and the probability that the label is wrong
 
     @property
     def _rows(self) -> dict[str, int]:
@@ -95,11 +87,19 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """All findings, with all rows."""
+        noise = self.noise and {
+            "pairs": self.noise.pairs,
+            "rate": self.noise.rate,
+            "interval": [self.noise.low, self.noise.high],
+            "temperature": self.noise.temperature,
+            "disagree": self.noise.disagree,
+            "contradicted": self.contradicted,
+        }
         return {
             "rows": self._rows,
             "words": len(self.corpus.rows.words),
             "only_first_rows_of": self.corpus.cut,
-            "near": {"jaccard": NEAR, "words": SHINGLE},
+            "near": {"jaccard": overlap.NEAR, "words": overlap.SHINGLE},
             "duplicates": {line.what: {"of": line.among, "rows": line.rows} for line in self.duplicates},
             "contamination": {
                 suite.name: {name: getattr(suite, name) for name in ("checked", "short", "unread", "copies", "hits")}
@@ -108,21 +108,8 @@ class Quality:
             "ngram": self.n,
             "suites_not_checked": dict(self.missing),
             "notes": list(self.notes()),
-            "length_bias": None if self.bias is None else asdict(self.bias),
-            "label_noise": None if self.noise is None else self._noise_as_json(self.noise),
-        }
-
-    def _noise_as_json(self, noise: LabelNoise) -> dict[str, Any]:
-        return {
-            "pairs": noise.pairs,
-            "rate": noise.rate,
-            "interval": [noise.low, noise.high],
-            "temperature": noise.temperature,
-            "disagree": noise.disagree,
-            "contradicted": [
-                {"row": self.pairs[i], "margin": self.margins[i], "wrong": float(noise.wrong_P[i])}
-                for i in noise.contradicted.tolist()
-            ],
+            "length_bias": self.bias and asdict(self.bias),
+            "label_noise": noise,
         }
 
     def show(self, console: Console) -> None:
@@ -139,19 +126,24 @@ class Quality:
         if self.contamination:
             table = _table("questions in train", "checked", "shared", "copies", "examples")
             for suite in self.contamination:
-                copies = [f"{question} in {row}" for question, share, row in suite.hits if share >= COVERED]
+                copies = [f"{question} in {row}" for question, share, row in suite.hits if share >= overlap.COVERED]
                 cells = f"{suite.checked:,}", f"{len(suite.hits):,}", f"{suite.copies:,}", "; ".join(copies[:SHOWN])
                 table.add_row(suite.name, *cells)
             console.print(table)
         for note in self.notes():
             console.print(note, soft_wrap=False)
-        if self.noise is not None and len(self.noise.contradicted):
-            self._show_contradicted(self.noise, console)
+        if self.contradicted:
+            table = _table("label contradicted", "margin", "turned")
+            for pair in self.contradicted[:LISTED]:
+                table.add_row(f"row {pair['row']}", f"{pair['margin']:.3g}", f"{pair['wrong']:.0%}")
+            console.print(table)
+        if (more := len(self.contradicted) - LISTED) > 0:
+            console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
 
     def notes(self) -> Iterator[str]:
         """The findings that are printed as sentences."""
         if self.contamination:
-            copied = f"{COVERED:.0%} of the question's words are"
+            copied = f"{overlap.COVERED:.0%} of the question's words are"
             yield f"shared: a {self.n}-gram of words is in a training row; copies: {copied}"
         if short := ", ".join(f"{suite.short:,} of {suite.name}" for suite in self.contamination if suite.short):
             yield f"questions of fewer than 8 words, not checked: {short}"
@@ -164,19 +156,11 @@ class Quality:
             yield _bias_line(self.bias)
         if self.noise is not None:
             yield f"label noise: {self.noise}"
-            sure, many = len(self.noise.contradicted), self.noise.disagree
+            sure, many = len(self.contradicted), self.noise.disagree
             yield (
                 f"the reward model prefers the rejected reply in {many / self.noise.pairs:.1%} of the pairs, and with "
                 f"a calibrated probability of {CONFIDENT:.0%} or more in {sure:,} ({sure / self.noise.pairs:.1%})"
             )
-
-    def _show_contradicted(self, noise: LabelNoise, console: Console) -> None:
-        table = _table("label contradicted", "margin", "turned")
-        for index in noise.contradicted[:LISTED].tolist():
-            table.add_row(f"row {self.pairs[index]}", f"{self.margins[index]:.3g}", f"{noise.wrong_P[index]:.0%}")
-        console.print(table)
-        if (more := len(noise.contradicted) - LISTED) > 0:
-            console.print(f"and {counted(more, 'more row')}: --report FILE.json has all", soft_wrap=False)
 
 
 def _bias_line(bias: LengthBias) -> str:

@@ -5,17 +5,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import counter, progress
 from posttrain.base.errors import DataError
 from posttrain.base.threads import sharing_cores
+from posttrain.base.words import counted
 from posttrain.batch import Pack, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.base import KindName
@@ -42,17 +41,6 @@ BATCH = 32  # rows scored per batch
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Statistics of a generated file."""
-
-    prompts: int
-    completions: int
-    tokens: int
-    truncated: int  # completions that reached the length limit
-    seconds: float
-
-
 @sharing_cores()
 def generate(
     model: ModelConfig,
@@ -65,13 +53,13 @@ def generate(
     seed: int,
     overwrite: bool = False,
     behavior_version: int = 2,
-) -> Generated:
+) -> str:
     """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
     A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
     without a usable prompt keeps its position and has an `error`. A row's completions depend only on the seed and the
     row's number. Prompts are rendered by the rules of `behavior_version`. Input files are never overwritten; an
-    existing `output` is overwritten only with `overwrite`.
+    existing `output` is overwritten only with `overwrite`. Returns the counts and the speed in words.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     device = take_device(devices)
@@ -93,17 +81,24 @@ def generate(
         if isinstance(prompt, Malformed):
             row["error"] = prompt.reason
         else:
-            row["completions"] = [as_json(one, sampling, tokenizer, prompt) for one in sampled[prompt.row]]
+            row["completions"] = [
+                {
+                    "text": text_of(one, sampling.stop_token_ids, tokenizer, prompt.tokens),
+                    "token_ids": one.tokens,
+                    "logprobs": one.logprobs,
+                    "finish_reason": one.finish_reason,
+                }
+                for one in sampled[prompt.row]
+            ]
         rows.append(row)
     save_rows(output, rows)
     _warn(len(records) - len(good), len(records), "have no usable prompt")
     completions = [completion for group in sampled.values() for completion in group]
-    return Generated(
-        prompts=len(good),
-        completions=len(completions),
-        tokens=sum(len(completion.tokens) for completion in completions),
-        truncated=sum(completion.finish_reason == "length" for completion in completions),
-        seconds=seconds,
+    tokens = sum(len(completion.tokens) for completion in completions)
+    truncated = sum(completion.finish_reason == "length" for completion in completions)
+    return (
+        f"{counted(len(completions), 'completion')} of {counted(len(good), 'prompt')}: {counted(tokens, 'token')} in "
+        f"{seconds:.1f} s ({tokens / max(seconds, 1e-9):,.0f} per second), {truncated:,} reached the length limit"
     )
 
 
@@ -122,17 +117,6 @@ def generate_all(
             [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
         )
     return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
-
-
-def as_json(
-    completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
-) -> dict[str, Any]:
-    return {
-        "text": text_of(completion, sampling.stop_token_ids, tokenizer, prompt.tokens),
-        "token_ids": completion.tokens,
-        "logprobs": completion.logprobs,
-        "finish_reason": completion.finish_reason,
-    }
 
 
 # --- score ------------------------------------------------------------------------------------------------------------

@@ -27,15 +27,7 @@ from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.evaluation.answering import too_long
-from posttrain.inspection.findings import (
-    InFormat,
-    Measured,
-    format_of,
-    over_temperatures,
-    shown_number,
-    table,
-    tags_of,
-)
+from posttrain.inspection.findings import InFormat, Measured, format_of, over_temperatures, shown_number, table, tags_of
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
@@ -61,11 +53,6 @@ class Setup:
     environments: tuple[EnvironmentConfig, ...] = ()
     tools: tuple[str, ...] = ()
 
-    @property
-    def acts(self) -> bool:
-        """Whether the model acts over several turns."""
-        return bool(self.environments or self.tools)
-
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
@@ -74,8 +61,9 @@ class SampledGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     texts: Sequence[str]
-    rewards: Sequence[float | None] | None
-    parts: Sequence[str]  # for each reward, the weighted sum that makes it
+    inputs: Sequence[RewardInput]  # each completion as the input of rewards
+    rewards: Sequence[float | None] | None = None
+    parts: Sequence[str] = ()  # for each reward, the weighted sum that makes it
 
     def measure(self, in_format: InFormat | None) -> Measured:
         n = len(self.completions)
@@ -98,7 +86,7 @@ def sample(
     show: int,
     seed: int,
     console: Console,
-) -> dict[float, list[Measured]]:
+) -> None:
     """Sample and reward completions at each temperature, and print `show` completions of every prompt.
 
     Then print a table, tokenisation problems, and suggestions. The table has a line per prompt or, with several
@@ -115,25 +103,18 @@ def sample(
     sampled: dict[float, list[SampledGroup]] = {}
     with ExitStack() as resources:
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
-        episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer)) if setup.acts else None
+        episodes = None
+        if setup.environments or setup.tools:
+            episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer))
         rewards = resources.enter_context(rewards_of(setup, episodes))
         for temperature in temperatures:
-            if episodes is not None:
+            at = replace(sampling, temperature=temperature)
+            if episodes is None:
+                groups = generated(engine, prompts, at, tokenizer)
+            else:
                 live = Live(console) if show and not sampled else None
-                at = replace(sampling, temperature=temperature)
-                sampled[temperature] = acted(episodes, prompts, num_generations, at, rewards, tokenizer, live)
-                continue
-            generated = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
-            texts = {
-                prompt.row: [text_of(done, stops, tokenizer, prompt.tokens) for done in generated[prompt.row]]
-                for prompt in prompts
-            }
-            inputs = [
-                to_reward(completion, text, prompt.text, prompt.facts)
-                for prompt in prompts
-                for text, completion in zip(texts[prompt.row], generated[prompt.row], strict=True)
-            ]
-            sampled[temperature] = rewarded(prompts, generated, texts, rewards, inputs)
+                groups = acted(episodes, prompts, at, tokenizer, live)
+            sampled[temperature] = groups if rewards is None else rewarded(groups, rewards)
 
     in_format = format_of(setup.data)
     measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
@@ -145,11 +126,12 @@ def sample(
         )
     show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
-    for fault in token_faults(setup, tokenizer, stops, list(itertools.chain(*sampled.values()))):
+    # What tools write is not tokenised with what the model writes.
+    tokenised = list(itertools.chain(*sampled.values())) if episodes is None else []
+    for fault in token_faults(setup, tokenizer, stops, tokenised):
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
-    return measured
 
 
 def first_prompts(
@@ -170,13 +152,14 @@ def first_prompts(
     usable: list[Prompt] = []
     unused: list[Malformed] = []
     prompts = prompts_of(records, data, tokenizer, source, setup.behavior_version)
-    for record, prompt in zip(records, prompts, strict=True):
-        wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
-        if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
-            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, but training allows {setup.longest_prompt:,}", 0)
-        if wrong is not None:
-            unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
-        elif isinstance(prompt, Prompt):
+    for record, read in zip(records, prompts, strict=True):
+        prompt, most = too_long(read, policy) or read, setup.longest_prompt or 1 << 62
+        if isinstance(prompt, Malformed):
+            unused.append(Malformed(record.file, record.line, prompt.reason, record.row))
+        elif len(prompt.tokens) > most:
+            reason = f"{len(prompt.tokens):,} tokens, but training allows {most:,}"
+            unused.append(Malformed(record.file, record.line, reason, record.row))
+        else:
             usable.append(prompt)
         if len(usable) == count:
             break
@@ -225,55 +208,53 @@ class Live:
         self._shown = len(trajectory.messages)
 
 
+def generated(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, tokenizer: PreTrainedTokenizerBase
+) -> list[SampledGroup]:
+    """Sample completions of each prompt."""
+    groups = []
+    for prompt, completions in zip(prompts, generate_all(engine, prompts, sampling, "sampling").values(), strict=True):
+        texts = [text_of(done, sampling.stop_token_ids, tokenizer, prompt.tokens) for done in completions]
+        both = zip(completions, texts, strict=True)
+        inputs = [to_reward(done, text, prompt.text, prompt.facts) for done, text in both]
+        groups.append(SampledGroup(prompt, completions, texts, inputs))
+    return groups
+
+
 def acted(
     episodes: Episodes,
     prompts: Sequence[Prompt],
-    n: int,
     sampling: Sampling,
-    rewards: compose.Rewards | None,
     tokenizer: PreTrainedTokenizerBase,
     live: Live | None,
 ) -> list[SampledGroup]:
-    """Sample and reward `n` episodes of each prompt. A group's prompt is that of its first episode."""
+    """Sample episodes of each prompt. A group's prompt is that of its first episode."""
     seeds, one = [seed_of(sampling.seed, prompt.row) for prompt in prompts], replace(sampling, num_generations=1)
     starts = [start_of(prompt.facts) for prompt in prompts]
-    groups = episodes.run(starts, n, one, seeds, *([live] if live else []))
-    made = {
-        prompt.row: [Completion(each.tokens, each.logprobs, each.finish_reason, each.version) for each in group]
-        for prompt, group in zip(prompts, groups, strict=True)
-    }
-    shown = [
-        replace(prompt, text=str(tokenizer.decode(group[0].prompt)), tokens=group[0].prompt)
-        for prompt, group in zip(prompts, groups, strict=True)
-    ]
-    texts = {row: [str(tokenizer.decode(done.tokens)) for done in some] for row, some in made.items()}
-    pairs = zip(prompts, groups, strict=True)
-    return rewarded(
-        shown, made, texts, rewards, [rewarded_as(e, prompt.facts) for prompt, group in pairs for e in group]
-    )
-
-
-def rewarded(
-    prompts: Sequence[Prompt],
-    sampled: Mapping[int, Sequence[Completion]],
-    texts: Mapping[int, Sequence[str]],
-    rewards: compose.Rewards | None,
-    inputs: Sequence[RewardInput],
-) -> list[SampledGroup]:
-    """Group the completions by prompt, with their rewards. `inputs`: each completion as the input of rewards."""
-    if rewards is None:
-        return [SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
-    results = iter(rewards(inputs))
+    made = episodes.run(starts, sampling.num_generations, one, seeds, *([live] if live else []))
     groups = []
-    for prompt in prompts:
-        group = list(itertools.islice(results, len(sampled[prompt.row])))
+    for prompt, group in zip(prompts, made, strict=True):
+        first = group[0].prompt
+        completions = [Completion(each.tokens, each.logprobs, each.finish_reason, each.version) for each in group]
+        texts = [str(tokenizer.decode(each.tokens)) for each in group]
+        inputs = [rewarded_as(each, prompt.facts) for each in group]
+        shown = replace(prompt, text=str(tokenizer.decode(first)), tokens=first)
+        groups.append(SampledGroup(shown, completions, texts, inputs))
+    return groups
+
+
+def rewarded(groups: Sequence[SampledGroup], rewards: compose.Rewards) -> list[SampledGroup]:
+    """The groups with their rewards; the completions of all groups are rewarded together."""
+    results = iter(rewards([completion for group in groups for completion in group.inputs]))
+    made = []
+    for group in groups:
+        some = list(itertools.islice(results, len(group.inputs)))
         sums = [
             " + ".join(f"{part.weight:g} x {shown_number(part.value)} ({part.name})" for part in reward.parts)
-            for reward in group
+            for reward in some
         ]
-        totals = [reward.total for reward in group]
-        groups.append(SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], totals, sums))
-    return groups
+        made.append(replace(group, rewards=[reward.total for reward in some], parts=sums))
+    return made
 
 
 def token_faults(
@@ -282,7 +263,7 @@ def token_faults(
     """Problems with stop tokens and tags."""
     completions = [
         (group.prompt, tokens)
-        for group in ([] if setup.acts else sampled)  # what tools write is not tokenised with what the model writes
+        for group in sampled
         for completion in group.completions
         if (tokens := [token for token in completion.tokens if token not in stops])
     ]

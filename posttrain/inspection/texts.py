@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,26 +22,18 @@ Array = np.ndarray
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
 PRIME = np.uint64(0x9E3779B97F4A7C15)
-KNOWN_WORDS = 1_000_000  # hashes cached at a time
+KNOWN_WORDS = 1 << 20  # hashes cached at a time
 MOST_WORDS = 20_000_000  # words read of each source (80 MB); further rows are not checked, as the report says
 
 
-class _Hashes(dict[str, int]):
-    """A cache of the hash of each word."""
-
-    def __missing__(self, word: str) -> int:
-        if len(self) >= KNOWN_WORDS:
-            self.clear()
-        value = self[word] = zlib.crc32(word.encode(errors="surrogatepass"))
-        return value
-
-
-_hashes = _Hashes()
+@lru_cache(KNOWN_WORDS)
+def _hash(word: str) -> int:
+    return zlib.crc32(word.encode(errors="surrogatepass"))
 
 
 def words_of(text: str) -> Array:
     """The hashes of a text's words in order, uint32."""
-    return np.array([_hashes[word] for word in WORD.findall(text.lower())], np.uint32)
+    return np.array([_hash(word) for word in WORD.findall(text.lower())], np.uint32)
 
 
 class Texts:
@@ -121,9 +114,6 @@ class Corpus:
     turned_keys: Array
     is_pair: Array
     cut: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def label(self, index: int) -> str:
         """The name of a row in the report: its number, preceded by its set unless that is the training set."""

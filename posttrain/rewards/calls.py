@@ -57,7 +57,9 @@ class Caller:
         MOST_LATE late calls are running, a new call waits for one of them to end, within the new call's deadline.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        self._wait_for_room(until)
+        if len(self._late) >= MOST_LATE:
+            wait(self._late, timeout=_left(until), return_when=FIRST_COMPLETED)
+        self._late = {call for call in self._late if not call.done()}
         if len(self._late) >= MOST_LATE:
             raise OverdueError(f"{self._name} was not called: {MOST_LATE} earlier calls have not ended yet")
         worker, self._worker = self._worker or _Worker(), None
@@ -76,11 +78,6 @@ class Caller:
         if late:
             raise OverdueError(f"{self._name} did not return within {timeout:g} s")
         return call.result()
-
-    def _wait_for_room(self, until: float | None) -> None:
-        if len(self._late) >= MOST_LATE:
-            wait(self._late, timeout=_left(until), return_when=FIRST_COMPLETED)
-        self._late = {call for call in self._late if not call.done()}
 
     def close(self) -> None:
         """End the thread."""
@@ -174,7 +171,7 @@ def output_logged(name: str) -> Iterator[None]:
         if sys.stderr is lines[1]:
             sys.stderr = before[1]
         for stream in lines:
-            stream.end()
+            stream.write("\n")  # ends an unfinished last line
         _writer.reset(token)
 
 
@@ -190,16 +187,16 @@ class _Lines:
         if writer:
             with self._lock:
                 *lines, self._begun = (self._begun + text).split("\n")
-            for line in lines:
-                _log(writer, line)
-        elif self._stream is not None and not (writer == PASSING and self._is_kept):
+            for line in filter(str.strip, lines):
+                token = _writer.set(PASSING)
+                try:
+                    log.info("%s: %s", writer, line)
+                finally:
+                    _writer.reset(token)
+        # A stream that only a user's logger still holds would log the line twice.
+        elif self._stream is not None and (writer != PASSING or self in (sys.stdout, sys.stderr)):
             self._stream.write(text)
         return len(text)
-
-    @property
-    def _is_kept(self) -> bool:
-        """Whether only a user's logger still holds this stream, and would log the line twice."""
-        return self is not sys.stdout and self is not sys.stderr
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -209,10 +206,6 @@ class _Lines:
         if not _writer.get() and self._stream is not None:
             self._stream.flush()
 
-    def end(self) -> None:
-        """Log the unfinished last line."""
-        self.write("\n")
-
     @property
     def rich_proxied_file(self) -> object:
         """The stream on which rich shows a live bar."""
@@ -220,16 +213,6 @@ class _Lines:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _log(writer: str, line: str) -> None:
-    if not line.strip():
-        return
-    token = _writer.set(PASSING)
-    try:
-        log.info("%s: %s", writer, line)
-    finally:
-        _writer.reset(token)
 
 
 # --- settings of the process ------------------------------------------------------------------------------------------

@@ -2,9 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -26,19 +25,12 @@ from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of,
 from posttrain.runs.files import ready_to_write, save_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Column names of a file."""
-
-    completion: str = "completion"
-    answer: str = "answer"
-
-
 def grade_file(
     file: Path,
     output: Path,
     reward: str,
-    columns: Columns,
+    completion_column: str,
+    answer_column: str,
     deadline: float = DEADLINE_S,
     workers: int | None = None,
     overwrite: bool = False,
@@ -54,38 +46,44 @@ def grade_file(
         hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(RULES)}, or module:function"
         raise RewardError(f"there is no reward {reward}{hint}")
     ready_to_write(output, (file,), overwrite)
-    records = list(read_files((file,)))
-    readable = [record for record in records if _text(record, columns.completion) is not None]
-    _check_columns(file, reward, columns, records)
+    records, problems = list(read_files((file,))), dict[int, str]()
+    completions: dict[int, str] = {}
+    for record in records:
+        text = _text(record, completion_column)
+        if text is not None:
+            completions[record.row] = text
+        elif record.value is None:
+            problems[record.row] = record.problem or "the row cannot be read"
+        else:
+            kind = type_name(record.value.get(completion_column))
+            problems[record.row] = f"{completion_column} must be a string, not {kind}"
+    needed = [("completion", completion_column, "completions"), ("answer", answer_column, "right answers")]
+    _check_columns(file, needed if reward in NEEDS_ANSWER else needed[:1], records, problems)
+    readable = [record for record in records if record.row in completions]
+    texts, answers = list(completions.values()), [_text(record, answer_column) for record in readable]
     if reward in RULES:
-        grades = _by_rule(readable, reward, columns, deadline, workers)
+        grades = _by_rule(reward, texts, answers, deadline, workers)
     else:
-        grades = _by_function(readable, reward, columns)
-    graded = dict(zip((record.row for record in readable), grades, strict=True))
-    save_rows(output, (_row(record, graded.get(record.row), columns) for record in records))
-    _summary(reward, grades, len(records) - len(readable), PlainConsole())
+        grades = _by_function(reward, readable, texts, answers)
+    graded = dict(zip(completions, grades, strict=True))
+    save_rows(output, (_row(record, graded.get(record.row), problems.get(record.row)) for record in records))
+    _summary(reward, grades, len(problems), PlainConsole())
     return Counter(grade.verdict for grade in grades)
 
 
-def _check_columns(file: Path, reward: str, columns: Columns, records: Sequence[Record]) -> None:
+def _check_columns(
+    file: Path, needed: Sequence[tuple[str, str, str]], records: Sequence[Record], problems: Mapping[int, str]
+) -> None:
+    """Raise DataError if a column is missing, or if too many rows have a problem."""
     rows = [record.value for record in records if record.value is not None]
     names = ", ".join(rows[0]) if rows else "no columns"
-    if not any(columns.completion in row for row in rows):
-        raise DataError(
-            f"{file} has no column {columns.completion} with the completions: it has {names}; name it with "
-            "--completion-column"
-        )
-    if reward in NEEDS_ANSWER and not any(columns.answer in row for row in rows):
-        raise DataError(
-            f"{file} has no column {columns.answer} with the right answers: it has {names}; name it with "
-            "--answer-column"
-        )
-    unread = [
-        Malformed(record.file, record.line, _problem(record, columns), record.row)
-        for record in records
-        if _text(record, columns.completion) is None
-    ]
-    if len(unread) > MALFORMED_SHARE * len(records):
+    for name, column, content in needed:
+        if not any(column in row for row in rows):
+            raise DataError(
+                f"{file} has no column {column} with the {content}: it has {names}; name it with --{name}-column"
+            )
+    if len(problems) > MALFORMED_SHARE * len(records):
+        unread = [Malformed(r.file, r.line, problems[r.row], r.row) for r in records if r.row in problems]
         raise DataError(
             f"{len(unread)} of {len(records)} rows of {file} cannot be graded, more than "
             f"{MALFORMED_SHARE:.0%}:\n{list_malformed(unread)}"
@@ -93,14 +91,11 @@ def _check_columns(file: Path, reward: str, columns: Columns, records: Sequence[
 
 
 def _by_rule(
-    records: Sequence[Record], reward: str, columns: Columns, deadline: float, workers: int | None
+    reward: str, completions: Sequence[str], answers: Sequence[str | None], deadline: float, workers: int | None
 ) -> list[Grade]:
     tags, console = TagsConfig(), PlainConsole(stderr=True)
-    options = options_of(reward, tags)
-    jobs = [
-        GradeRequest(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
-        for record in records
-    ]
+    pairs, options = zip(completions, answers, strict=True), options_of(reward, tags)
+    jobs = [GradeRequest(RULES[reward], completion, answer, options) for completion, answer in pairs]
     with Pool(workers, deadline, modules=modules_of([reward])) as pool:
         prove(pool, reward, tags)
         console.print(
@@ -110,13 +105,15 @@ def _by_rule(
         return list(progress(pool.stream(jobs), "grading", len(jobs), console))
 
 
-def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
+def _by_function(
+    name: str, records: Sequence[Record], completions: Sequence[str], answers: Sequence[str | None]
+) -> list[Grade]:
     """Grades from a function's scores: a score above 0 counts as correct; None gives the verdict `not_applicable`."""
     rows = [record.value or {} for record in records]
     arguments: dict[str, list[Any]] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
-    arguments["completions"] = [_text(record, columns.completion) for record in records]
+    arguments["completions"] = list(completions)
     arguments["prompts"] = arguments.get("prompt", [""] * len(records))
-    arguments["answer"] = [_text(record, columns.answer) for record in records]
+    arguments["answer"] = list(answers)
     with closing(RewardFunction(name)) as function:
         return [
             Grade("not_applicable" if score is None else "correct" if score > 0 else "wrong", score)
@@ -132,16 +129,10 @@ def _text(record: Record, column: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _problem(record: Record, columns: Columns) -> str:
-    if record.value is None:
-        return record.problem or "the row cannot be read"
-    return f"{columns.completion} must be a string, not {type_name(record.value.get(columns.completion))}"
-
-
-def _row(record: Record, grade: Grade | None, columns: Columns) -> dict[str, Any]:
+def _row(record: Record, grade: Grade | None, problem: str | None) -> dict[str, Any]:
     row = dict(record.value or {})
     if grade is None:
-        return row | {"error": f"line {record.line}: {_problem(record, columns)}"}
+        return row | {"error": f"line {record.line}: {problem}"}
     row |= {"verdict": grade.verdict, "score": grade.score, "extracted": grade.extracted}
     row |= {"seconds": round(grade.seconds, 6)}
     row |= {"parts": dict(grade.parts)} if grade.parts else {}

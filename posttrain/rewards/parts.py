@@ -103,8 +103,7 @@ class Rewarded(tuple[CompletionReward, ...]):
         if not columns:
             return {}
         totals = [total for total in self.totals if total is not None]
-        moments = _moments("reward", totals)
-        metrics = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
+        metrics = _moments("reward", "reward_std", totals)
         metrics["rewards/left_out"] = float(len(self) - len(totals))
         if any(parts[0].may_not_apply for parts in columns):
             rows = [reward for reward in self if reward.total is None and not reward.lacks_verdict]
@@ -115,17 +114,13 @@ class Rewarded(tuple[CompletionReward, ...]):
 
 
 def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
-    """The metrics of one reward over all completions.
-
-    Mean and standard deviation; for a rule, the count of each verdict and the shares of its classes; for a judge, the
-    count of each failure and the costs; for a function, the number of completions that it does not apply to, and the
-    metrics that it logged.
-    """
+    """The metrics of one reward over all completions: its mean and spread, and those of a rule's verdicts and classes,
+    a judge's failures and costs, or a function's deadline and what it logged."""
     values = [part.value for part in parts if part.value is not None]
     grades = [part.grade for part in parts if part.grade is not None]
     first, late = parts[0], sum(bool(part.overdue) for part in parts)
     prefix = f"rewards/{first.name}"
-    metrics = _moments(prefix, values)
+    metrics = _moments(f"{prefix}/mean", f"{prefix}/std", values)
     if first.may_not_apply:
         metrics[f"{prefix}/not_applicable"] = float(sum(part.value is None and part.counts for part in parts))
     if first.overdue is not None:
@@ -147,11 +142,8 @@ def _metrics_of(parts: Sequence[RewardPart]) -> dict[str, float]:
     return metrics | {f"{prefix}/{name}": float(number) for name, number in numbers.items()}
 
 
-def _moments(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean and sample standard deviation of the values, if there are any."""
+def _moments(mean: str, std: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean and sample standard deviation of the values under these names, if there are any values."""
     if not values:
         return {}
-    return {
-        f"{name}/mean": statistics.fmean(values),
-        f"{name}/std": statistics.stdev(values) if len(values) > 1 else 0.0,
-    }
+    return {mean: statistics.fmean(values), std: statistics.stdev(values) if len(values) > 1 else 0.0}

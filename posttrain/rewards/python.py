@@ -35,8 +35,6 @@ log = logging.getLogger("posttrain")
 ENTRY_POINTS = "posttrain.functions"  # group of entry points in which packages offer functions
 OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # pause before the first retry, doubled for each further retry; longest pause
-
-
 MEASURED = ("mean", "std", "timeout", "not_applicable")  # metrics of a function's rewards
 OFFERED_BESIDE = ("trainer_state", "log_extra", "log_metric")  # arguments besides the columns, as in TRL
 
@@ -136,8 +134,7 @@ class RewardFunction:
             except ChangedError:
                 raise
             except (Exception, asyncio.CancelledError) as error:
-                where = _line_of(error, self.function)
-                failure = RewardError(f"{self.name} failed{where} with {type(error).__name__}: {error}")
+                failure = _failure(self.name, self.function, error)
                 failure.__cause__ = error
             if not retries:
                 raise failure
@@ -201,8 +198,7 @@ def call_function(name: str, *arguments: Any) -> Any:
         except PosttrainError:
             raise
         except Exception as error:
-            where = _line_of(error, function)
-            raise RewardError(f"{name} failed{where} with {type(error).__name__}: {error}") from error
+            raise _failure(name, function, error) from error
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -299,12 +295,13 @@ def _file_of(function: Any) -> str | None:
     return code.co_filename if code else None
 
 
-def _line_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """The user's file and the line of the error, in parentheses; empty if they are unknown."""
+def _failure(name: str, function: Callable[..., Any], error: BaseException) -> RewardError:
+    """The error of a function that failed, with the user's file and the line, if they are known."""
     code = getattr(function, "__code__", None)
     trace, line = error.__traceback__, None
     while trace is not None:
         if code is not None and trace.tb_frame.f_code.co_filename == code.co_filename:
             line = trace.tb_lineno
         trace = trace.tb_next
-    return f" ({Path(code.co_filename).name} line {line})" if code is not None and line else ""
+    where = f" ({Path(code.co_filename).name} line {line})" if code is not None and line else ""
+    return RewardError(f"{name} failed{where} with {type(error).__name__}: {error}")

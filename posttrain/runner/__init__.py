@@ -22,15 +22,8 @@ from posttrain.runs.finding import is_whole_run
 from posttrain.runs.inputs import located
 from posttrain.runs.provenance import environment
 from posttrain.runs.tracking import require_trackers
+from posttrain.training import state
 from posttrain.training.best import Watch
-from posttrain.training.state import (
-    as_started,
-    memory_settings,
-    problems_of,
-    run_folder_of,
-    saved_settings,
-    smaller_packs,
-)
 
 __all__ = ["train"]
 OWN = ("name",)  # settings that may differ between ranks: an unnamed run is named after the time
@@ -73,13 +66,13 @@ def train(
         else:
             root = root_of(stages, resume, skip, model_index, compared)
             if resume:
-                stages = tuple(replace(stage, config=as_started(stage.config, root)) for stage in stages)
+                stages = tuple(replace(stage, config=state.as_started(stage.config, root)) for stage in stages)
 
             def train_task(task: Task, resume: bool, overwrite: bool) -> None:
                 with _out_of_memory_advice(task.config, root):
                     train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch, ranks)
 
-            pipeline = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
+            pipeline = Pipeline(stages, root, skip, model_index, keeps_going=ranks.size == 1)
             try:
                 pipeline.run(train_task, bool(resume), overwrite)
             finally:
@@ -118,8 +111,8 @@ def folders_of(
 ) -> list[Path]:
     """The run folders that `train` uses with these arguments, in order; `root` is the folder of all runs."""
     if isinstance(resume, Path) and not is_whole_run(resume):
-        return [run_folder_of(resume)]
-    return [task.folder for task in Pipeline.of(stages, root, skip, model_index).active]
+        return [state.run_folder_of(resume)]
+    return [task.folder for task in Pipeline(stages, root, skip, model_index).active]
 
 
 @contextmanager
@@ -129,22 +122,22 @@ def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if is_out_of_memory(error):
-            error.add_note(memory_settings(config))
-            error.add_note(smaller_packs(config, folder))
+            error.add_note(state.memory_settings(config))
+            error.add_note(state.smaller_packs(config, folder))
         raise
 
 
 def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> None:
     """Resume the single run that `path` names, as a run folder or a checkpoint."""
-    folder = run_folder_of(path)
+    folder = state.run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]
-    stages = tuple(replace(stage, config=as_started(stage.config, folder)) for stage in stages)
-    tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
+    stages = tuple(replace(stage, config=state.as_started(stage.config, folder)) for stage in stages)
+    tasks = [task for task in Pipeline(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
         raise RunError(f"{folder} is a run of a model or stage that is not in the config")
-    settings = located(saved_settings(folder, tasks[0].config), folder)
-    named = named_checkpoint(path, problems_of) if path != folder else None
+    settings = located(state.saved_settings(folder, tasks[0].config), folder)
+    named = named_checkpoint(path, state.problems_of) if path != folder else None
     with _out_of_memory_advice(settings, folder):
         train_one(settings, folder, named, True, False, tasks[0].start_facts(), ranks=ranks)
 
@@ -156,21 +149,16 @@ def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[s
     """
     if ranks.size == 1:
         return
+    facts: dict[str, Any] = {}
+    for stage in stages:  # every setting by its key, which begins with the name of the stage, if it has one
+        prefix = f"stage {stage.name}: " if stage.name else ""
+        values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
+        facts |= {f"{prefix}{key}": value for key, value in values.items() if key not in OWN}
     here = environment()
-    versions = {"Python": here["python"], **here["versions"], "commit of posttrain": here["git_commit"]}
-    facts = {**_settings(stages), **options, **versions, "processes on the machine (--nproc)": ranks.locals}
+    facts |= {**options, "Python": here["python"], **here["versions"], "commit of posttrain": here["git_commit"]}
+    facts["processes on the machine (--nproc)"] = ranks.locals
     if lines := ranks.differences(facts):
         raise RankError(
             redact("\n  ".join(["the ranks were not started alike:", *lines]))
             + "\nStart every machine with the same command and settings, and install the same versions on each"
         )
-
-
-def _settings(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Every setting by its key. Keys begin with the name of the stage, if it has one."""
-    settings: dict[str, Any] = {}
-    for stage in stages:
-        prefix = f"stage {stage.name}: " if stage.name else ""
-        values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
-        settings |= {f"{prefix}{key}": value for key, value in values.items() if key not in OWN}
-    return settings

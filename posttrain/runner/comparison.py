@@ -18,7 +18,7 @@ from rich.table import Table
 
 from posttrain.base.console import PlainConsole, cells_of, numbers_table
 from posttrain.base.errors import ConfigError, DataError, RunError
-from posttrain.config import RunConfig, Stage, load
+from posttrain.config import Stage, load
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare, verdict
 from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
@@ -53,7 +53,11 @@ def methods_as_stages(
     for name in names:
         try:
             settings = load(config, overrides, {**flags, "method.type": name}).config
-            _check_comparable(settings)
+            if not (settings.rewards and settings.evaluates and settings.rollout.save):
+                raise ConfigError(
+                    "methods are compared by the rewards of their completions: set rewards, data.validation, e.g. "
+                    "{rows: 100}, and evaluation.eval_steps above 0, and keep rollout.save: true"
+                )
             data_of(settings, settings.models[0], load_tokenizer(settings.models[0]))
         except (ConfigError, DataError) as error:
             refused[name] = str(error)
@@ -68,15 +72,6 @@ def methods_as_stages(
     for name, reason in refused.items():
         log.warning("dropped from the comparison: %s: %s", name, " ".join(reason.split()))
     return tuple(stages)
-
-
-def _check_comparable(config: RunConfig) -> None:
-    """Raise ConfigError if the runs would have nothing to compare."""
-    if not (config.rewards and config.evaluates and config.rollout.save):
-        raise ConfigError(
-            "methods are compared by the rewards of their completions: set rewards, data.validation, e.g. {rows: 100}, "
-            "and evaluation.eval_steps above 0, and keep rollout.save: true"
-        )
 
 
 def compare_methods(root: Path, stages: Sequence[Stage]) -> None:
@@ -153,20 +148,17 @@ def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
     return rewards
 
 
-def against_each_other(runs: Sequence[ComparedRun]) -> Comparison:
-    """Compare every pair of methods, with p adjusted for all pairs. `runs`: best first; the better of a pair is B."""
-    sides = [
-        Side(run.entry.name, (Source(run.entry.name, "", {SUITE: Scores("reward", run.answers)}),))
-        for run in reversed(runs)
-    ]
-    return compare(sides, CompareOptions(all_pairs=True))
+def against_each_other(runs: Sequence[ComparedRun]) -> tuple[Comparison, Comparison]:
+    """Compare every pair of methods, with p adjusted for all pairs; and of these, the best method with the others.
 
-
-def with_the_best(comparison: Comparison, best: str) -> Comparison:
-    """The comparison, with only the differences between the best method and the others."""
+    `runs`: best first; the better of a pair is B."""
+    names = [run.entry.name for run in reversed(runs)]
+    suites = [{SUITE: Scores("reward", run.answers)} for run in reversed(runs)]
+    sides = [Side(name, (Source(name, "", suite),)) for name, suite in zip(names, suites, strict=True)]
+    comparison = compare(sides, CompareOptions(all_pairs=True))
     (suite,) = comparison.suites
-    some = [difference for difference in reversed(suite.differences) if difference.b == best]
-    return replace(comparison, suites=[replace(suite, differences=some)])
+    of_best = [difference for difference in reversed(suite.differences) if difference.b == names[-1]]
+    return comparison, replace(comparison, suites=[replace(suite, differences=of_best)])
 
 
 def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
@@ -227,8 +219,7 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
     page.append(pages.Facts("Tags and notes", {name: text for name, text in notes.items() if text}))
     pairs = []
     if len(runs) > 1:
-        comparison = against_each_other(runs)
-        best = with_the_best(comparison, entries[0].name)
+        comparison, best = against_each_other(runs)
         console.print(differences_table(best.suites[0], "95 %"))
         for difference in best.suites[0].differences:
             console.print(verdict(difference))

@@ -5,12 +5,12 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,11 +34,13 @@ from posttrain.runs.progress import duration
 from posttrain.runs.run import Follower, Run, own_log
 from posttrain.runs.tracking import Tracking
 from posttrain.training.best import Watch
-from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.state import problems_of, refuse_changes, refuse_fewer_steps, report_lost
 
 log = logging.getLogger("posttrain")
+
+# The first rank's message to the others: the settings, the folder and the checkpoint of a run that they train too.
+Order = tuple[RunConfig, Path, Path | None]
 
 
 @sharing_cores()
@@ -62,14 +64,17 @@ def train_one(
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
     if not resume and config.behavior_version > 1:
         facts["date"] = config.data.date or date.today().isoformat()
-    named, rejected = checkpoint, dict[str, str]()
+    named, rejected = checkpoint, dict[str, str]()  # rejected: damaged checkpoints, with their problems
     messages: list[str] = []
     models: dict[str, dict[str, str]] = {}
 
     def choose_checkpoint() -> None:
         nonlocal checkpoint, messages, models
-        if named is None:
-            checkpoint, messages = _newest(folder, rejected)
+        if named is None and not has_saved(folder):
+            checkpoint, messages = None, [f"{folder} has no checkpoint yet: the run starts over"]
+        elif named is None:
+            checkpoint, skipped = newest_complete(folder, problems_of, rejected)
+            messages = [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]
         if checkpoint is not None:
             refuse_changes(checkpoint, config)
             refuse_fewer_steps(checkpoint, config)
@@ -83,7 +88,7 @@ def train_one(
             for line in messages:
                 log.warning(line)
             try:
-                ranks.gather(Order(as_recorded(config, folder), folder, checkpoint))
+                ranks.gather((as_recorded(config, folder), folder, checkpoint))
                 ranks.on_lost(lambda error: run.__exit__(type(error), error, None))
                 with ranks.naming_lost():
                     return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
@@ -120,7 +125,7 @@ def _train_from(
         loop = _steps(checkpoint, as_recorded(config, run.folder), run, watch, ranks)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
-        finish(loop.job, loop)
+        finish(loop)
 
 
 def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | None, ranks: Ranks) -> Loop:
@@ -130,15 +135,6 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
     data = job.data()
     job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
     return RECIPES[config.method.type].train(job, data)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The first rank's message to the other ranks: train this run too."""
-
-    config: RunConfig
-    folder: Path
-    checkpoint: Path | None
 
 
 def follow(ranks: Ranks) -> int:
@@ -156,7 +152,17 @@ def follow(ranks: Ranks) -> int:
 
     ranks.on_lost(report)
     try:
-        _follow(ranks)
+        while (order := ranks.gather(cast(Order | None, None))[0]) is not None:
+            config, folder, checkpoint = order
+            release_memory()
+            with (
+                own_log(folder, ranks.index),
+                handling(leave, signal.SIGTERM),
+                determinism(config.devices),
+                Follower(folder) as run,
+                ranks.naming_lost(),
+            ):
+                _steps(checkpoint, config, run, None, ranks).save_final()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # any code of the run may raise; the log of this rank has the stack trace
@@ -164,31 +170,6 @@ def follow(ranks: Ranks) -> int:
             report(error)
         return 1
     return 0
-
-
-def _follow(ranks: Ranks) -> None:
-    no_order: Order | None = None
-    while (order := ranks.gather(no_order)[0]) is not None:
-        release_memory()
-        with (
-            own_log(order.folder, ranks.index),
-            handling(leave, signal.SIGTERM),
-            determinism(order.config.devices),
-            Follower(order.folder) as run,
-            ranks.naming_lost(),
-        ):
-            _steps(order.checkpoint, order.config, run, None, ranks).save_final()
-
-
-def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from (None if there is none yet), and messages for the log.
-
-    `rejected` maps checkpoints that were already tried to their problems.
-    """
-    if not has_saved(folder):
-        return None, [f"{folder} has no checkpoint yet: the run starts over"]
-    checkpoint, skipped = newest_complete(folder, problems_of, rejected)
-    return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]
 
 
 @contextmanager
@@ -202,10 +183,10 @@ def _exits_are_failures() -> Iterator[None]:
         raise RunError(f"{reason_of(error)}: code that a run calls must raise an error instead") from error
 
 
-def finish(job: Job, loop: Loop) -> None:
+def finish(loop: Loop) -> None:
     """Write results.json, curves.png and report.html of a finished run, and log a summary."""
-    run, lines = job.run, job.run.read_metrics()
-    state = loop.state
+    job, run, state = loop.job, loop.job.run, loop.state
+    lines = run.read_metrics()
     results = {
         "method": job.config.method.type,
         "model": job.model.path,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -66,33 +66,31 @@ class Task:
         return {} if self.source is None else {"init_from": {"stage": self.source.stage}}
 
 
-@dataclass(frozen=True, slots=True)
 class Pipeline:
-    """All runs of a configuration in their order: model by model, stage by stage."""
+    """All runs of a configuration in their order, in the folder `root`: model by model, stage by stage.
 
-    root: Path
-    stages: tuple[Stage, ...]
-    tasks: list[Task] = field(default_factory=list)
-    keeps_going: bool = True  # whether independent runs are still trained after a failure
+    `keeps_going`: whether independent runs are still trained after a failure. Raises ConfigError for an unknown stage
+    or model.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         stages: Sequence[Stage],
         root: Path,
         skip: Collection[str] = (),
         model_index: int | None = None,
         keeps_going: bool = True,
-    ) -> Pipeline:
-        """The runs in the folder `root`. Raises ConfigError for an unknown stage or model."""
+    ):
         check_skip(skip, stages)
         models = stages[0].config.models
         if model_index is not None and not 0 <= model_index < len(models):
             raise ConfigError(f"--model-index {model_index}: the config has models 0 to {len(models) - 1}")
-        pipeline = cls(root, tuple(stages), keeps_going=keeps_going)
+        self.root, self.stages, self.keeps_going = root, tuple(stages), keeps_going
+        self.tasks: list[Task] = []
         for index in range(len(models)) if model_index is None else [model_index]:
-            pipeline._add_model(index, skip)
-        return pipeline
+            self._add_model(index, skip)
+        self.active = [task for task in self.tasks if not task.skip]
+        self.alone = len(stages) == len(models) == 1  # a single run, even without `--skip` and `--model-index`
 
     def _add_model(self, index: int, skip: Collection[str]) -> None:
         done: dict[str, Task] = {}
@@ -107,15 +105,6 @@ class Pipeline:
             config = config.model_copy(update={"models": (model,), "name": self.root.name})
             done[stage.name] = Task(name, stage.name, config, folder, source, stage.name in skip)
             self.tasks.append(done[stage.name])
-
-    @property
-    def active(self) -> list[Task]:
-        return [task for task in self.tasks if not task.skip]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the configuration has a single run, even without `--skip` and `--model-index`."""
-        return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Check, before training for hours, that the models of skipped stages exist and that no folder is taken."""
@@ -136,12 +125,6 @@ class Pipeline:
                 f"(--overwrite){skip}, or choose another name"
             )
 
-    def save_config(self) -> None:
-        """Save the complete configuration next to the runs' folders, where `--resume FOLDER` reads it."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
-        write_file(self.root / "config.yaml", redact_yaml(dump(stages)))
-
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> None:
         """Train every run with `train_one(task, resume, overwrite)`; at the end print the outcomes and write a report.
 
@@ -149,8 +132,11 @@ class Pipeline:
         at the end if any run failed; a single run raises its own error.
         """
         self.check(resume, overwrite)
-        if not self.alone:
-            self.save_config()
+        if not self.alone:  # `--resume FOLDER` reads the complete configuration next to the runs' folders
+            self.root.mkdir(parents=True, exist_ok=True)
+            name = {"name": self.root.name}
+            stages = [replace(stage, config=stage.config.model_copy(update=name)) for stage in self.stages]
+            write_file(self.root / "config.yaml", redact_yaml(dump(stages)))
         try:
             for number, task in enumerate(self.active, start=1):
                 if len(self.active) > 1:
@@ -212,7 +198,8 @@ class Pipeline:
             results = task.folder / "results.json"
             if task.outcome in (FINISHED, EARLIER) and results.is_file():
                 facts = load_json(results)
-                steps, note = str(facts["steps"]), _measured(facts)
+                values = headlines(facts["method"], facts["final"])  # the method's own metrics, and the loss
+                steps, note = str(facts["steps"]), "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             seconds = duration(task.seconds) if task.outcome in (FINISHED, FAILED, STOPPED) else ""
             outcome = SKIPPED if task.skip else task.outcome
             table.add_row(task.title, outcome, steps, seconds, shorten(note, 160, placeholder=" …"))
@@ -244,12 +231,6 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
             else f"rewards: from: {reward.from_stage} names a stage, but the config has none: give the model's path"
         )
     return reward.model_copy(update={"path": str(source.final), "from_stage": None})
-
-
-def _measured(results: dict[str, Any]) -> str:
-    """The final values of the method's own metrics, and the loss."""
-    values = headlines(results["method"], results["final"])
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def is_finished(task: Task) -> bool:

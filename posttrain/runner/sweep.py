@@ -67,13 +67,7 @@ class Watcher:
             log.info("%s: stopped early: %s", self._trial.name, self._trial.reason)
 
 
-def run_sweep(
-    sweep: Sweep,
-    settings: Sequence[trials.Settings],
-    config_of: Callable[[Trial], RunConfig],
-    resume: bool = False,
-    overwrite: bool = False,
-) -> None:
+def run_sweep(sweep: Sweep, config_of: Callable[[Trial], RunConfig], resume: bool, overwrite: bool) -> None:
     """Train every trial that has not ended, and show the table after the last one.
 
     A failed trial is recorded, and the next one runs. Raises PosttrainError at the end if any trial failed. A signal
@@ -81,14 +75,18 @@ def run_sweep(
     """
     with _folder(sweep.root, resume, overwrite):
         if resume and (sweep.root / trials.NAME).is_file():
-            sweep = trials.joined(trials.read_sweep(sweep.root), sweep, settings)
+            sweep = trials.joined(trials.read_sweep(sweep.root), sweep)
         sweep.save()
         try:
             for number, trial in enumerate(sweep.trials, start=1):
                 shown = ", ".join(f"{path}={value}" for path, value in trial.settings.items())
                 log.info("trial %d of %d: %s", number, len(sweep.trials), shown or "settings unchanged")
                 _run(sweep, trial, config_of(trial))
-                _refuse_the_same_failure(sweep, number)
+                outcomes = {(each.state, each.reason) for each in sweep.trials[:number]}
+                if number == ALIKE and len(outcomes) == 1 and trial.state == trials.FAILED:  # the others would fail too
+                    raise PosttrainError(
+                        f"the first {number} trials failed for the same reason, so the sweep ends: {trial.reason}"
+                    )
         finally:
             _report(sweep)
     failed = [trial.number for trial in sweep.trials if trial.state == trials.FAILED]
@@ -97,13 +95,6 @@ def run_sweep(
             f"{len(failed)} of {counted(len(sweep.trials), 'trial')} failed: {', '.join(failed)} (see the messages "
             "above); use --resume to try them again"
         )
-
-
-def _refuse_the_same_failure(sweep: Sweep, done: int) -> None:
-    """Raise PosttrainError if the first ALIKE trials failed for the same reason: the others would fail too."""
-    reasons = {trial.reason for trial in sweep.trials[:done] if trial.state == trials.FAILED}
-    if done == ALIKE and len(reasons) == 1 and all(trial.state == trials.FAILED for trial in sweep.trials[:done]):
-        raise PosttrainError(f"the first {done} trials failed for the same reason, so the sweep ends: {reasons.pop()}")
 
 
 def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
@@ -164,8 +155,13 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
     lock = FolderLock(root)
     try:
         if (root / trials.NAME).is_file():
-            if overwrite:
-                _empty(root)
+            if overwrite:  # deletes the trials, then the sweep's own files
+                for trial in trials.read_sweep(root).trials:
+                    if (root / trial.name / "run.json").is_file():
+                        remove_run(root / trial.name)
+                shutil.rmtree(root / COMPARISON, ignore_errors=True)
+                for name in (PICTURE, trials.NAME):
+                    (root / name).unlink(missing_ok=True)
             elif not resume:
                 raise RunError(
                     f"{root} already has a sweep: resume it (--resume), replace it (--overwrite), or choose "
@@ -178,24 +174,15 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
         lock.release()
 
 
-def _empty(root: Path) -> None:
-    """Delete the trials, then the sweep's own files."""
-    for trial in trials.read_sweep(root).trials:
-        if (root / trial.name / "run.json").is_file():
-            remove_run(root / trial.name)
-    shutil.rmtree(root / COMPARISON, ignore_errors=True)
-    for name in (PICTURE, trials.NAME):
-        (root / name).unlink(missing_ok=True)
-
-
 def _report(sweep: Sweep) -> None:
     """Print the table and write the plot of all trials that have ended, and compare those that finished."""
     ended = [trial for trial in sweep.ranked() if trial.state in trials.ENDED]
     console = PlainConsole()
     if not ended:
         return
-    for shown in table(sweep):
-        console.print(shown)
+    console.print(table(sweep))
+    if "seed" in sweep.trials[0].settings:
+        console.print(over_seeds(sweep))
     write_picture(sweep)
     _compare(sweep, console)
     if sweep.best is not None:
@@ -234,8 +221,8 @@ MOST_TICKS = 6
 LOGARITHMIC = 10  # an axis is logarithmic if its largest value is at least this many times the smallest
 
 
-def table(sweep: Sweep) -> Iterator[Table]:
-    """The table of trials, best first; if seeds were swept, also a table of the means over seeds."""
+def table(sweep: Sweep) -> Table:
+    """The table of trials, best first."""
     names = trials.short_names(list(sweep.trials[0].settings))
     shown = trials.table_of("trial", *names.values(), "value", "steps", "time", "")
     shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
@@ -243,10 +230,10 @@ def table(sweep: Sweep) -> Iterator[Table]:
         took = "" if trial.seconds is None else duration(trial.seconds)
         state = "" if trial.state == trials.FINISHED else trial.state
         steps = "" if trial.steps is None else str(trial.steps)
-        shown.add_row(trial.number, *trial.settings.values(), _number(trial), steps, took, state)
-    yield shown
-    if "seed" in names:
-        yield over_seeds(sweep)
+        value = "not finite" if trial.value is None else f"{trial.value:.4g}"
+        value = value if trial.state in trials.ENDED else ""
+        shown.add_row(trial.number, *trial.settings.values(), value, steps, took, state)
+    return shown
 
 
 def over_seeds(sweep: Sweep) -> Table:
@@ -295,9 +282,3 @@ def _by_setting(sweep: Sweep, path: str, name: str, ended: Sequence[Trial]) -> D
         labels = dict(list(labels.items())[::2])
     points = [(at, trial.value or 0.0, trial.state == trials.FINISHED) for at, trial in zip(x, known, strict=True)]
     return scatter(points, f"{sweep.metric} by {name}", labels)
-
-
-def _number(trial: Trial) -> str:
-    if trial.state not in trials.ENDED:
-        return ""
-    return "not finite" if trial.value is None else f"{trial.value:.4g}"

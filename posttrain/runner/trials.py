@@ -6,7 +6,7 @@ import random
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich import box
@@ -147,17 +147,6 @@ def _range(text: str, low: str, high: str) -> Range:
     return span
 
 
-def names_of(trials: Sequence[Settings], taken: Sequence[str] = ()) -> list[str]:
-    """A folder name for each trial: its number, which continues after the names in `taken`, and its settings."""
-    width = max(2, len(str(len(taken) + len(trials))))
-    return [_name(number, trial, width) for number, trial in enumerate(trials, start=len(taken) + 1)]
-
-
-def _name(number: int, trial: Settings, width: int) -> str:
-    words = "-".join(f"{path.rpartition('.')[2]}-{value}" for path, value in trial.items())
-    return f"{number:0{width}}-{re.sub(r'[^A-Za-z0-9_.+]+', '-', words)}"[:80].rstrip("-.")
-
-
 def short_names(paths: Sequence[str]) -> dict[str, str]:
     """Each path's last part, or the whole path if two have the same last part."""
     last = [path.rpartition(".")[2] for path in paths]
@@ -192,6 +181,16 @@ class Trial:
     @property
     def number(self) -> str:
         return self.name.partition("-")[0]
+
+
+def trials_of(settings: Sequence[Settings], earlier: int = 0) -> list[Trial]:
+    """A trial for each of the settings. Folders are named by numbers, which continue after `earlier`, and settings."""
+    width, trials = max(2, len(str(earlier + len(settings)))), list[Trial]()
+    for number, values in enumerate(settings, start=earlier + 1):
+        words = "-".join(f"{path.rpartition('.')[2]}-{value}" for path, value in values.items())
+        name = f"{number:0{width}}-{re.sub(r'[^A-Za-z0-9_.+]+', '-', words)}"[:80].rstrip("-.")
+        trials.append(Trial(name, values))
+    return trials
 
 
 @dataclass(slots=True)
@@ -252,30 +251,27 @@ def read_sweep(root: Path) -> Sweep:
         raise RunError(f"{root / NAME} is damaged or from another version of posttrain: {error!r}") from None
 
 
-def joined(old: Sweep, new: Sweep, settings: Sequence[Settings]) -> Sweep:
-    """The sweep `new` with the trials of `old`, followed by trials for the `settings` that `old` lacks.
+def joined(old: Sweep, new: Sweep) -> Sweep:
+    """The sweep `new` with the trials of `old`, followed by those whose settings `old` lacks.
 
-    Raises RunError if the metric or the stopping rule differs, or if `settings` lack a trial of `old`.
+    Raises RunError if the metric or the stopping rule differs, or if `new` lacks the settings of a trial of `old`.
     """
+    known, wanted = ([trial.settings for trial in sweep.trials] for sweep in (old, new))
     for name in ("metric", "stopping"):
         if getattr(old, name) != getattr(new, name):
             raise RunError(
                 f"{old.root} is a sweep with --{name} {getattr(old, name)}, not {getattr(new, name)}: use the "
                 "same, or choose another name"
             )
-    lost = [trial.name for trial in old.trials if trial.settings not in settings]
+    lost = [trial.name for trial in old.trials if trial.settings not in wanted]
     if lost:
         raise RunError(
             f"{old.root} has trials that these values do not include: {', '.join(lost[:5])}"
             f"{f' and {len(lost) - 5} more' if len(lost) > 5 else ''}; give the same values (you may add some), or "
             "choose another name"
         )
-    known = [trial.settings for trial in old.trials]
-    added = [trial for trial in settings if trial not in known]
-    names = names_of(added, [trial.name for trial in old.trials])
-    new.lower_is_better = old.lower_is_better
-    new.trials = [*old.trials, *(Trial(name, trial) for name, trial in zip(names, added, strict=True))]
-    return new
+    added = [settings for settings in wanted if settings not in known]
+    return replace(old, root=new.root, trials=[*old.trials, *trials_of(added, len(old.trials))])
 
 
 # Early stopping of bad trials by the median rule of Vizier (Golovin et al. 2017, section 3.2.2).

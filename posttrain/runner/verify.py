@@ -14,12 +14,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from rich.console import Console
@@ -110,20 +111,15 @@ def verify_resume(
     it. Raises RunError if a process fails without being killed.
     """
     console = console or PlainConsole(stderr=True)
-    scratch = Scratch(stages, folder, train)
-    whole, began = scratch.whole, time.monotonic()
-    with scratch.process(whole) as process:
-        scratch.watch(process, whole, None)
-        scratch.refuse_failure(process)
+    whole, began = Training(stages, folder / "whole", train), time.monotonic()
+    whole.run()
     console.print(f"uninterrupted: {counted(whole.steps, 'step')} in {duration(time.monotonic() - began)}")
 
-    killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
+    killed, outcome, began = Training(stages, folder / "killed", train, whole), Outcome(), time.monotonic()
     plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))
     while outcome.kills < kills:
-        with scratch.process(killed) as process:
-            if not scratch.watch(process, killed, plan[outcome.kills]):
-                scratch.refuse_failure(process)
-                continue  # finished before the kill; a finished run can also be resumed and killed
+        if not killed.run(plan[outcome.kills]):
+            continue  # finished before the kill; a finished run can also be resumed and killed
         outcome.kills += 1
         saving, starting = killed.saving(), not killed.moved
         outcome.inside_a_save += saving
@@ -131,9 +127,7 @@ def verify_resume(
         outcome.steps_made_again += killed.steps - killed.saved_steps()
         where = "inside a save" if saving else "while starting" if starting else "in training"
         console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}")
-    with scratch.process(killed) as process:
-        scratch.watch(process, killed, None)
-        scratch.refuse_failure(process)
+    killed.run()
     outcome.seconds = time.monotonic() - began
     for run in find_runs(whole.root):
         name = str(run.relative_to(whole.root))
@@ -151,25 +145,79 @@ def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
     return [Kill(moment, at, rng.random()) for moment, at in zip(moments, progress, strict=True)]
 
 
-class Watched:
-    """The progress of the runs below `root`, observed while another process trains them."""
+class Training:
+    """Trains the stages below `root` in processes, and observes them. `whole`: the training that measures how long a
+    start, a step and a save take; by default this one."""
 
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, stages: Sequence[Stage], root: Path, train: Train, whole: "Training | None" = None):
+        folder = {"output_dir": str(root), "name": "run"}
+        self._stages = [replace(stage, config=stage.config.model_copy(update=folder)) for stage in stages]
+        self.root, self._train, self._whole = root, train, whole or self
         self.steps = 0  # steps of all runs, according to their metrics
         self.moved = False  # whether a new step was logged since the process started
+        self.start_s = self.step_s = 0.0
+        self.saves_s = [0.0]
         self._runs: list[Path] = []
         self._known: dict[Path, tuple[int, int]] = {}
         self._search_at = 0.0  # when to search for new runs
-        self._base = 0
+        self._base = 0  # steps of earlier processes that this one does not repeat
 
-    def start(self) -> None:
-        """Record that a new process starts: all existing files are from earlier processes."""
+    def run(self, kill: Kill | None = None) -> bool:
+        """Train, or resume the runs, in a new process to the end, or until `kill`.
+
+        Returns whether the process was killed. Raises RunError if it fails."""
         self._runs, self._search_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}
         self._base = self.saved_steps()
+        context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+        if hasattr(os, "fork"):
+            context.set_forkserver_preload(PRELOADED)
+        log = self.root.with_name(f"{self.root.name}.log")
+        arguments = self._train, self._stages, bool(self._runs), log
+        process = context.Process(target=_train, args=arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        process.start()
+        try:
+            was_killed = self._watch(process, kill)
+            process.join()
+        finally:
+            process.kill()
+            process.join()
+        if process.exitcode and not was_killed:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            last = lines[-1].removeprefix("error: ")
+            raise RunError(f"training failed without a kill, so nothing can be compared: {last} (log: {log})")
+        return was_killed
 
-    def update(self) -> None:
+    def _watch(self, process: BaseProcess, kill: Kill | None) -> bool:
+        """Wait for the end and measure durations, or kill the process as `kill` says. Returns whether it was killed."""
+        began, saving_since = time.monotonic(), 0.0
+        first, first_at = self.steps, 0.0
+        due = math.inf
+        while not wait([process.sentinel], timeout=POLL_S):
+            self._update()
+            now, saving = time.monotonic(), self.saving()
+            if kill is None and self.moved and not first_at:
+                first, first_at, self.start_s = self.steps, now, now - began
+            if kill is None and saving and not saving_since:
+                saving_since = now
+            elif not saving and saving_since:
+                self.saves_s.append(now - saving_since)
+                saving_since = 0.0
+            if kill is not None and due == math.inf and self._is_moment(kill, saving):
+                whole = self._whole
+                lengths = {"starting": whole.start_s, "anywhere": whole.step_s, "saving": fmean(whole.saves_s)}
+                due = now + kill.share * lengths[kill.moment]
+            if now >= due:
+                process.kill()
+                process.join()
+                self._update()
+                return True
+        self._update()
+        if kill is None and self.steps > first:
+            self.step_s = (time.monotonic() - first_at) / (self.steps - first)
+        return False
+
+    def _update(self) -> None:
         """Update `steps` and `moved`."""
         if time.monotonic() > self._search_at:
             self._runs, self._search_at = find_runs(self.root), time.monotonic() + 0.1
@@ -179,6 +227,11 @@ class Watched:
             with suppress(FileNotFoundError):  # a run that starts again
                 self.steps = sum(last_metrics(run).get("step", 0) for run in self._runs)
             self.moved |= self.steps > self._base
+
+    def _is_moment(self, kill: Kill, saving: bool) -> bool:
+        at_the_end = self.steps >= self._whole.steps  # a finished run that is resumed makes no step
+        reached = self.steps >= kill.progress - 1 and (self.moved or at_the_end)
+        return kill.moment == "starting" or (saving if kill.moment == "saving" and reached else reached)
 
     def saving(self) -> bool:
         """Whether a checkpoint or a model is being saved."""
@@ -198,81 +251,6 @@ def _identity(run: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return 0, 0
     return facts.st_ino, facts.st_size
-
-
-class Scratch:
-    """Trains the two runs, and measures how long a start, a step and a save take."""
-
-    def __init__(self, stages: Sequence[Stage], folder: Path, train: Train):
-        self.stages, self.folder, self.train = stages, folder, train
-        self.whole = Watched(folder / "whole")
-        self.context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-        if hasattr(os, "fork"):
-            self.context.set_forkserver_preload(PRELOADED)
-        self.start_s = self.step_s = 0.0
-        self.saves_s = [0.0]
-
-    @contextmanager
-    def process(self, watched: Watched) -> Iterator[BaseProcess]:
-        """A process that trains, or resumes runs, below `watched.root`. It is killed at the end of the block."""
-        folder = {"output_dir": str(watched.root), "name": "run"}
-        stages = [replace(stage, config=stage.config.model_copy(update=folder)) for stage in self.stages]
-        watched.start()
-        resume = bool(find_runs(watched.root))
-        log = self.folder / f"{watched.root.name}.log"
-        process = self.context.Process(target=_train, args=(self.train, stages, resume, log))  # pyright: ignore[reportAttributeAccessIssue]
-        process.start()
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.join()
-
-    def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
-        """Wait for the process to end, or kill it as `kill` says. Returns whether it was killed. Measures durations."""
-        began, saving_since = time.monotonic(), 0.0
-        first, first_at = watched.steps, 0.0
-        due = math.inf
-        while not wait([process.sentinel], timeout=POLL_S):
-            watched.update()
-            now, saving = time.monotonic(), watched.saving()
-            if kill is None and watched.moved and not first_at:
-                first, first_at, self.start_s = watched.steps, now, now - began
-            if kill is None and saving and not saving_since:
-                saving_since = now
-            elif not saving and saving_since:
-                self.saves_s.append(now - saving_since)
-                saving_since = 0.0
-            if kill is not None and due == math.inf and self._is_moment(kill, watched, saving):
-                due = now + kill.share * self._length(kill.moment)
-            if now >= due:
-                process.kill()
-                process.join()
-                watched.update()
-                return True
-        watched.update()
-        if kill is None and watched.steps > first:
-            self.step_s = (time.monotonic() - first_at) / (watched.steps - first)
-        return False
-
-    def _is_moment(self, kill: Kill, watched: Watched, saving: bool) -> bool:
-        at_the_end = watched.steps >= self.whole.steps  # a finished run that is resumed makes no step
-        reached = watched.steps >= kill.progress - 1 and (watched.moved or at_the_end)
-        return kill.moment == "starting" or (saving if kill.moment == "saving" and reached else reached)
-
-    def _length(self, moment: Moment) -> float:
-        if moment == "saving":
-            return sum(self.saves_s) / len(self.saves_s)
-        return self.start_s if moment == "starting" else self.step_s
-
-    def refuse_failure(self, process: BaseProcess) -> None:
-        """Raise RunError with the process's last message if the process failed."""
-        process.join()
-        if process.exitcode:
-            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
-            lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            last = lines[-1].removeprefix("error: ")
-            raise RunError(f"training failed without a kill, so nothing can be compared: {last} (log: {logs[-1]})")
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:

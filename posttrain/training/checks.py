@@ -6,7 +6,6 @@ Alarms in online runs report problems that leave every number finite. Alarms are
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -55,10 +54,8 @@ class Noise:
     """
 
     rms: float  # root mean square; the limit is higher for few tokens
-    most: float  # largest difference after excluding one token in a hundred and FEW more
+    most: float  # largest difference after excluding one token in a hundred and three more
     largest: float  # largest difference of all tokens
-
-    FEW: ClassVar[int] = 3
 
     def check(self, name: str, difference_N: torch.Tensor, record: Record, problem: str, unit: str = "nats") -> None:
         """Record the root mean square of the differences, with its limit. If the differences exceed rounding, raise
@@ -76,7 +73,7 @@ class Noise:
         if sorted_N.isnan().any():
             return "is NaN"
         count, rms, largest = len(sorted_N), float(sorted_N.square().mean().sqrt()), float(sorted_N[0])
-        rms_limit, outliers = self.rms * (1 + 3 / count**0.5), count // 100 + self.FEW
+        rms_limit, outliers = self.rms * (1 + 3 / count**0.5), count // 100 + 3
         if rms > rms_limit:
             return f"differs by {rms:.3g} nats (root mean square of {count:,}; at most {rms_limit:.2g})"
         if count > outliers and (other := float(sorted_N[outliers])) > self.most:
@@ -92,82 +89,63 @@ ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
-def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore) -> float:
-    """Check that a pack gives the same log-probabilities as plain calls of the model, one sequence at a time.
+@torch.no_grad()
+def check_packing(
+    scorer: Scorer | RewardScorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore
+) -> float:
+    """Check that a pack gives the log-probabilities, or rewards, of plain calls of the model, one sequence at a time.
 
     The pack contains the first and the last example. Returns the largest difference; raises VitalSignError if the
     differences exceed rounding.
     """
+    rewards, few = isinstance(scorer, RewardScorer), [examples[0], *examples[1:][-1:]]
+    pack = pack_of(few)[0].to(next(scorer.parameters()).device)
+    base = base_of(scorer.model)
+    modes = {module: module.training for module in scorer.modules()}
+    implementation = base.config._attn_implementation or "eager"
+    last = pack.num_sequences - 1
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
+    paths = sequences_of(pack, few)
 
-    def packed(pack: Pack) -> list[torch.Tensor]:
-        logprob_N = scorer(pack).logprob_N
-        return [logprob_N[pack.sequence_N == s] for s in range(pack.num_sequences)]
-
-    def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
-        logits = base_of(scorer.model)(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
+    def plain(sequence: int) -> torch.Tensor:
+        ids_L, trained_L = (torch.from_numpy(a.copy()).to(pack.tokens_T.device) for a in paths[sequence])
+        if rewards:
+            return base(input_ids=ids_L[None], use_cache=False).logits[0].float()
+        logits = base(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
         return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
 
-    return _check_packing(scorer, examples, pack_of, packed, plain, "a log-probability", record)
+    scorer.eval()
+    try:
+        with whole(scorer):
+            got = scorer(pack)[:, None] if rewards else scorer(pack).logprob_N.split(pack.length_S.tolist())
+            types = {p.dtype for p in scorer.parameters()}
+            base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+            difference_N = torch.cat([(got[sequence] - plain(sequence)).abs() for sequence in ends])
+    finally:
+        base.set_attn_implementation(implementation)
+        for module, mode in modes.items():
+            module.training = mode
+    what, unit = ("a reward", "") if rewards else ("a log-probability", "nats")
+    problem = (
+        f"packed = unpacked fails: {what} of the first batch {{}} from plain transformers. The attention of "
+        f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this model"
+    )
+    coarsest = torch.bfloat16 if torch.bfloat16 in types else torch.float32  # determines rounding
+    ROUNDING[coarsest].check(PACKED, difference_N, record, problem, unit)
+    return float(difference_N.amax())
 
 
 def check_reward_packing(
     scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore
 ) -> float:
     """Check that a pack gives the same rewards as plain calls of the classifier, one sequence at a time."""
-
-    def packed(pack: Pack) -> list[torch.Tensor]:
-        return list(scorer(pack)[:, None])
-
-    def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
-        return base_of(scorer.model)(input_ids=ids_L[None], use_cache=False).logits[0].float()
-
-    return _check_packing(scorer, examples, pack_of, packed, plain, "a reward", record)
+    return check_packing(scorer, examples, pack_of, record)
 
 
-@torch.no_grad()
-def _check_packing(
-    scorer: nn.Module,
-    examples: Sequence[Example],
-    pack_of: PackOf,
-    packed: Callable[[Pack], list[torch.Tensor]],
-    plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    what: str,
-    record: Record,
-) -> float:
-    few = [examples[0], *examples[1:][-1:]]
-    pack = pack_of(few)[0].to(next(scorer.parameters()).device)
-    base = base_of(scorer.model)  # pyright: ignore[reportArgumentType]
-    modes = {module: module.training for module in scorer.modules()}
-    implementation = base.config._attn_implementation or "eager"
-    scorer.eval()
-    last = pack.num_sequences - 1
-    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last test attention between examples
-    paths = {s: _path(pack, few, s) for s in ends}
-    try:
-        with whole(scorer):
-            got, dtype = packed(pack), _dtype(scorer)
-            base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-            device = pack.tokens_T.device
-            want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
-    finally:
-        base.set_attn_implementation(implementation)
-        for module, mode in modes.items():
-            module.training = mode
-    difference_N = torch.cat([(got[s] - want[s]).abs() for s in ends])
-    problem = (
-        f"packed = unpacked fails: {what} of the first batch {{}} from plain transformers. The attention of "
-        f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this model"
-    )
-    unit = "nats" if what == "a log-probability" else ""
-    ROUNDING[dtype].check(PACKED, difference_N, record, problem, unit)
-    return float(difference_N.amax())
-
-
-def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids and targets of one sequence of a pack, taken from the sequence's example."""
-    group = int(pack.group_S[sequence])
-    paths = [path for tree in examples[group].trees for path in sequences(tree)]
-    return paths[int((pack.group_S[:sequence] == group).sum())]
+def sequences_of(pack: Pack, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The token ids and targets of each sequence of a pack, from the examples that were packed."""
+    groups = dict.fromkeys(pack.groups)
+    return [path for group in groups for tree in examples[group].trees for path in sequences(tree)]
 
 
 @torch.no_grad()
@@ -277,11 +255,6 @@ def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A checksum per tensor: the sum of the tensor's words, which almost surely changes if any bit changes."""
     return {name: int(bits(t).sum(dtype=torch.int64)) for name, t in tensors.items()}
-
-
-def _dtype(scorer: nn.Module) -> torch.dtype:
-    """The coarsest dtype of the weights, which determines rounding."""
-    return torch.bfloat16 if any(p.dtype == torch.bfloat16 for p in scorer.parameters()) else torch.float32
 
 
 class Alarms:

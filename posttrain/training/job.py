@@ -64,10 +64,10 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Path | None
     gradient_checkpointing: bool
+    ranks: Ranks
+    router_aux_loss_coef: float
     keeps_engine: bool = True
     watch: Watch | None = None
-    ranks: Ranks = ALONE
-    router_aux_loss_coef: float = 0.0
 
     @classmethod
     def start(
@@ -89,18 +89,8 @@ class Job:
         ranks = ranks.keeping_step(config.devices.strategy == "fsdp")
         if ranks.in_step:
             refuse_sharded(config)
-        return cls(
-            config,
-            model,
-            run,
-            device,
-            dtype,
-            tokenizer,
-            checkpoint,
-            gradient_checkpointing,
-            ranks=ranks,
-            router_aux_loss_coef=router_weight(config, model),
-        )
+        router = router_weight(config, model)
+        return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks, router)
 
     def record(self, finding: Finding) -> None:
         """Record a check's finding in run.json."""
@@ -120,7 +110,11 @@ class Job:
                 "\n  ".join(["the ranks read different data:", *lines])
                 + "\nCopy the same files and tokenizer to every machine, or read them from a shared folder"
             )
-        resolved = self._resolved(prepared.reports["train"].max_prompt_length)
+        resolved: dict[str, float] = {"training.learning_rate": learning_rate(self.config, self.model)}
+        if self.router_aux_loss_coef:
+            resolved["method.router_aux_loss_coef"] = self.router_aux_loss_coef
+        if (longest := prepared.reports["train"].max_prompt_length) is not None:
+            resolved["data.max_prompt_length"] = longest
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint, "resolved": resolved})
         for report in prepared.reports.values():
             for line in report.lines():
@@ -131,15 +125,6 @@ class Job:
                     report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
                 )  # fmt: skip
         return prepared
-
-    def _resolved(self, max_prompt_length: int | None) -> dict[str, float]:
-        """The values of settings that may be null or `auto`."""
-        resolved: dict[str, float] = {"training.learning_rate": self.learning_rate()}
-        if self.router_aux_loss_coef:
-            resolved["method.router_aux_loss_coef"] = self.router_aux_loss_coef
-        if max_prompt_length is not None:
-            resolved["data.max_prompt_length"] = max_prompt_length
-        return resolved
 
     def policy(self, head: Head) -> nn.Module:
         """The model to train, as published or from the checkpoint, in evaluation mode. Only trained weights require
@@ -303,9 +288,6 @@ class Job:
         shapes = [(pack.num_sequences,) for pack in packs]
         return self.ranks.spread(packs, shapes, lambda pack: of(pack.to(self.device)), self.device)
 
-    def learning_rate(self) -> float:
-        return learning_rate(self.config, self.model)
-
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with weights from a folder that posttrain wrote, which already has the new tokens."""
         return self.model.model_copy(update={"path": str(folder), "revision": None, "new_tokens": ()})
@@ -343,22 +325,15 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     """Choose the pad token of a reward model, whose head reads the last token of a row that is not padding.
 
     Padding must therefore differ from the end of a completion. If the tokenizer has no other special token, the pad
-    token is an id that no string produces, and the tokenizer is unchanged.
+    token is an id that no string produces, and the tokenizer is unchanged: in a byte-level vocabulary (such as GPT-2's)
+    that of a byte that UTF-8 never uses, otherwise None.
     """
     special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
     token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
-    if token is None:
-        model.config.pad_token_id = _unreachable_id(tokenizer)
-    else:
+    if token is not None:
         tokenizer.pad_token = token
         model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token id of a byte that UTF-8 never uses, for a byte-level vocabulary (such as GPT-2's); otherwise None."""
-    vocabulary = tokenizer.get_vocab()
-    for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
-        id = vocabulary.get(chr(byte))
-        if id is not None and tokenizer.decode([id]) == "\ufffd":
-            return id
-    return None
+        return
+    vocabulary, unused = tokenizer.get_vocab(), map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))
+    ids = (vocabulary[byte] for byte in unused if byte in vocabulary)
+    model.config.pad_token_id = next((id for id in ids if tokenizer.decode([id]) == "\ufffd"), None)

@@ -20,14 +20,13 @@ from torch import nn
 
 from posttrain.base.console import progress
 from posttrain.base.errors import VitalSignError
-from posttrain.base.memory import return_free_pages
 from posttrain.batch import Example, Pack
-from posttrain.config import RunConfig
+from posttrain.config import RunConfig, learning_rate
 from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
-from posttrain.optim.update import AdamW, HasTokens, Objective, balanced, over_batches, over_updates, update
+from posttrain.optim.update import AdamW, HasTokens, Objective, Updated, balanced, over_batches, over_updates, update
 from posttrain.runs.checks import STEPS, Finding
 from posttrain.runs.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -46,14 +45,6 @@ Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # from a batch's examples to its packs and objective
 
 
-def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the packs, and release free memory after the first and fullest one, whose gradients fragment the heap."""
-    for number, pack in enumerate(packs):
-        if number == 1:
-            return_free_pages()
-        yield pack
-
-
 class Loop:
     """The training steps of one run over `data.train`."""
 
@@ -66,7 +57,7 @@ class Loop:
         if len(data.train) < self.batch_size:
             few = "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them"
             log.warning(few, len(data.train), self.batch_size)
-        self.peak_rate = job.learning_rate()
+        self.peak_rate = learning_rate(job.config, job.model)
         self.state = State()
         self._stop = Stop()
         self._rows = np.empty(0, int)  # the current step's rows
@@ -113,7 +104,9 @@ class Loop:
                 ranks.at_step(step)
                 if ranks.size > 1:  # one random stream per rank and step, so that no checkpoint needs its state
                     torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
-                yield step, self._examples(step)
+                order, batch = self._batch_of(step)
+                self._rows = order[batch]
+                yield step, [self.data.train[int(row)] for row in self._rows]
                 self.state.seconds += time.perf_counter() - started
                 self._after_step()
             if self.state.window:
@@ -130,11 +123,6 @@ class Loop:
             yield step, examples
             if self.evaluation_due:
                 self.evaluate(objective_of, with_previous)
-
-    def _examples(self, step: int) -> list[Example]:
-        order, batch = self._batch_of(step)
-        self._rows = order[batch]
-        return [self.data.train[int(row)] for row in self._rows]
 
     def previous(self) -> Example:
         """The example before the current step's first one, in the epoch's order; its last comes before its first."""
@@ -169,17 +157,13 @@ class Loop:
         if method.updates > 1:
             self.saver.boundary.copy_weights()
         for packs, objective in parts:
-            coming = self.interruption.while_patient(ranks.mine(packs))
-            if method.samples_completions:
-                coming = _freeing_after_fullest(coming)
+            coming = self.interruption.while_patient(ranks.mine(packs), frees=method.samples_completions)
             objective = balanced(objective, self._router_loss, len(packs))
             done = update(coming, objective, self.optimizer, self.rate(step), ranks, ranks.spare(packs))
             tokens += sum(pack.num_tokens for pack in packs)
+            self._count_skipped(step, done)
             if not done.applied:
-                self._count_skipped(step, done.metrics)
                 continue
-            state.skipped_in_a_row = 0
-            self._record_skipped()
             made.append(done.metrics)
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
                 self._moved.check(self.rate(step), done.metrics["grad_norm"], self.job.record)
@@ -200,22 +184,19 @@ class Loop:
     def rate(self, step: int) -> float:
         return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
 
-    def _count_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.state.skipped += 1
-        self.state.skipped_in_a_row += 1
-        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
-        log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
-        self._record_skipped()
-        if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+    def _count_skipped(self, step: int, done: Updated) -> None:
+        row = self.state.skipped_in_a_row = 0 if done.applied else self.state.skipped_in_a_row + 1
+        bad = ", ".join(name for name, value in done.metrics.items() if not math.isfinite(value))
+        if not done.applied:
+            self.state.skipped += 1
+            log.warning("step %d skipped, weights unchanged; non-finite values: %s", step, bad)
+        failed = row == MAX_SKIPPED_IN_A_ROW
+        self.job.record(Finding(STEPS, row, MAX_SKIPPED_IN_A_ROW - 1, "updates skipped in a row", failed=failed))
+        if failed:
             raise VitalSignError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last of them step {step}: "
                 "lower training.learning_rate, or look for broken rows with `posttrain explore`"
             )
-
-    def _record_skipped(self) -> None:
-        row = self.state.skipped_in_a_row
-        most, failed = MAX_SKIPPED_IN_A_ROW - 1, row == MAX_SKIPPED_IN_A_ROW
-        self.job.record(Finding(STEPS, row, most, "updates skipped in a row", failed=failed))
 
     def _after_step(self) -> None:
         state, every = self.state, self.job.config.checkpoint.save_steps
@@ -271,7 +252,7 @@ class Loop:
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due at this step (0 is before training)."""
         settings, step = self.job.config.evaluation, self.state.step
-        if settings.eval_steps == -1 or not (self.data.validation or self._suites) or self.state.evaluated:
+        if settings.eval_steps == -1 or not (self.data.validation or self._suites.sizes) or self.state.evaluated:
             return False
         if step == 0:
             return settings.at_start
@@ -365,9 +346,7 @@ def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool =
     progress = (step - warmup) / max(1, total - warmup)
     if kind == "linear":
         return max(0.0, 1.0 - progress)
-    if kind == "cosine":
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-    raise ValueError(f"unknown lr_scheduler_type {kind!r}")
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:

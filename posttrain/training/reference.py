@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from posttrain.base.console import progress
 from posttrain.base.errors import ModelError, RunError
 from posttrain.base.files import default_cache
-from posttrain.batch import Example, Pack, sent, sequences
+from posttrain.batch import Example, Pack, sent
 from posttrain.config import DistillMethod, RunConfig
 from posttrain.config.schema.base import MethodSettings
 from posttrain.data import Dataset, Prepared
@@ -34,7 +34,7 @@ from posttrain.runs.checkpoint import save_folder, verify
 from posttrain.runs.files import load_tensors, save_tensors
 from posttrain.runs.inputs import reference_settings
 from posttrain.scoring import Scorer, scored_states
-from posttrain.training.checks import fingerprints
+from posttrain.training.checks import fingerprints, sequences_of
 from posttrain.training.job import Job
 
 log = logging.getLogger("posttrain")
@@ -72,7 +72,17 @@ def make_reference(
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions_of(job, data)]
-    return Precomputed.of(tables)
+    keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
+    keys_K, first = np.unique(keys, return_index=True)  # ascending
+    logprob_K = np.concatenate([table["logprob"].numpy() for table in tables])[first]
+
+    def look_up(pack: Pack, examples: list[Example]) -> torch.Tensor:
+        wanted = sequence_keys(pack, examples)
+        at = np.searchsorted(keys_K, wanted)
+        assert (keys_K[at] == wanted).all(), "a sequence was not precomputed"
+        return sent(torch.from_numpy(logprob_K[at]), pack.tokens_T.device)
+
+    return look_up
 
 
 def token_reference(
@@ -132,34 +142,11 @@ def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class Precomputed:
-    """Log-probabilities by sequence: from a hash of its tokens and targets to nats."""
-
-    keys: np.ndarray  # (K,) uint64, ascending
-    logprobs: np.ndarray  # (K,) float32
-
-    @classmethod
-    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Precomputed:
-        keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
-        keys, first = np.unique(keys, return_index=True)
-        return cls(keys, np.concatenate([table["logprob"].numpy() for table in tables])[first])
-
-    def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
-        wanted = sequence_keys(pack, examples)
-        at = np.searchsorted(self.keys, wanted)
-        assert (self.keys[at] == wanted).all(), "a sequence was not precomputed"
-        return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
-
-
 def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
     """For each sequence of a pack, a 64-bit hash of its tokens and targets, uint64 (S)."""
-    groups = dict.fromkeys(pack.groups)
     keys = [
         hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
-        for group in groups
-        for tree in examples[group].trees
-        for ids, trained in sequences(tree)
+        for ids, trained in sequences_of(pack, examples)
     ]
     return np.frombuffer(b"".join(keys), np.uint64)
 
@@ -215,23 +202,20 @@ class Teacher:
     def states(self, rollout: Rollout, part: RolloutPack) -> Tensor:
         """The last hidden states (N, D) that predict a rollout pack's scored tokens, in the pack's order."""
         with as_begun(self._adapter) if self._adapter else nullcontext():
-            if self._prompts is None:
+            if (prompts := self._prompts) is None:
                 return scored_states(self.model, part.pack)
-            return self._after_own_prompts(rollout, part, self._prompts)
-
-    def _after_own_prompts(self, rollout: Rollout, part: RolloutPack, prompts: Mapping[int, np.ndarray]) -> Tensor:
-        own = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
-        index_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
-        index_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
-        states_N = None
-        job, size = self._job, self._job.config.training.tokens_per_pack
-        for theirs in replace(rollout, prompts=own).parts(part.completion_S, job.pack, size, job.feeds_last):
-            theirs = theirs.to(self._job.device)
-            states = scored_states(self.model, theirs.pack)
-            states_N = states.new_empty(len(part.token_N), states.shape[1]) if states_N is None else states_N
-            states_N[index_R[theirs.token_N]] = states
-        assert states_N is not None
-        return states_N
+            own = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
+            index_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
+            index_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
+            states_N = None
+            job, size = self._job, self._job.config.training.tokens_per_pack
+            for theirs in replace(rollout, prompts=own).parts(part.completion_S, job.pack, size, job.feeds_last):
+                theirs = theirs.to(self._job.device)
+                states = scored_states(self.model, theirs.pack)
+                states_N = states.new_empty(len(part.token_N), states.shape[1]) if states_N is None else states_N
+                states_N[index_R[theirs.token_N]] = states
+            assert states_N is not None
+            return states_N
 
     @staticmethod
     def _refuse_other_tokenizer(job: Job, path: str) -> None:

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,7 +134,6 @@ class Boundary:
         self._optimizer, self._device = optimizer, device
         self._copies: dict[str, torch.Tensor] = {}
         self._copied_at: int | None = None  # the step of the copies
-        self._has_room: bool | None = None
 
     def mark(self, state: State) -> None:
         """Record that a step, or its evaluation, is finished."""
@@ -142,12 +141,10 @@ class Boundary:
 
     @torch.no_grad()
     def copy_weights(self) -> None:
-        """Copy weights and moments before a step of several updates. Warns once if CPU memory is too small."""
-        tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
-        if self._has_room is None:
-            self._has_room = self._fits_in_memory()
-        if not self._has_room:
+        """Copy weights and moments before a step of several updates, if CPU memory is large enough."""
+        if not self._fits_in_memory:
             return
+        tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
         self._copied_at = None
         for name, tensor in tensors.items():
             if name not in self._copies:
@@ -166,7 +163,9 @@ class Boundary:
         self._optimizer.load_state(self._copies)
         return True
 
+    @cached_property
     def _fits_in_memory(self) -> bool:
+        """Whether CPU memory has room for a copy. Warns if not."""
         values = sum(master.numel() for master in self._optimizer.masters.values())
         size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
         if free is None or free > 2 * size:
@@ -330,11 +329,15 @@ class Interruption:
     def __init__(self, stop: Stop, saver: Saver):
         self._stop, self._saver = stop, saver
 
-    def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the packs of an update. Abandon the update between packs if a signal came more than PATIENCE_S ago."""
-        for pack in packs:
+    def while_patient(self, packs: Sequence[Batch], frees: bool) -> Iterator[Batch]:
+        """Yield the packs of an update. Abandon the update between packs if a signal came more than PATIENCE_S ago.
+
+        `frees`: release free memory after the first and fullest pack, whose gradients fragment the heap."""
+        for number, pack in enumerate(packs):
             if self._stop.overdue:
                 self.abandon("takes too long to finish")
+            if frees and number == 1:
+                return_free_pages()
             yield pack
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import cached_property
 
 from torch import nn
 
@@ -45,29 +46,18 @@ class SuiteEvaluation:
         names = [items.suite.name for items in self._chosen]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"evaluation.suites lists {', '.join(sorted(twice))} twice")
+        self.sizes = {items.suite.name: len(items.items) for items in self._chosen}  # number of items
         self._resources = ExitStack()
-        self._made: tuple[Engine, dict[str, tuple[Answers, Judge]]] | None = None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of items of each suite."""
-        return {items.suite.name: len(items.items) for items in self._chosen}
-
-    def __bool__(self) -> bool:
-        return bool(self._chosen)
 
     def __call__(self, step: int, sampling: SamplingContext) -> dict[str, float]:
         """The metrics `{name}`, `{name}_low` and `{name}_high` of each suite in which anything was graded."""
         if not self._chosen:
             return {}
-        if self._made is None:
-            self._made = self._start()
-        engine, parts = self._made
+        engine, parts = self._started
         engine.load(self._policy, step)
         folder, metrics = self._job.run.folder / "evaluation" / f"step-{step}", {}
         with EvaluationStore(folder, overwrite=True) as store:
-            for items in self._chosen:
-                answers, judge = parts[items.suite.name]
+            for items, answers, judge in parts:
                 summary = run(
                     items,
                     _Abandonable(answers, sampling),
@@ -88,21 +78,19 @@ class SuiteEvaluation:
 
     def close(self) -> None:
         self._resources.close()
-        self._made = None
 
-    def _start(self) -> tuple[Engine, dict[str, tuple[Answers, Judge]]]:
+    @cached_property
+    def _started(self) -> tuple[Engine, list[tuple[Items, Answers, Judge]]]:
         job, enter = self._job, self._resources.enter_context
         policy, tokenizer, date = base_of(self._policy), job.tokenizer, job.config.data.date
         version = job.config.behavior_version
-        prompts = {
-            items.suite.name: ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen
-        }
-        every = (prompt for of_suite in prompts.values() for prompt in of_suite.values())
+        prompts = [ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen]
+        every = (prompt for of_suite in prompts for prompt in of_suite.values())
         longest = max((len(prompt.tokens) for prompt in every if isinstance(prompt, Prompt)), default=1)
         name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
         engine = enter(closing(make_engine(name, self._policy, tokenizer, longest_prompt=longest)))
-        parts = {}
-        for items in self._chosen:
+        parts = []
+        for items, asked in zip(self._chosen, prompts, strict=True):
             suite = items.suite
             sampling = Sampling(
                 temperature=suite.temperature,
@@ -114,10 +102,10 @@ class SuiteEvaluation:
             )
             if suite.acts:
                 made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer, date)
-                answers = Acted(suite, enter(made), sampling, prompts[suite.name])
+                answers = Acted(suite, enter(made), sampling, asked)
             else:
-                answers = Generated(engine, sampling, tokenizer, prompts[suite.name])
-            parts[suite.name] = answers, enter(Judge(suite))
+                answers = Generated(engine, sampling, tokenizer, asked)
+            parts.append((items, answers, enter(Judge(suite))))
         return engine, parts
 
 
