@@ -89,13 +89,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         temporary.mkdir(parents=True)
         write(temporary)
         sync_tree(temporary)
-        if not replace:
-            try:
-                os.rename(temporary, target)
-            except OSError:
-                if not target.exists():
-                    raise
-        elif target.exists():
+        if replace and target.exists():
             old = beside(target, "old")
             os.rename(target, old)
             try:
@@ -107,7 +101,11 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
             with contextlib.suppress(OSError):  # `target` is in place; leftovers are removed later
                 take_away(old)
         else:
-            os.rename(temporary, target)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                if replace or not target.exists():
+                    raise
         sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -154,9 +152,8 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
     """Remove or restore what crashes left in `folder` (see `leftovers`). Returns the names of these leftovers."""
     handled = []
     for path in leftovers(folder, name, ended):
-        leftover = LEFTOVER.fullmatch(path.name)
-        target = path.with_name(leftover["name"] if leftover else path.name)
-        if leftover and leftover["kind"] == "old" and not os.path.lexists(target):
+        target = path.with_suffix("")
+        if path.suffix.startswith(".old-") and not os.path.lexists(target):
             os.rename(path, target)
         elif path.is_dir() and not path.is_symlink():
             take_away(path)

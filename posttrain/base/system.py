@@ -46,19 +46,17 @@ def is_loopback(host: str) -> bool:
 
 def sync_file(path: str | os.PathLike[str]) -> None:
     """Sync a written file to the disk."""
-    access = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs only files that are open for writing
-    descriptor = os.open(path, access | BINARY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs only files that are open for writing
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Sync a folder's list of files to the disk. Does nothing on Windows, which cannot open folders."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    if os.name != "nt":
+        _sync(folder, os.O_RDONLY)
+
+
+def _sync(path: str | os.PathLike[str], access: int) -> None:
+    descriptor = os.open(path, access | BINARY)
     try:
         os.fsync(descriptor)
     finally:

@@ -14,28 +14,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Self
 
 from posttrain.base.errors import RankError
 from posttrain.base.terminal import say
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 log = logging.getLogger("posttrain")
 
 BEAT_S = 1.0  # seconds between two heartbeats
 SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step
-
-
-class Store(Protocol):
-    """torch's key-value store, hosted by the launcher or the first rank."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,8 @@ class Beat:
 
 
 class RankWatch:
-    """Reports to the other ranks that this rank is alive; ends the process if a rank is lost or out of step.
+    """Inside its context, reports to the other ranks that this rank is alive; ends the process if a rank is lost or out
+    of step. `store` is hosted by the launcher or the first rank.
 
     One thread talks to the store, whose process may hang; a second thread judges the heartbeats that the first reads.
     """
@@ -86,12 +79,13 @@ class RankWatch:
         self._ended, self._handled = threading.Event(), threading.Event()
         self._set()
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         for work in (self._talk, self._judge):
             self._threads.append(threading.Thread(target=work, name=f"posttrain-ranks{work.__name__}", daemon=True))
             self._threads[-1].start()
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop watching. A thread that is still in the store's code at interpreter exit would abort the process."""
         self._handled.set()
         self._ended.set()
@@ -222,17 +216,6 @@ class RankWatch:
         finally:
             say(f"error: {error}", error=True)
             os._exit(1)
-
-
-@contextmanager
-def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
-    """Watch the other ranks until the block ends."""
-    watch = RankWatch(store, index, size)
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.end()
 
 
 def out_of_step(positions: dict[str, Position]) -> str:
