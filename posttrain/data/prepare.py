@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
+from posttrain.base.files import default_cache
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
@@ -22,10 +23,10 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kinds import KINDS, Kind
-from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
+from posttrain.data.reading import Dataset, Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row
-from posttrain.data.table import Dataset, Limits, Room
+from posttrain.data.table import Limits, Room
 
 log = logging.getLogger("posttrain")
 
@@ -185,7 +186,7 @@ def prepare(
     room, seed = Room(options.completion_length), options.seed
     evaluated = options.evaluated or room
     longest, longest_evaluated = (kind.longest_prompt(data, each, options.positions) for each in (room, evaluated))
-    reader = Reader(data, tokenizer, kind, options.cache_dir, seed, options.behavior_version)
+    reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
     parts = parts_of(data)
     whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
     # `auto` does not limit evaluation prompts

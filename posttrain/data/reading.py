@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
+from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
 from posttrain.data.kinds import Kind
@@ -28,7 +29,7 @@ from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
+from posttrain.data.table import Array, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -82,6 +83,46 @@ def limited(
             yield part, min(left, part.max_rows or left), before
 
 
+class Dataset:
+    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
+    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
+
+    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
+        self._kind, self._table = kind, table
+        self.view = fitted.view[indices]
+        self.lengths: Array = fitted.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
+        row, *columns = map(int, self.view[index])
+        return self._kind.example(self._table, row, columns)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence; a pair has two sequences."""
+        return self._kind.longest(self._table, self.view, self.lengths)
+
+    @property
+    def rows(self) -> Array:
+        """The row number of each example, counted across all sources."""
+        return self._table.row[self.view[:, 0]]
+
+    @property
+    def labels(self) -> Array:
+        """Whether each labelled completion is desirable."""
+        return self._table.numbers["label"][self.view[:, 0]]
+
+    @property
+    def ties(self) -> Array:
+        """Whether each example is a tie; only pairs can be."""
+        tie = self._table.numbers.get("tie")
+        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A data set within its limits, before validation rows are split off."""
@@ -100,21 +141,19 @@ class Loaded:
         return Dataset(self.kind, self.table, self.fitted, indices)
 
 
+@dataclass
 class Reader:
     """Loads data sets of one kind with the settings of one run. Sets the template on the tokenizer."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        kind: Kind,
-        folder: Path | None = None,
-        seed: int = 0,
-        behavior_version: int = 2,
-    ):
-        self.data, self.tokenizer, self.kind = data, tokenizer, kind
-        self.folder, self.seed, self.behavior_version = folder or default_cache(), seed, behavior_version
-        self.template = choose_template(data, tokenizer)
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    kind: Kind
+    folder: Path = field(default_factory=default_cache)  # the cache
+    seed: int = 0
+    behavior_version: int = 2
+
+    def __post_init__(self) -> None:
+        self.template = choose_template(self.data, self.tokenizer)
 
     @cached_property
     def date(self) -> str | None:
@@ -145,7 +184,7 @@ class Reader:
         if (data, kind) == (self.data, self.kind):
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
-        return Reader(data, tokenizer, kind, self.folder, self.seed, self.behavior_version)
+        return replace(self, data=data, tokenizer=tokenizer, kind=kind)
 
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None

@@ -14,19 +14,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import DatasetCard, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as hub
 
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
@@ -42,15 +33,6 @@ log = logging.getLogger("posttrain")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 MANIFEST, MANIFEST_FORMAT = "posttrain-data.json", 1
 SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # written next to the rows by datasets' `save_to_disk`
-
-
-class Source(Protocol):
-    """A source of rows, with a digest that changes with its content."""
-
-    @property
-    def digest(self) -> str: ...
-
-    def read(self) -> Iterator[Record]: ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +76,9 @@ class Task:
             yield Record(row, self.name, row + 1, value, identity=problem)
 
 
+Source = Files | Task  # each has a digest that changes with its content
+
+
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
     """Open the source that `source` names: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
 
@@ -116,12 +101,9 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
         splits = _splits(path, source, None)
         _tell_unread(path, source, splits)
         return Files(_of_split(splits, "train" if _is_one_saved(path) else split, source))
-    known = known_set(source)
-    if known is not None:
-        return Files(_known_files(source, known, split))
-    if HUB_ID.fullmatch(source) and not any(suffix in READERS for suffix in path.suffixes):
-        return Files(_hub_files(source, split))
-    raise DataError(_not_there(source))
+    if any(suffix in READERS for suffix in path.suffixes) and known_set(source) is None:
+        raise DataError(_not_there(source))
+    return Files(_hub_files(source, split))
 
 
 def layout_of(source: str) -> KnownSet | None:
@@ -141,23 +123,30 @@ def splits_of(source: str) -> list[str]:
     if path.is_dir():
         manifest = read_manifest(path)
         return list(manifest["splits"] if manifest else _splits(path, source, None))
-    known = known_set(source)
-    if known is None and not HUB_ID.fullmatch(source):
-        raise DataError(_not_there(source))
-    if known is not None and known.files:
+    known, hub_id = _on_hub(source)
+    if known.files:
         return list(known.files)
-    folder, subset = _snapshot(_with_subset(source, known) if known else source)
-    ours = {theirs: name for name, theirs in known.splits.items()} if known else {}
+    folder, subset = _snapshot(hub_id)
+    ours = {theirs: name for name, theirs in known.splits.items()}
     return [ours.get(split, split) for split in _splits(folder, source, subset)]
 
 
-def _with_subset(source: str, known: KnownSet) -> str:
-    return source if source.count("/") == 2 else known.source
+def _on_hub(source: str) -> tuple[KnownSet, str]:
+    """A known data set, or one of which only the hub id is known, and this id with the subset. Raises DataError for a
+    source that is neither."""
+    known = known_set(source)
+    if known is None and not HUB_ID.fullmatch(source):
+        raise DataError(_not_there(source))
+    known = known or KnownSet(source, "", "auto")
+    return known, source if source.count("/") == 2 else known.source
 
 
-def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
+def _hub_files(source: str, split: str) -> tuple[Path, ...]:
+    """The files of one split of a data set on the hub."""
+    known, hub_id = _on_hub(source)
     if not known.files:
-        return _hub_files(_with_subset(source, known), known.splits.get(split, split))
+        folder, subset = _snapshot(hub_id)
+        return _of_split(_splits(folder, hub_id, subset), known.splits.get(split, split), hub_id)
     if split not in known.files:
         raise DataError(f"{source} has no split {split!r}: it has {', '.join(known.files)}")
     folder, _ = _snapshot(known.repo, [known.files[split]])
@@ -246,12 +235,6 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     return {str(split): [Path(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
 
 
-def _hub_files(source: str, split: str) -> tuple[Path, ...]:
-    """The files of one split of a hub data set."""
-    folder, subset = _snapshot(source)
-    return _of_split(_splits(folder, source, subset), split, source)
-
-
 def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
     """The folder of a hub data set in the local hub cache, downloaded if missing, and the subset that `source` names.
 
@@ -263,20 +246,20 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
     stay_offline_without_network()
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns or _patterns(repo, subset)))
-    except GatedRepoError as error:
+    except hub.GatedRepoError as error:
         raise DataError(
             f"{repo} is gated: accept its terms at https://huggingface.co/datasets/{repo} and set HF_TOKEN"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
         near = _near(Path(source))
         raise DataError(f"{repo} is not a data set on the hub, or it is private (set HF_TOKEN){near}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError) as error:
         raise DataError(
             f"{source} is not a file or folder here{_near(Path(source))}, and as a hub data set it is not in the "
             "local cache and the hub cannot be reached: connect to the network, or download it first with "
             f"`hf download --repo-type dataset {repo}`"
         ) from error
-    except HfHubHTTPError as error:
+    except hub.HfHubHTTPError as error:
         raise DataError(f"{repo} cannot be downloaded from the hub: {error}") from error
     return folder, subset
 
@@ -286,9 +269,9 @@ def _patterns(repo: str, subset: str | None) -> list[str]:
     every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
     try:
         card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)
-    except LocalEntryNotFoundError:
+    except hub.LocalEntryNotFoundError:
         return ["README.md", *every]
-    except EntryNotFoundError:
+    except hub.EntryNotFoundError:
         return every
     configs: list[dict[str, Any]] = card.data.to_dict().get("configs") or []
     for config in configs:

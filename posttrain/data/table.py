@@ -1,14 +1,13 @@
-"""Tokenised rows as columns of memory-mapped Arrow tables, the length limits, and the data set of the rows within."""
+"""Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from posttrain.base.errors import DataError
-from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig
 from posttrain.data.report import Lengths
 
@@ -156,58 +155,6 @@ class Table:
             f"{int(over.sum()):,} rows are over the length limits ({limit}), and data.overlong is error:\n  "
             + "\n  ".join(rows)
         )
-
-
-class ExampleKind(Protocol):
-    """The methods of a kind (data/kinds.py) that a data set needs."""
-
-    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
-        ...
-
-    def longest(self, table: Table, view: Array, lengths: Array) -> int:
-        """The number of tokens of the longest sequence."""
-        ...
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
-
-    def __init__(self, kind: ExampleKind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
-        row, *columns = map(int, self.view[index])
-        return self._kind.example(self._table, row, columns)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted across all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def labels(self) -> Array:
-        """Whether each labelled completion is desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Whether each example is a tie; only pairs can be."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:
