@@ -58,7 +58,7 @@ class Reply:
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:
-            message["tool_calls"] = tool_calls([(call.name, call.arguments) for call in self.calls])
+            message["tool_calls"] = tool_calls(self.calls)
         return message
 
 
@@ -80,6 +80,8 @@ class Codec:
             raise DataError("a conversation needs a chat template, and the tokenizer has none: set data.template")
         self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools] or None
         self._variables, self._date = variables, date
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._special = re.compile("|".join(map(re.escape, special)))
         self._types = {str(f["name"]): _types(f) for f in (tool.get("function", tool) for tool in tools)}
         thinking = _reply(reasoning_content=THOUGHT)
         opened, closed, thought = self._render(
@@ -188,17 +190,16 @@ class Codec:
             start, *done = self._render(talks, PROBE_TOOLS, opens=[True, *([False] * len(replies))])
             for calls, proof in zip(PROOFS, done, strict=True):
                 text = _text(proof, "a tool call")[common_prefix(start.text, proof.text) :]
-                if [(call.name, call.arguments) for call in self._read(text)[0]] != calls:
+                if self._read(text)[0] != calls:
                     return text
         finally:
             self._types = types
         return None
 
     def _render(
-        self, talks: Sequence[Sequence[Message]], tools: list[Any] | None, opens: Sequence[bool] | None = None
+        self, talks: Sequence[Sequence[Message]], tools: list[Any] | None, opens: Sequence[bool]
     ) -> list[Rendered]:
         """The text of each conversation, with the opening of the next reply where `opens` is true."""
-        opens = [False] * len(talks) if opens is None else opens
         jobs = [
             RenderRequest([*talk], tools, generate=opened, variables=self._variables)
             for talk, opened in zip(talks, opens, strict=True)
@@ -220,11 +221,7 @@ class Codec:
 
     def _plain(self, text: str) -> str:
         """The text without special tokens and without spaces around it."""
-        return re.sub("|".join(map(re.escape, self._special)), "", text).strip() if self._special else text.strip()
-
-    @property
-    def _special(self) -> list[str]:
-        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return self._special.sub("", text).strip()
 
     def _differing(self, left: str, right: str) -> str:
         """The tokens around the first difference of two texts."""

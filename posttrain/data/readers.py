@@ -108,7 +108,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
         try:
             whole = _decoder.decode(text)
         except ValueError as error:
-            if _is_object(head.split("\n")[0]):
+            if isinstance(json_or_text(head.split("\n")[0]), dict):
                 yield from read_jsonl(path)
                 return
             raise _bad_json(path, error) from error
@@ -172,11 +172,12 @@ def _bad_json(path: Path, error: Exception, line: int | None = None) -> DataErro
     return DataError(f"{path}{f' line {line}' if line else ''} is not JSON: {error}")
 
 
-def _is_object(text: str) -> bool:
+def json_or_text(text: str) -> Any:
+    """The value of a JSON string, or the string itself if it is not JSON."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _object(value: object) -> tuple[dict[str, Any] | None, str | None]:
