@@ -74,11 +74,14 @@ class JsonGrammar:
     def _calls(self, value: Any) -> list[Call] | None:
         calls = []
         for item in value if isinstance(value, list) else [value]:
-            item = item.get("function", item) if isinstance(item, dict) else {}
-            name, arguments = (item.get(key) for key in (self.name, self.arguments)) if item else (None, None)
-            arguments = (
-                json_or_text(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
-            )
+            item = item.get("function", item) if isinstance(item, dict) else None
+            if not isinstance(item, dict):
+                return None
+            name, arguments = item.get(self.name), item.get(self.arguments)
+            if isinstance(arguments, str):
+                arguments = json_or_text(arguments)
+            elif arguments is None:
+                arguments = {}
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 return None
             calls.append(Call(name, arguments))
