@@ -233,11 +233,8 @@ class Labelled(Kind):
         if labels.any() and not labels.all():
             return
         label = "true" if labels.any() else "false"
-        few = (
-            ""
-            if data.max_rows is None
-            else f" (data.max_rows is {data.max_rows:,}: raise it if the other label occurs later)"
-        )
+        most = data.max_rows
+        few = f" (data.max_rows is {most:,}: raise it if the other label occurs later)" if most else ""
         raise DataError(
             f"all {len(labels):,} training examples are labelled {label}{few}: KTO compares desirable and undesirable "
             "completions, and needs both. Add rows with the other label, or train only on desirable rows with "

@@ -301,42 +301,31 @@ class SavedSplit:
 def keep(
     source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
 ) -> list[SavedSplit]:
-    """Write splits of a `source` setting, all of them by default, to a new folder."""
-    known = layout_of(source)
-
-    def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
-        for split in splits or splits_of(source):
-            opened = open_source(source, split, max_rows, 0, lambda working, answer: working)
-            parts = opened.paths[0].parts if isinstance(opened, Files) else ()
-            # paths in the hub cache: …/snapshots/{commit}/…
-            revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
-            yield split, itertools.islice(opened.read(), max_rows), revision
-
-    return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
-
-
-def save(
-    folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
-) -> list[SavedSplit]:
-    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder. Raises DataError
-    if the folder exists or cannot be written, or if a split has no readable row."""
+    """Write splits of a `source` setting, all of them by default, and a manifest to a new folder. Raises DataError if
+    the folder exists or cannot be written, or if a split has no readable row."""
+    taken = DataError(f"{folder} already exists: choose another folder, or remove it first")
     if folder.exists():
-        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
-    done: list[SavedSplit] = []
+        raise taken
+    known, done = layout_of(source), list[SavedSplit]()
 
     def write(work: Path) -> None:
         entries = {}
-        for name, records, revision in splits:
+        for name in splits or splits_of(source):
+            opened = open_source(source, name, max_rows, 0, lambda working, answer: working)
+            parts = opened.paths[0].parts if isinstance(opened, Files) else ()
+            # paths in the hub cache: …/snapshots/{commit}/…
+            revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
             file = work / f"{name}.jsonl.gz"
-            rows, malformed = _write(file, progress(records, f"saving {name}"))
+            rows, malformed = _write(file, progress(itertools.islice(opened.read(), max_rows), f"saving {name}"))
             if not rows:
                 raise DataError(f"the split {name} has no readable row")
             done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": sha256_of(file)}
+        facts = {"source": source, "known": name_of(known), "repo": known.repo if known else None}
         manifest = {"format": MANIFEST_FORMAT, **facts, "splits": entries}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if folder.exists():  # created meanwhile: `put_folder` would replace it
-            raise DataError(f"{folder} already exists: choose another folder, or remove it first")
+            raise taken
 
     try:
         if folder.absolute().parent.is_dir():
@@ -361,7 +350,7 @@ def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder written by `save`; None for any other folder. Raises DataError if it is damaged."""
+    """The manifest of a folder written by `keep`; None for any other folder. Raises DataError if it is damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -375,7 +364,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The verified file of a split in a folder written by `save`; None for any other folder."""
+    """The verified file of a split in a folder written by `keep`; None for any other folder."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None

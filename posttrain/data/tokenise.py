@@ -75,6 +75,7 @@ class _Read:
         return self.cut < len(self.prompt.ids)
 
 
+@dataclass
 class Tokeniser:
     """Tokenises batches of rows with one tokenizer. `renderer` is None if texts are used as they are.
 
@@ -82,24 +83,20 @@ class Tokeniser:
     older rules (`RowWriter`).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer | None,
-        assistant_only_loss: bool,
-        behavior_version: int = 2,
-    ):
-        self.tokenizer = tokenizer
-        self.renderer = renderer
-        self.assistant_only_loss = assistant_only_loss
-        self.behavior_version = behavior_version
-        self.writer = RowWriter(tokenizer, renderer, assistant_only_loss, behavior_version)
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer | None
+    assistant_only_loss: bool
+    behavior_version: int = 2
+
+    def __post_init__(self) -> None:
+        self.writer = RowWriter(self.tokenizer, self.renderer, self.assistant_only_loss, self.behavior_version)
         self._headers: tuple[str, ...] | None = None
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         # Whether the tokenizer appends the stop token, which is then removed: texts already end with one.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
-        self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
-        self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
-        self.adds_begin = whole[:1] == [tokenizer.bos_token_id] != bare[:1]
+        self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, eos]
+        self.begin = str(self.tokenizer.bos_token or "") if self.behavior_version > 1 else ""
+        self.adds_begin = whole[:1] == [bos] != bare[:1]
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
         """Preference pairs; all completion tokens are trained on."""
