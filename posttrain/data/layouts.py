@@ -137,12 +137,14 @@ def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> 
     required field is omitted if its column is not in `present`; an optional field may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
     aliased = {
-        name for alias, name in known.aliases if alias in present and name not in present and name not in columns
+        name
+        for alias, name in known.aliases.items()
+        if alias in present and name not in present and name not in columns
     }
     taken = set(columns.values())  # a column mapped to another field is not read under its own name too
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
     column_of = {name: columns.get(name, name) for name in free if name not in aliased}
-    for alias, name in known.aliases:
+    for alias, name in known.aliases.items():
         if name in aliased and alias in present and alias not in column_of.values():
             column_of.setdefault(name, alias)
     return column_of
