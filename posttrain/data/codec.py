@@ -65,21 +65,17 @@ class Reply:
 class Codec:
     """Reads and extends the token ids of conversations that one template writes.
 
-    `tools` are JSON schemas, `variables` those of the template, and `date` (YYYY-MM-DD) is the day that it writes.
+    `tools` are JSON schemas, and `date` (YYYY-MM-DD) is the day that the template writes.
     Raises DataError if the template writes no tools, or writes calls that cannot be read back.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        date: str | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = (), date: str | None = None
     ):
         if tokenizer.chat_template is None:
             raise DataError("a conversation needs a chat template, and the tokenizer has none: set data.template")
         self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools] or None
-        self._variables, self._date = variables, date
+        self._date = date
         special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._special = re.compile("|".join(map(re.escape, special)))
         self._types = {str(f["name"]): _types(f) for f in (tool.get("function", tool) for tool in tools)}
@@ -200,10 +196,7 @@ class Codec:
         self, talks: Sequence[Sequence[Message]], tools: list[Any] | None, opens: Sequence[bool]
     ) -> list[Rendered]:
         """The text of each conversation, with the opening of the next reply where `opens` is true."""
-        jobs = [
-            RenderRequest([*talk], tools, generate=opened, variables=self._variables)
-            for talk, opened in zip(talks, opens, strict=True)
-        ]
+        jobs = [RenderRequest([*talk], tools, generate=opened) for talk, opened in zip(talks, opens, strict=True)]
         with rendering(self.tokenizer, date=self._date) as renderer:
             return renderer.render(jobs)
 

@@ -163,6 +163,13 @@ class Kind(ABC):
         """The number of tokens of the longest sequence."""
         return int(lengths.max())
 
+    def _tree(self, table: Table, row: int, columns: Sequence[int]) -> Node:
+        """The prompt of a table row, with its completion as the only branch, if it has one."""
+        start, stop, *head = columns
+        tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
+        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()
+        return Node(read(tokens, start, min(cut, stop), head), False, completion)
+
     @abstractmethod
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
@@ -243,10 +250,8 @@ class Labelled(Kind):
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         """Return a tree of the prompt and one completion, so that a recipe can tell the two apart."""
-        start, stop, *head = columns
-        tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
-        tree = Node(read(tokens, start, cut, head), False, (Node(tokens[cut:stop], True),))
-        return Example((tree,), int(table.row[row]), label=bool(table.numbers["label"][row]))
+        label = bool(table.numbers["label"][row])
+        return Example((self._tree(table, row, columns),), int(table.row[row]), label=label)
 
 
 class Prompts(Kind):
@@ -301,12 +306,8 @@ class Prompts(Kind):
         )
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        start, stop, *head = columns
-        facts, tokens = json.loads(table.texts["facts"][row].as_py()), table.lists["tokens"][row]
-        cut = int(table.numbers["prompt"][row])
-        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()  # with `with_completions`
-        prompt = read(tokens, start, min(cut, stop), head)
-        return Example((Node(prompt, False, completion),), int(table.row[row]), facts=facts)
+        facts = json.loads(table.texts["facts"][row].as_py())
+        return Example((self._tree(table, row, columns),), int(table.row[row]), facts=facts)
 
 
 class Pairs(Kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -157,6 +158,6 @@ def _share(count: int, of: int) -> str:
     return f" ({count / of:.0%})" if count >= 0.01 * of else ""
 
 
-def list_malformed(malformed: Iterable[Malformed], most: int = 10) -> str:
-    """The first malformed rows, one per line."""
-    return "\n".join(f"  {row}" for row, _ in zip(malformed, range(most), strict=False))
+def list_malformed(malformed: Iterable[Malformed]) -> str:
+    """The first ten malformed rows, one per line."""
+    return "\n".join(f"  {row}" for row in itertools.islice(malformed, 10))

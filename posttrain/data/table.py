@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig
@@ -28,17 +29,11 @@ class Lists:
     """A column of lists of numbers, as numpy views of the mapped file."""
 
     def __init__(self, column: pa.ChunkedArray):
-        chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.offsets: list[Array] = [as_numpy(chunk.offsets) for chunk in chunks]
-        self.values: list[Array] = [as_numpy(chunk.values) for chunk in chunks]
-        self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
-        self.lengths: Array = np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self.offsets)])
+        self._column = column
+        self.lengths: Array = as_numpy(pc.call_function("list_value_length", [column])).astype(np.int64)
 
     def __getitem__(self, index: int) -> Array:
-        chunk = int(np.searchsorted(self.starts, index, side="right")) - 1
-        row = index - self.starts[chunk]
-        start, stop = self.offsets[chunk][row : row + 2]
-        return self.values[chunk][start:stop]
+        return as_numpy(self._column[index].values)
 
 
 class Room(NamedTuple):

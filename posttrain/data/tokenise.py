@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -50,11 +50,11 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """The tokens of a text, its row in the batch, and the number of characters skipped at its start (`cut`)."""
+    """The tokens of a text, its `tokenizers.Encoding` (None for a slow tokenizer), and the number of characters skipped
+    at its start (`cut`)."""
 
     ids: Ids
-    batch: BatchEncoding
-    row: int
+    encoding: Any
     cut: int
     text: str
 
@@ -233,7 +233,8 @@ class Tokeniser:
             ids = cast(list[list[int]], batch["input_ids"])[unique[text]]
             begun = begins and text.startswith(self.begin) and text != self.writer.stop
             kept = ids[bool(begun) : -1 if plain and self.appends_stop else None]
-            out.append(_Encoded(kept, batch, unique[text], again[text], text))
+            encoding = batch.encodings[unique[text]] if batch.encodings else None
+            out.append(_Encoded(kept, encoding, again[text], text))
         return out
 
     def _begun_again(self, text: str) -> int:
@@ -259,7 +260,7 @@ class Tokeniser:
         if self.renderer is not None and self.tokenizer.is_fast:
             if self._headers is None:
                 self._headers = headers(self.renderer, self.begin)
-            offsets = (item.batch.encodings or [])[item.row].offsets
+            offsets = item.encoding.offsets
             text, end = item.text[item.cut :], offsets[prompt - 1][1]
             longest = {}  # by start: the stop of the longest header
             for header in self._headers:
@@ -278,26 +279,25 @@ class Tokeniser:
         """Convert character spans to token spans."""
         token_span = _token_span if self.behavior_version > 1 else _old_token_span
         moved = ((max(start - item.cut, 0), stop - item.cut) for start, stop in spans)
-        return tuple(found for span in moved if (found := token_span(item.batch, item.row, span)) is not None)
+        return tuple(found for span in moved if (found := token_span(item.encoding, span)) is not None)
 
 
 def _each(read: Sequence[_Read | RowError], make: Callable[[_Read], T]) -> list[T | RowError]:
     return [item if isinstance(item, RowError) else make(item) for item in read]
 
 
-def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+def _token_span(encoding: Any, span: Span) -> Span | None:
     """The span of tokens that contain a character in `span`, or a byte of one; None if there is no such token."""
-    offsets = (encoded.encodings or [])[row].offsets  # if tokens share a character, the offsets of each include it
+    offsets = encoding.offsets  # if tokens share a character, the offsets of each include it
     start = bisect_right(offsets, span[0], key=itemgetter(1))
     stop = bisect_left(offsets, span[1], key=itemgetter(0))
     return (start, stop) if start < stop else None
 
 
-def _old_token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+def _old_token_span(encoding: Any, span: Span) -> Span | None:
     """`_token_span` of behavior_version 1: if the last character has several tokens, only the first is included."""
-    start = next((t for c in range(*span) if (t := encoded.char_to_token(row, c)) is not None), None)
-    last = next((t for c in reversed(range(*span)) if (t := encoded.char_to_token(row, c)) is not None), None)
-    return None if start is None or last is None else (start, last + 1)
+    tokens = [token for at in range(*span) if (token := encoding.char_to_token(at)) is not None]
+    return (tokens[0], tokens[-1] + 1) if tokens else None
 
 
 def first_trained(spans: Sequence[Span], length: int) -> int:
