@@ -4,6 +4,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kinds import KINDS, Kind
 from posttrain.data.reading import Dataset, Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
-from posttrain.data.rows import Row
+from posttrain.data.rows import Row, RowError
 from posttrain.data.table import Limits, Room
 
 log = logging.getLogger("posttrain")
@@ -335,9 +336,9 @@ def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> 
     """Yield the rows of all parts, numbered consecutively; `max_rows` limits their total."""
     read = list[int]()
     for part, rows, before in limited(parts, max_rows, read):
-        count = 0
-        for record, row in reader.rows(part, rows):
-            count += 1
-            if row is not None:
-                yield before + record.row, row
-        read.append(count)
+        records, layout = reader.records(part, *part.open(rows, reader.seed, reader.template.compose))
+        read.append(0)
+        for record in records:
+            read[-1] += 1
+            with suppress(RowError):
+                yield before + record.row, reader.row(record, layout)

@@ -244,14 +244,13 @@ class Reader:
 
     def _read(self, part: SourcePart, source: Source, end: int | None, writer: cache.Writer) -> Reading:
         """Read the rows of a source up to row number `end` and write their tokens."""
-        records, layout = self._records(part, source, end)
+        records, layout = self.records(part, source, end)
         name = part.source
-        read, shifted, untrained, duplicates = 0, 0, 0, 0
-        malformed, unread, unwritten, seen = [], Counter[str](), dict[str, int](), set[int]()
+        reading, unread, seen = Reading(layout.name), Counter[str](), set[int]()
         with self.tokeniser(layout) as tokeniser:
             records = progress(records, f"tokenising {name}")
             while batch := list(itertools.islice(records, BATCH)):
-                read += len(batch)
+                reading.read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
                     unread.update(layout.unread(record.value or {}))
@@ -259,46 +258,37 @@ class Reader:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
                     except RowError as error:
-                        malformed.append(malformed_of(record, error))
+                        reading.malformed.append(malformed_of(record, error))
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
                 items = self.kind.tokenise(tokeniser, rows, layout.name == "text")
-                unwritten = dict(tokeniser.writer.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, UntrainedError):
-                        untrained += 1
-                        continue
-                    if isinstance(item, RowError):
-                        malformed.append(malformed_of(record, item))
-                        continue
-                    kept.append(self.kind.stored(record, row, item, self.template.turns))
-                    shifted += item.shifted
-                    duplicates += (tokens := _hash(item)) in seen
-                    seen.add(tokens)
+                        reading.untrained += 1
+                    elif isinstance(item, RowError):
+                        reading.malformed.append(malformed_of(record, item))
+                    else:
+                        kept.append(self.kind.stored(record, row, item, self.template.turns))
+                        reading.shifted += item.shifted
+                        reading.duplicates += (tokens := _hash(item)) in seen
+                        seen.add(tokens)
                 writer.write(kept)
+        malformed = reading.malformed
         malformed.sort(key=lambda bad: bad.row)
-        if len(malformed) > MALFORMED_SHARE * read:
+        if len(malformed) > MALFORMED_SHARE * reading.read:
             raise DataError(
-                f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
+                f"{name}: {len(malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
                 f"The first:\n{list_malformed(malformed)}"
             )
         if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):
             unread.pop(KWARGS, None)
-        return Reading(layout.name, read, tuple(malformed), duplicates, shifted, dict(unread), untrained, unwritten)
+        reading.unread, reading.unwritten = dict(unread), dict(tokeniser.writer.unwritten)
+        return reading
 
-    def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
-        """Yield the records of a part with their rows, before template and tokenisation; None for malformed rows."""
-        records, layout = self._records(part, *part.open(max_rows, self.seed, self.template.compose))
-        for record in records:
-            try:
-                yield record, self.row(record, layout)
-            except RowError:
-                yield record, None
-
-    def _records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
+    def records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
         """The rows of a source up to row number `end`, and their layout, inferred from the first rows."""
         records, name = itertools.islice(source.read(), part.skip_rows, end), part.source
         head = list(itertools.islice(records, SAMPLE))

@@ -66,13 +66,13 @@ class Lengths:
         return f"mean {self.mean:,.0f}, P50 {self.p50:,}, P90 {self.p90:,}, P99 {self.p99:,}, max {self.max:,}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """Findings of reading and tokenising one source, stored with its tokens in the cache."""
 
     format: str
-    read: int
-    malformed: tuple[Malformed, ...] = ()
+    read: int = 0
+    malformed: list[Malformed] = field(default_factory=list)
     duplicates: int = 0
     shifted: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
@@ -81,7 +81,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:
-        return cls(**{**data, "malformed": tuple(Malformed(**item) for item in data["malformed"])})
+        return cls(**{**data, "malformed": [Malformed(**item) for item in data["malformed"]]})
 
 
 @dataclass(frozen=True, slots=True)
