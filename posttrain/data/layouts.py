@@ -136,16 +136,13 @@ def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> 
     """The column of each field of the format: as given in `columns`, or named like the field or an alias of it. A
     required field is omitted if its column is not in `present`; an optional field may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
-    aliased = {
-        name
-        for alias, name in known.aliases.items()
-        if alias in present and name not in present and name not in columns
-    }
+    fields = {*present, *columns}
+    aliases = {alias: name for alias, name in known.aliases.items() if alias in present and name not in fields}
     taken = set(columns.values())  # a column mapped to another field is not read under its own name too
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
-    column_of = {name: columns.get(name, name) for name in free if name not in aliased}
-    for alias, name in known.aliases.items():
-        if name in aliased and alias in present and alias not in column_of.values():
+    column_of = {name: columns.get(name, name) for name in free if name not in aliases.values()}
+    for alias, name in aliases.items():
+        if alias not in column_of.values():
             column_of.setdefault(name, alias)
     return column_of
 

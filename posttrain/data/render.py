@@ -133,17 +133,17 @@ class Renderer:
             raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
-        request = {
-            "messages": messages,
+        arguments = {
+            **special_tokens,
+            **(job.variables or {}),
+            "conversations": [messages],
             "tools": job.tools,
-            "template": template,
-            "generate": job.generate,
-            "spans": job.spans,
-            "continued": job.continued,
-            "date": self._date,
-            "variables": {**special_tokens, **(job.variables or {})},
+            "chat_template": template,
+            "add_generation_prompt": job.generate,
+            "return_assistant_tokens_mask": job.spans,
+            "continue_final_message": job.continued,
         }
-        return json.dumps(request).encode() + b"\n"
+        return json.dumps([arguments, self._date]).encode() + b"\n"
 
 
 def without(messages: Sequence[Message], *keys: str) -> list[Message]:

@@ -162,7 +162,7 @@ class Ranks:
         return self._watch is not None and self._watch.ended_together
 
     def any(self, flag: bool) -> bool:
-        return flag if self.size == 1 else any(self.gather(flag))
+        return any(self.gather(flag))
 
     def first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which only the first rank runs."""
