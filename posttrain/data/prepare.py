@@ -188,15 +188,14 @@ def prepare(
     evaluated = options.evaluated or room
     longest, longest_evaluated = (kind.longest_prompt(data, each, options.positions) for each in (room, evaluated))
     reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
-    parts = parts_of(data)
-    whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
+    whole = reader.load("train", parts_of(data), partial(kind.training_limits, data, longest), most_rows(data))
     # `auto` does not limit evaluation prompts
     percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
     limits = Limits.of(data, most, longest_evaluated)
     held = _held_out(data, whole, options, reader.folder)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
-    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, parts, seed))
+    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, seed))
     kind.refuse_training(whole.table, train.view, data)
     validation, notes = dict[str, Dataset](), []
     if len(held.elsewhere):
@@ -206,11 +205,11 @@ def prepare(
         validation["validation"], note = _validating(data, whole, held, limits, shorter, options)
         notes.append(note)
     reports = {"train": replace(whole.report, notes=(*whole.report.notes, *notes))}
-    loaded, sources = {"train": whole}, {"train": parts}
+    loaded = {"train": whole}
     for name, part, settings in further_parts(data, options.datasets):
         if name in validation or name == "train":
             raise DataError(f"evaluation.datasets uses the reserved name {name!r}: choose another name")
-        loaded[name], sources[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None), [part]
+        loaded[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None)
         validation[name], reports[name] = loaded[name].examples(), loaded[name].report
         if twice := trained_too(data, held, part, seed, reader.folder):
             note = f"{twice:,} of {counted(reports[name].read, 'row')} are also trained on"
@@ -218,7 +217,7 @@ def prepare(
     contents = {
         f"{name} {part.source}": content
         for name, each in loaded.items()
-        for part, content in zip(sources[name], each.contents, strict=False)  # max_rows may exclude the last sources
+        for part, content in zip(each.parts, each.contents, strict=True)
     }
     return Prepared(kind.name, train, validation, reports, _fingerprint(loaded, train, validation), contents)
 
@@ -296,7 +295,7 @@ def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     return data.model_copy(update=update)
 
 
-def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
+def _weighted(trained: np.ndarray, whole: Loaded, seed: int) -> np.ndarray:
     """The indices of the `trained` examples. The weight of a part repeats or samples its examples: 2 includes each
     example twice, 0.5 a random half, and 2.5 each twice plus a random half."""
     indices = np.flatnonzero(trained)
@@ -304,7 +303,7 @@ def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], s
         raise DataError("every row that can be used is held out, which leaves none to train on: lower data.validation")
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0
-    for number, (part, end) in enumerate(zip(parts, whole.ends, strict=False)):
+    for number, (part, end) in enumerate(zip(whole.parts, whole.ends, strict=True)):
         own = indices[(table_row >= begin) & (table_row < end)]
         times, share = int(part.weight), part.weight % 1
         rng = np.random.default_rng([seed, zlib.crc32(b"weight"), number])

@@ -131,6 +131,7 @@ class Loaded:
     table: Table
     fitted: Fitted
     limits: Limits
+    parts: list[SourcePart]  # those that were read: `max_rows` may exclude the last ones
     ends: list[int]  # by part: the first table row after it
     contents: list[str]  # SHA-256 of each part's rows
     report: Report
@@ -206,12 +207,13 @@ class Reader:
             notes.append(f"{name}: the chat template writes the date, {self.date} in this run (data.date)")
         # a document that is used as a prompt is not split
         splits = [not kind.samples and reading.format == "text" for reading in readings]
-        fitted = kind.fit(table, limits, np.repeat(splits, [len(part) for part in tables]))
+        sizes = [len(rows) for rows in tables]
+        fitted = kind.fit(table, limits, np.repeat(splits, sizes))
         report = _report(name, readings, fitted, limits, notes, kind.samples)
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
-        ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
-        return Loaded(kind, table, fitted, limits, ends, contents, report)
+        used = list(parts[: len(read)])
+        return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source, end = part.open(max_rows, self.seed, self.template.compose)
