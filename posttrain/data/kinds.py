@@ -31,7 +31,7 @@ from posttrain.data.rows import (
     valid,
     without_weights,
 )
-from posttrain.data.table import Array, Fitted, Limits, Longest, Room, Table, chunks, read, size_of
+from posttrain.data.table import Array, Fitted, Limits, Room, Table, chunks, read, size_of
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
 
 INTS = pa.list_(pa.int32())
@@ -105,20 +105,20 @@ class Kind(ABC):
             "label": row.label,
         }  # only the columns of `schema` are stored
 
-    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
-        """The longest prompt that leaves `room` in `max_length` and in the model's positions; not limited if the data
-        contains the completions."""
-        return Longest()
+    def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
+        """The limits before `max_prompt_length`: prompts leave `room` in `max_length` and in the model's positions,
+        unless the data contains the completions."""
+        return Limits(data.max_length, None, data.overlong)
 
-    def training_limits(self, data: DataConfig, longest: Longest, table: Table) -> Limits:
-        """The limits for `table`, the training data."""
+    def training_limits(self, data: DataConfig, limits: Limits, table: Table) -> Limits:
+        """`limits` with the `max_prompt_length` of the settings, for `table`, the training data."""
         most = data.max_prompt_length
         if most == "auto":
             most = "p90" if self.samples and data.overlong == "drop" else None
         if isinstance(most, str):  # p90: the length that 90 % of the prompts do not exceed
             lengths = self.prompt_lengths(table)
             most = max(1, int(np.percentile(lengths, int(most[1:]), method="higher"))) if len(lengths) else None
-        return Limits.of(data, most, longest)
+        return limits.shortened(most)
 
     def prompt_lengths(self, table: Table) -> Array:
         """The number of tokens of every prompt; a pair may have two prompts."""
@@ -290,20 +290,20 @@ class Prompts(Kind):
     def stored(self, record: Record, row: Row, item: Trained, turns: bool) -> dict[str, Any]:
         return super().stored(record, row, item, turns) | {"facts": facts_of(record, row, turns)}
 
-    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
+    def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
         if positions is None or positions + 1 >= data.max_length:
-            return Longest(data.max_length - room.tokens)
+            return Limits(data.max_length, data.max_length - room.tokens, data.overlong)
         if positions < room.tokens:
             raise DataError(
                 f"the model has {positions:,} positions, but {room.setting} is {room.tokens:,}, which leaves no room "
                 "for a prompt: lower this setting"
             )
         most = positions + 1 - room.tokens  # a completion's last token needs no position: nothing is predicted from it
-        return Longest(
-            most,
+        note = (
             f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
-            "after them",
+            "after them"
         )
+        return Limits(data.max_length, most, data.overlong, note)
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         facts = json.loads(table.texts["facts"][row].as_py())

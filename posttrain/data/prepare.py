@@ -186,13 +186,14 @@ def prepare(
     kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
     room, seed = Room(options.completion_length), options.seed
     evaluated = options.evaluated or room
-    longest, longest_evaluated = (kind.longest_prompt(data, each, options.positions) for each in (room, evaluated))
+    trained_limits, limits = (kind.limits(data, each, options.positions) for each in (room, evaluated))
     reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
-    whole = reader.load("train", parts_of(data), partial(kind.training_limits, data, longest), most_rows(data))
+    whole = reader.load("train", parts_of(data), partial(kind.training_limits, data, trained_limits), most_rows(data))
     # `auto` does not limit evaluation prompts
     percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
-    limits = Limits.of(data, most, longest_evaluated)
+    shorter = evaluated if limits.max_prompt_length != trained_limits.max_prompt_length else None
+    limits = limits.shortened(most)
     held = _held_out(data, whole, options, reader.folder)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
     train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, seed))
@@ -201,7 +202,6 @@ def prepare(
     if len(held.elsewhere):
         notes.append(f"{counted(len(held.elsewhere), 'row')} held out by other stages, not trained on")
     if len(held.validation):
-        shorter = evaluated if longest_evaluated.tokens != longest.tokens else None
         validation["validation"], note = _validating(data, whole, held, limits, shorter, options)
         notes.append(note)
     reports = {"train": replace(whole.report, notes=(*whole.report.notes, *notes))}

@@ -1,7 +1,7 @@
 """Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from posttrain.base.errors import DataError
-from posttrain.config.schema.data import DataConfig
 from posttrain.data.report import Lengths
 
 Array = np.ndarray
@@ -43,27 +42,20 @@ class Room(NamedTuple):
     setting: str = "rollout.max_completion_length"
 
 
-class Longest(NamedTuple):
-    """The maximum number of tokens of a prompt, None: no limit; `note` explains a limit not set by `max_length`."""
-
-    tokens: int | None = None
-    note: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number. `note` says why it may be below the setting."""
+    """The length settings, with `max_prompt_length` as a number; None: prompts are not limited. `note` says why it may
+    be below the setting."""
 
     max_length: int
     max_prompt_length: int | None
     overlong: str
     note: str = ""
 
-    @classmethod
-    def of(cls, data: DataConfig, max_prompt_length: int | None, longest: Longest) -> "Limits":
-        """The limits of the settings; prompts are limited by the smaller of `max_prompt_length` and `longest`."""
-        known = [limit for limit in (max_prompt_length, longest.tokens) if limit is not None]
-        return cls(data.max_length, min(known, default=None), data.overlong, longest.note)
+    def shortened(self, max_prompt_length: int | None) -> "Limits":
+        """The limits with prompts of at most `max_prompt_length` tokens."""
+        known = [limit for limit in (max_prompt_length, self.max_prompt_length) if limit is not None]
+        return replace(self, max_prompt_length=min(known, default=None))
 
     @property
     def longest_prompt(self) -> int:
