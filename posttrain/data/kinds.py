@@ -267,19 +267,18 @@ class Prompts(Kind):
     def shape(self, row: Row, fields: Fields) -> Row:
         for name, value in fields.items():  # rewards receive all fields
             valid(value, name)
-        row = replace(self._with_completion(row) if self.with_completions else as_prompt(row), train_history=False)
+        if not self.with_completions:
+            row = as_prompt(row)
+        else:
+            refuse_without_reply(row)
+            whole = row.prompt is None
+            row = last_turn_as_completion(row) if whole else replace(row, rejected=None, rejected_prompt=None)
+            if not row.chosen:
+                raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
+        row = replace(row, train_history=False)
         answer = fields.get("answer")
         if row.answer is None and isinstance(answer, str | int | float):  # formats without an answer
             row = replace(row, answer=number_or_text(answer, "answer") or None)
-        return row
-
-    @staticmethod
-    def _with_completion(row: Row) -> Row:
-        """The prompt and the completion of a row. Raises RowError if there is no completion."""
-        refuse_without_reply(row)
-        row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
-        if not row.chosen:
-            raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
         return row
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:

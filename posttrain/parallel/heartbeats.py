@@ -185,8 +185,10 @@ class RankWatch:
         last = time.monotonic()
         while not self._handled.wait(BEAT_S):
             now = time.monotonic()
-            if now - last > SILENCE_S / 2:  # this process itself was suspended
-                self._start_again(now)
+            if now - last > SILENCE_S / 2:  # this process itself was suspended: restart the silence counts
+                self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
+                for beat in list(self._beats.values()):
+                    beat.heard = beat.since = now
             last = now
             lost = [rank for rank, beat in list(self._beats.items()) if now - beat.heard > SILENCE_S]
             if gone := now - self._heard > SILENCE_S:
@@ -198,12 +200,6 @@ class RankWatch:
             elif gone:  # the exchanges continue: the launcher has died, and nothing else would end the ranks
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-
-    def _start_again(self, now: float) -> None:
-        """Restart the silence counts of the store and of all ranks."""
-        self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
-        for beat in list(self._beats.values()):
-            beat.heard = beat.since = now
 
     def _give_up(self, error: RankError) -> None:
         """End the process, unless the main thread notices the error itself or no longer waits."""
