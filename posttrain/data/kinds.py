@@ -327,8 +327,8 @@ class Pairs(Kind):
         return lists | {
             "row": record.row,
             "two_prompts": item.rejected_prompt is not None,
-            "margin": item.margin,
-            "tie": item.tie,
+            "margin": row.margin,
+            "tie": row.tie,
         }
 
     def prompt_lengths(self, table: Table) -> Array:

@@ -1,6 +1,6 @@
 """The layout of a data set's rows: their format, set or inferred from the columns, and the column of each field."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -35,7 +35,7 @@ class Layout:
     """A format, and the data set's column for each field of the format."""
 
     name: str
-    columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
+    columns: Mapping[str, str]  # the data's column of each field of the format
     filled: frozenset[str]  # columns with a value in at least one of the first rows
 
     def read(self, value: Fields, template: Template, cells: bool = False, behavior_version: int = 2) -> Row:
@@ -45,10 +45,10 @@ class Layout:
         `behavior_version` 1 keeps nulls and the think tags of solutions, does not parse the arguments of tool calls,
         treats a prompt's last message as a separate turn, and reads `system` in three formats only.
         """
-        fields = {name: value[column] for name, column in self.columns if column in value}
+        fields = {name: value[column] for name, column in self.columns.items() if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
             fields.pop("prompt", None)  # as if the column were missing, unless one of the first rows has a prompt
-            if dict(self.columns).get("prompt") in self.filled:
+            if self.columns.get("prompt") in self.filled:
                 fields["prompt"] = None
         if behavior_version < 2:
             template = replace(template, strip_think=None)
@@ -69,8 +69,8 @@ class Layout:
     def unread(self, value: Fields) -> set[str]:
         """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}
-        fields = {column: name for name, column in self.columns}
-        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # `messages` replaces both
+        fields = {column: name for name, column in self.columns.items()}
+        if self.name == "kto" and value.get(self.columns.get("messages", "")):  # `messages` replaces both
             fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
         for column in filled & fields.keys():
@@ -129,7 +129,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
             f"preference pairs (its columns: {_list(present)})"
         )
     filled = frozenset(name for value in sample for name in value if value[name] is not None)
-    return Layout(format, tuple(column_of.items()), filled)
+    return Layout(format, column_of, filled)
 
 
 def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:

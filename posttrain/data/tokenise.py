@@ -41,8 +41,6 @@ class Compared:
     chosen: Ids
     rejected: Ids
     rejected_prompt: Ids | None
-    margin: float | None
-    tie: bool
     shifted: bool = False
     heads: Ids = ()
     rejected_heads: Ids = ()
@@ -125,8 +123,6 @@ class Tokeniser:
             chosen[cut:],
             rejected[other_cut:],
             None if same else rejected[:other_cut],
-            row.margin,
-            row.tie,
             shifted,
             self._heads(best.prompt, cut),
             () if same else self._heads(worst.prompt, other_cut),
