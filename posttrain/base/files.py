@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError, PosttrainError
-from posttrain.base.system import sync_file, sync_folder
+from posttrain.base.system import sync
 
 
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
@@ -72,7 +72,7 @@ def put_file(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -97,7 +97,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
             except OSError:
                 os.rename(old, target)
                 raise
-            sync_folder(target.parent)
+            sync(target.parent)
             with contextlib.suppress(OSError):  # `target` is in place; leftovers are removed later
                 take_away(old)
         else:
@@ -106,7 +106,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
             except OSError:
                 if replace or not target.exists():
                     raise
-        sync_folder(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -167,8 +167,8 @@ def sync_tree(folder: Path) -> None:
     """Sync `folder` and everything in it to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            sync_file(Path(root) / name)
-        sync_folder(Path(root))
+            sync(Path(root) / name)
+        sync(Path(root))
 
 
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library

@@ -11,12 +11,8 @@ from posttrain.data.formats import FORMATS, Format
 from posttrain.data.kinds import Kind
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.rows import (
-    CELLS,
     MESSAGE_KEYS,
     MESSAGES,
-    PART_KEYS,
-    PROMPTS,
-    STRUCTURED,
     Fields,
     Row,
     RowError,
@@ -28,6 +24,11 @@ from posttrain.data.rows import (
     with_weights,
 )
 from posttrain.data.templates import Template
+
+PART_KEYS = frozenset({"type", "text", "value"})  # keys of the parts of a message's content
+STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
+CELLS = ("label", "margin", "tie", "answer")  # fields that are null if their cell in a CSV file is blank
+PROMPTS = ("prompt", "problem")  # also null if blank, in formats that need one of them
 
 
 @dataclass(frozen=True, slots=True)
