@@ -60,14 +60,11 @@ class Rendered:
 class Process(Child):
     """The process that runs posttrain/data/render_worker.py: it reads one line per job and answers with one line."""
 
+    is_free = Child.is_alive  # a process that still owes an answer has been ended
+
     def __init__(self) -> None:
         super().__init__([sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))], errors=False)
         self._answers(1, STARTUP_SECONDS)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the process is alive; a process that still owes an answer has been ended."""
-        return self.is_alive
 
     def exchange(self, lines: Sequence[bytes]) -> list[bytes]:
         """The answer to each line. Raises DataError if an answer takes too long or the process has ended."""
