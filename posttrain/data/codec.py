@@ -28,6 +28,7 @@ from posttrain.data.calls import (
     TWO,
     Call,
     Grammar,
+    Types,
     call_id,
     learned,
     read_calls,
@@ -80,9 +81,7 @@ class Codec:
         self._special = re.compile("|".join(map(re.escape, special)))
         self._types = {str(f["name"]): _types(f) for f in (tool.get("function", tool) for tool in tools)}
         thinking = _reply(reasoning_content=THOUGHT)
-        opened, closed, thought = self._render(
-            [[QUESTION], [QUESTION, _reply()], [QUESTION, thinking]], self.tools, opens=(True, False, False)
-        )
+        opened, closed, thought = self._render([[QUESTION], [QUESTION, _reply()], [QUESTION, thinking]], self.tools)
         self._opened = _text(opened, "a question")
         self._end = _text(closed, "a reply").rpartition(REPLY)[2]  # the end of a turn of the assistant
         self._call_end, self._wrapper = self._end, ("", "")  # of a turn with tool calls; the text around all calls
@@ -91,7 +90,7 @@ class Codec:
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation and of the opening of the next reply. Raises DataError if it is refused."""
-        [whole] = self._render([messages], self.tools, opens=(True,))
+        [whole] = self._render([[*messages]], self.tools)
         return self._ids(_text(whole, "the messages"))
 
     def bridge(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -104,7 +103,7 @@ class Codec:
             for number, message in enumerate(messages)
         ]
         talks = [[QUESTION, reply], [QUESTION, reply, *answered]]
-        before, whole = map(_text, self._render(talks, self.tools, opens=(False, True)), ("a reply", "the messages"))
+        before, whole = map(_text, self._render(talks, self.tools, opened=1), ("a reply", "the messages"))
         if REPLY in before and REPLY in whole:
             before, whole = before.rpartition(REPLY)[2], whole.rpartition(REPLY)[2]
         end = self._call_end if names else self._end
@@ -134,14 +133,14 @@ class Codec:
         if begin and text.lstrip().startswith(begin):
             reasoning, _, text = text.lstrip()[len(begin) :].partition(end)
             reasoning = self._plain(reasoning) or None
-        calls, content, malformed = self._read(text)
+        calls, content, malformed = self._read(text, self._types)
         return Reply(self._plain(content), reasoning, tuple(calls), malformed)
 
-    def _read(self, text: str) -> tuple[list[Call], str, int]:
+    def _read(self, text: str, types: Types) -> tuple[list[Call], str, int]:
         """The tool calls of a text, the text without them, and the number of openings without a complete call."""
         if self._grammar is None:
             return [], text, 0
-        calls, kept, malformed = read_calls(text, self._grammar, self._types)
+        calls, kept, malformed = read_calls(text, self._grammar, types)
         if calls:
             for mark in filter(None, self._wrapper):
                 kept = kept.replace(mark, "")
@@ -153,7 +152,7 @@ class Codec:
             _reply(content=text, tool_calls=tool_calls(calls)) for text, calls in (("", ONE), ("", TWO), (REPLY, ONE))
         )
         talks = [[QUESTION], [QUESTION, one], [QUESTION, two], [QUESTION, known]]
-        opened, single, double, after = self._render(talks, PROBE_TOOLS, opens=(True, False, False, False))
+        opened, single, double, after = self._render(talks, PROBE_TOOLS)
         start = _text(opened, "tools")
         if FIRST not in start:
             raise DataError("the chat template does not write tools: choose another with data.template")
@@ -179,24 +178,17 @@ class Codec:
 
     def _unread(self) -> str | None:
         """The rendering of the first of PROOFS that is not read back; None if all are."""
-        types, self._types = self._types, PROBE_TYPES
-        try:
-            replies = [_reply(content="", tool_calls=tool_calls(calls)) for calls in PROOFS]
-            talks = [[QUESTION], *([QUESTION, reply] for reply in replies)]
-            start, *done = self._render(talks, PROBE_TOOLS, opens=[True, *([False] * len(replies))])
-            for calls, proof in zip(PROOFS, done, strict=True):
-                text = _text(proof, "a tool call")[common_prefix(start.text, proof.text) :]
-                if self._read(text)[0] != calls:
-                    return text
-        finally:
-            self._types = types
+        replies = [_reply(content="", tool_calls=tool_calls(calls)) for calls in PROOFS]
+        start, *done = self._render([[QUESTION], *([QUESTION, reply] for reply in replies)], PROBE_TOOLS)
+        for calls, proof in zip(PROOFS, done, strict=True):
+            text = _text(proof, "a tool call")[common_prefix(start.text, proof.text) :]
+            if self._read(text, PROBE_TYPES)[0] != calls:
+                return text
         return None
 
-    def _render(
-        self, talks: Sequence[Sequence[Message]], tools: list[Any] | None, opens: Sequence[bool]
-    ) -> list[Rendered]:
-        """The text of each conversation, with the opening of the next reply where `opens` is true."""
-        jobs = [RenderRequest([*talk], tools, generate=opened) for talk, opened in zip(talks, opens, strict=True)]
+    def _render(self, talks: list[list[Message]], tools: list[Any] | None, opened: int = 0) -> list[Rendered]:
+        """The text of each conversation; number `opened` with the opening of the next reply."""
+        jobs = [RenderRequest(talk, tools, generate=number == opened) for number, talk in enumerate(talks)]
         with rendering(self.tokenizer, date=self._date) as renderer:
             return renderer.render(jobs)
 
