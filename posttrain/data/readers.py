@@ -264,8 +264,6 @@ def delimiter_of(head: str) -> str:
     match fewer rows. If none of them fits, commas are chosen.
     """
     width, share = _fit(head, ",")
-    if width > 1 and share == 1.0:
-        return ","
     fits = {delimiter: _fit(head, delimiter) for delimiter in OTHER_DELIMITERS}
     better = {
         delimiter: its_share

@@ -266,18 +266,16 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
 
 def _patterns(repo: str, subset: str | None) -> list[str]:
     """The files to download: those that the README lists for the subset, or otherwise every data file."""
-    every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
+    every = ["README.md", *(f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz"))]
     try:
         card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)
-    except hub.LocalEntryNotFoundError:
-        return ["README.md", *every]
     except hub.EntryNotFoundError:
         return every
     configs: list[dict[str, Any]] = card.data.to_dict().get("configs") or []
     for config in configs:
         if config.get("config_name", "default") == (subset or "default") and config.get("data_files"):
             return ["README.md", *_paths(config["data_files"])]
-    return ["README.md", *every]
+    return every
 
 
 def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
