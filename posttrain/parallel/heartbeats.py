@@ -7,6 +7,7 @@ exchange and the main threads of all other ranks; so do two ranks that wait for 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from posttrain.base.errors import RankError
@@ -37,14 +38,6 @@ class Position:
     exchanges: int = 0
     kind: str = ""  # kind of the exchange that the rank is waiting in; empty outside an exchange
     step: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.exchanges}|{self.kind}|{self.step}"
-
-    @classmethod
-    def read(cls, text: str) -> Position:
-        exchanges, kind, step = text.split("|")
-        return cls(int(exchanges), kind, int(step))
 
 
 @dataclass(slots=True)
@@ -112,8 +105,8 @@ class RankWatch:
         """Wait 5 s to see whose heartbeats stop. Return a message that names the lost ranks, or else those behind."""
         if lost := self.lost(error):
             return lost
-        counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}
-        behind = [f"rank {rank}" for rank, count in counts.items() if count < self.position.exchanges]
+        here = self.position.exchanges
+        behind = [f"rank {rank}" for rank, beat in self._beats.items() if beat.position.exchanges < here]
         first = " ".join(str(error).split())[:200]
         return f"the ranks can no longer exchange data; ranks behind: {', '.join(behind) or 'none'} ({first})"
 
@@ -170,14 +163,15 @@ class RankWatch:
             self._heard = -math.inf
 
     def _set(self) -> None:
-        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.position}")
+        beat = [time.time(), socket.gethostname(), *astuple(self.position)]
+        self._store.set(f"posttrain/{self._index}", json.dumps(beat))
 
     def _note(self, rank: int, line: str) -> None:
         now, before = time.monotonic(), self._beats[rank]
         if before.line == line:
             return
-        _, host, position_text = line.split(" ", 2)
-        position = Position.read(position_text)
+        _, host, *fields = json.loads(line)
+        position = Position(*fields)
         since = before.since if before.position == position else now
         self._beats[rank] = Beat(line, now, position, since, host)
 
