@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,11 +58,9 @@ class SourcePart:
 
 def parts_of(data: DataConfig | HeldOutRows) -> list[SourcePart]:
     """The sources of the training data."""
-    return (
-        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
-        if isinstance(data.source, str)
-        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
-    )
+    if isinstance(data.source, str):
+        return [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
+    return [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
 
 
 def most_rows(data: DataConfig | HeldOutRows) -> int | None:
@@ -234,11 +232,10 @@ class Reader:
     @contextmanager
     def tokeniser(self, layout: Layout) -> Iterator[Tokeniser]:
         """A tokeniser for rows of this layout, with a chat template process if they have turns."""
-        with ExitStack() as stack:
-            renderer = None
-            if self._has_turns(layout):
-                require_chat_template(self.tokenizer)
-                renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version, date=self.date))
+        if has_turns := self._has_turns(layout):
+            require_chat_template(self.tokenizer)
+        own_process = rendering(self.tokenizer, self.behavior_version, date=self.date) if has_turns else nullcontext()
+        with own_process as renderer:
             yield Tokeniser(self.tokenizer, renderer, self.kind.assistant_only_loss, self.behavior_version)
 
     def _has_turns(self, layout: Layout) -> bool:
