@@ -26,7 +26,7 @@ from posttrain.data.kinds import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
+from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.table import Array, Fitted, Limits, Table
@@ -356,7 +356,7 @@ def _report(
         notes=tuple(notes),
         untrained=sum(reading.untrained for reading in readings),
         unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
-        dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
+        dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
         rewarded=rewarded,
     )

@@ -12,6 +12,8 @@ from posttrain.base.words import counted
 
 MALFORMED_SHARE = 0.01  # maximum share of malformed rows; above it, reading the data is an error
 MOST_UNREAD = 20  # maximum number of unread columns and keys that are listed
+# Facts of a row above the length limits: its number over all sources; for a pair, the longer sequence and prompt.
+OVERLONG = ("row", "tokens", "prompt_tokens")
 LOST = {
     "tools": "write the tools",
     "thinking": "write the thinking of the last reply",
@@ -32,15 +34,6 @@ class Malformed:
     def __str__(self) -> str:
         row = f" (row {self.row})" if self.row >= self.line else ""  # several rows on that line, or a later file
         return f"{self.file} line {self.line}{row}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Overlong:
-    """A row above the length limits that was dropped. For a pair, the longer sequence and the longer prompt."""
-
-    row: int  # counted from 0 over all sources
-    tokens: int
-    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +98,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
     untrained: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
-    dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
+    dropped: tuple[dict[str, int], ...] = field(default=())  # OVERLONG of the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     rewarded: bool = False  # whether rewards receive every column
 
