@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,8 +18,9 @@ from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
+from posttrain.data import sources
 from posttrain.data.readers import Record
-from posttrain.data.sources import keep, layout_of, save, splits_of
+from posttrain.data.sources import keep, layout_of, splits_of
 
 CHAT = [{"role": "user", "content": "Q?"}]
 WORSE, BETTER = ([*CHAT, {"role": "assistant", "content": text}] for text in ("worse", "better"))
@@ -248,7 +250,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert all(name in out and known.source in out for name, known in KNOWN.items())
 
 
-def test_a_folder_that_appears_during_a_save_is_kept(tmp_path):
+def test_a_folder_that_appears_during_a_save_is_kept(tmp_path, monkeypatch):
     folder = tmp_path / "kept"
 
     def records():
@@ -256,6 +258,7 @@ def test_a_folder_that_appears_during_a_save_is_kept(tmp_path):
         (folder / "mine.txt").write_text("mine")
         yield Record(file="a", line=1, row=0, value={"text": "a"})
 
+    monkeypatch.setattr(sources, "open_source", lambda *args: SimpleNamespace(read=records))
     with pytest.raises(DataError, match="kept already exists"):
-        save(folder, [("train", records(), None)], {})
+        keep("rows", folder, ["train"])
     assert (folder / "mine.txt").read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -16,8 +16,7 @@ from posttrain.base.errors import RunError
 from posttrain.cli import main
 from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
-from posttrain.data.readers import Record
-from posttrain.data.sources import save
+from posttrain.data.sources import keep
 from posttrain.runs import folder as folders
 from posttrain.runs import summary
 from posttrain.runs.checkpoint import verify
@@ -744,6 +743,7 @@ def test_free_lists_what_interrupted_commands_left_and_spares_what_is_being_writ
 def test_what_a_killed_data_save_left_goes_with_the_next_to_the_same_folder(here):
     for name in ("set.tmp-4194304123456", f"set.tmp-{os.getpid()}123456", "other.tmp-4194304123456"):
         Path(name).mkdir()
-    save(Path("set"), [("train", [Record(0, "rows.jsonl", 1, {"text": "a"})], None)], {})
+    Path("rows.jsonl").write_text('{"text": "a"}')
+    keep("rows.jsonl", Path("set"))
     assert not Path("set.tmp-4194304123456").exists()
     assert len(list(Path().glob("*.tmp-*"))) == 2 and Path("set").is_dir()

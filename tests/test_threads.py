@@ -67,21 +67,17 @@ def test_threads_sleep_beside_busy_processes():
 
 
 def test_when_threads_sleep_and_spin_again(monkeypatch):
-    class Team:
-        def __init__(self, library, size):
-            self.start = self.end = lambda: None
-
-    monkeypatch.setattr("posttrain.base.threads._Team", Team)
+    monkeypatch.setattr(CoreMonitor, "_sleep", lambda self: None)
     watch = CoreMonitor(None, 2)
     watch.update(CONTENDED - 0.01)
-    assert not watch.contended
+    assert watch.team is None
     watch.update(CONTENDED + 0.01)
-    assert watch.contended
+    assert watch.team is not None
     for share in (CALM - 0.01,) * (CALM_INTERVALS - 1) + (CALM + 0.01,) + (CALM - 0.01,) * (CALM_INTERVALS - 1):
         watch.update(share)
-        assert watch.contended  # calm for too short a time
+        assert watch.team is not None  # calm for too short a time
     watch.update(CALM - 0.01)
-    assert not watch.contended
+    assert watch.team is None
 
 
 def test_a_thread_that_ends_while_it_is_looked_at_has_waited_for_nothing(monkeypatch, tmp_path):

@@ -167,9 +167,7 @@ class Helper(Protocol):
         """Whether the process is alive and idle."""
         ...
 
-    def end(self) -> None:
-        """Kill the process. May be called again."""
-        ...
+    def end(self) -> None: ...
 
 
 P = TypeVar("P", bound=Helper)
@@ -193,11 +191,14 @@ class HelperPool(Generic[P]):
 
     def take(self, kind: Hashable) -> P | None:
         """Take the most recently added process of this kind out of the pool; None if there is none."""
-        while (process := self._pop(kind)) is not None:
-            if process.is_free:
+        while True:
+            with self._lock:
+                process = next((kept for kept in reversed(self._kept) if self._kept[kept][0] == kind), None)
+                if process is not None:
+                    self._kept.pop(process)[1].cancel()
+            if process is None or process.is_free:
                 return process
             process.end()
-        return None
 
     def put(self, kind: Hashable, process: P, seconds: float | None = None) -> None:
         """Keep the process for `seconds`, by default IDLE_SECONDS. A process that is not free is ended at once."""
@@ -217,14 +218,6 @@ class HelperPool(Generic[P]):
         """End all kept processes."""
         for process in list(self._kept):
             self._drop(process)
-
-    def _pop(self, kind: Hashable) -> P | None:
-        with self._lock:
-            for process in reversed(self._kept):
-                if self._kept[process][0] == kind:
-                    self._kept.pop(process)[1].cancel()
-                    return process
-        return None
 
     def _drop(self, process: P) -> None:
         with self._lock:

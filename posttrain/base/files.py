@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError, PosttrainError
-from posttrain.base.system import sync_file, sync_folder
+from posttrain.base.system import sync
 
 
 def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
@@ -72,7 +72,7 @@ def put_file(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -89,13 +89,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         temporary.mkdir(parents=True)
         write(temporary)
         sync_tree(temporary)
-        if not replace:
-            try:
-                os.rename(temporary, target)
-            except OSError:
-                if not target.exists():
-                    raise
-        elif target.exists():
+        if replace and target.exists():
             old = beside(target, "old")
             os.rename(target, old)
             try:
@@ -103,12 +97,16 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
             except OSError:
                 os.rename(old, target)
                 raise
-            sync_folder(target.parent)
+            sync(target.parent)
             with contextlib.suppress(OSError):  # `target` is in place; leftovers are removed later
                 take_away(old)
         else:
-            os.rename(temporary, target)
-        sync_folder(target.parent)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                if replace or not target.exists():
+                    raise
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -154,9 +152,8 @@ def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[st
     """Remove or restore what crashes left in `folder` (see `leftovers`). Returns the names of these leftovers."""
     handled = []
     for path in leftovers(folder, name, ended):
-        leftover = LEFTOVER.fullmatch(path.name)
-        target = path.with_name(leftover["name"] if leftover else path.name)
-        if leftover and leftover["kind"] == "old" and not os.path.lexists(target):
+        target = path.with_suffix("")
+        if path.suffix.startswith(".old-") and not os.path.lexists(target):
             os.rename(path, target)
         elif path.is_dir() and not path.is_symlink():
             take_away(path)
@@ -170,8 +167,8 @@ def sync_tree(folder: Path) -> None:
     """Sync `folder` and everything in it to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            sync_file(Path(root) / name)
-        sync_folder(Path(root))
+            sync(Path(root) / name)
+        sync(Path(root))
 
 
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library

@@ -1,5 +1,6 @@
 """Checks whether the Hugging Face hub is reachable, because without a network its library retries for half a minute."""
 
+import contextlib
 import logging
 import socket
 import time
@@ -34,9 +35,7 @@ def stay_offline_without_network() -> None:
 def _resolves(host: str) -> bool:
     for attempt in range(TRIES):
         time.sleep(PAUSE_S * bool(attempt))
-        try:
+        with contextlib.suppress(OSError):
             socket.getaddrinfo(host, 443)
-        except OSError:
-            continue
-        return True
+            return True
     return False

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +38,7 @@ def release_memory() -> None:
 def return_free_pages() -> None:
     """Release the free pages of main memory that glibc keeps. Call it between two kinds of work, because tensors of the
     second seldom fit the holes that tensors of the first leave."""
-    libc = _glibc()
-    if libc is not None:
+    if libc := _glibc():
         libc.malloc_trim(0)
 
 
@@ -49,8 +49,7 @@ def return_tensors_at_once() -> None:
     left, and the process holds a third to a half more memory than it needs at its peak. On a CPU, work takes about a
     fifth more time with this setting, because the system clears new pages.
     """
-    libc = _glibc()
-    if libc is not None:
+    if libc := _glibc():
         libc.mallopt(M_MMAP_THRESHOLD, 256 * 1024)
 
 
@@ -85,10 +84,8 @@ def peak_of_process() -> int:
     training process would seem large from the start.
     """
     peak = _status("VmHWM")
-    if peak is not None:
-        return peak
-    if resource is None:
-        return 0
+    if peak is not None or resource is None:
+        return peak or 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -107,10 +104,9 @@ def reset_peak_memory(device: torch.device) -> None:
 def _status(field: str) -> int | None:
     """A size in /proc/self/status, in bytes; None if the file cannot be read or lacks the field."""
     try:
-        lines = (PROCESS / "status").read_text().splitlines()
-    except OSError:
+        return _facts(PROCESS / "status")[field] * 1024
+    except (OSError, KeyError):
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -120,7 +116,7 @@ def available_memory(device: torch.device) -> int | None:
 
         return torch.cuda.mem_get_info(device)[0]
     try:
-        free = _facts(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+        free = _facts(Path("/proc/meminfo"))["MemAvailable"] * 1024
     except (OSError, KeyError):
         return None
     for folder, limit_of, used_of, droppable in CGROUPS:
@@ -135,5 +131,5 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def _facts(path: Path) -> dict[str, int]:
-    """The numbers in a file by name, from lines such as `name 12`."""
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+    """The numbers in a file by name, from lines such as `name 12` and `name: 12 kB`."""
+    return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)\b", path.read_text(), re.MULTILINE)}

@@ -48,17 +48,13 @@ class Pieces:
         text = self._decoded([*self._ids, token])
         self.own = self._special_text(token, text)
         if self.own:
-            piece = self.rest()
-            self._close(bool(piece))
-            return piece
+            return self._close()
         self._ids.append(token)
         self._whole = text
         self.open += 1
         if text.endswith(LOST):
             return "" if self.open < CHARACTER else self._settled()
-        piece = self.rest()
-        self._close(bool(piece))
-        return piece
+        return self._close()
 
     def rest(self) -> str:
         """The text of the tokens that have no piece yet."""
@@ -104,14 +100,16 @@ class Pieces:
         self._whole = self._decoded(self._ids)
         return piece
 
-    def _close(self, seen: bool) -> None:
-        """Close the open tokens, which now have a piece. A visible piece (`seen`) is the context of later tokens."""
-        if seen:
+    def _close(self) -> str:
+        """Close the open tokens and return their piece. If it has text, it is the context of later tokens."""
+        piece = self.rest()
+        if piece:
             del self._ids[: self._begin]
         elif self._start or len(self._ids) > CONTEXT:
             del self._ids[self._begin :]
         self._begin, self._owed, self.open = len(self._ids), "", 0
         self._start = self._whole = self._decoded(self._ids)
+        return piece
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(

@@ -44,21 +44,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def sync_file(path: str | os.PathLike[str]) -> None:
-    """Sync a written file to the disk."""
-    access = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs only files that are open for writing
-    descriptor = os.open(path, access | BINARY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Sync a folder's list of files to the disk. Does nothing on Windows, which cannot open folders."""
-    if os.name == "nt":
+def sync(path: str | os.PathLike[str]) -> None:
+    """Sync a written file, or a folder's list of files, to the disk. Does nothing for a folder on Windows, which cannot
+    open folders."""
+    is_windows = os.name == "nt"  # which syncs only files that are open for writing
+    if is_windows and os.path.isdir(path):
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, (os.O_RDWR if is_windows else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
     finally:

@@ -55,14 +55,9 @@ class CoreMonitor(threading.Thread):
     def __init__(self, library: ctypes.CDLL, team_size: int):
         super().__init__(name="posttrain-cores", daemon=True)
         self._library, self._team_size = library, team_size
-        self._ended = threading.Event()
-        self._team: _Team | None = None
+        self._ended, self._team_ended = threading.Event(), threading.Event()
+        self.team: threading.Thread | None = None  # while there is one, OpenMP's threads sleep while they wait
         self._calm_intervals = 0
-
-    @property
-    def contended(self) -> bool:
-        """Whether OpenMP's threads currently sleep while they wait."""
-        return self._team is not None
 
     def run(self) -> None:
         then, before = time.monotonic(), waited() or 0
@@ -75,9 +70,10 @@ class CoreMonitor(threading.Thread):
     def update(self, share: float) -> None:
         """Start or end the idle team, given the share of the last interval in which threads waited for a core."""
         self._calm_intervals = self._calm_intervals + 1 if share < CALM else 0
-        if self._team is None and share > CONTENDED:
-            self._team = _Team(self._library, self._team_size)
-            self._team.start()
+        if self.team is None and share > CONTENDED:
+            self._team_ended.clear()
+            self.team = threading.Thread(target=self._sleep, name="posttrain-team", daemon=True)
+            self.team.start()
         elif self._calm_intervals == CALM_INTERVALS:
             self._release()
 
@@ -87,27 +83,16 @@ class CoreMonitor(threading.Thread):
         self.join()
 
     def _release(self) -> None:
-        if self._team is not None:
-            self._team.end()
-            self._team = None
+        if self.team is not None:
+            self._team_ended.set()
+            self.team.join()
+            self.team = None
 
-
-class _Team(threading.Thread):
-    """An OpenMP team that only sleeps. libgomp ends the team's threads when the thread that created it ends."""
-
-    def __init__(self, library: ctypes.CDLL, size: int):
-        super().__init__(name="posttrain-team", daemon=True)
-        self._library, self._size = library, size
-        self._ended = threading.Event()
-
-    def run(self) -> None:
+    def _sleep(self) -> None:
+        """Create the team. libgomp ends the team's threads when the thread that created it ends."""
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # each thread of the team calls it once
-        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
-        self._ended.wait()
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
+        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._team_size), ctypes.c_uint(0))
+        self._team_ended.wait()
 
 
 def team_beside(threads: int) -> int:

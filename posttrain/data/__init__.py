@@ -3,7 +3,7 @@
 from posttrain.data.explore import Selection, explore, overview
 from posttrain.data.kinds import KINDS
 from posttrain.data.prepare import Options, Prepared, longest_sequence, prepare, prepare_run
-from posttrain.data.table import Dataset
+from posttrain.data.reading import Dataset
 from posttrain.data.tasks import arithmetic_problems
 
 __all__ = [

@@ -158,11 +158,8 @@ def _load(entry: Path, file: str) -> tuple[pa.Table, Reading, str]:
 
 def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], Reading]) -> None:
     def write(work: Path) -> None:
-        writer = Writer(work / file, schema)
-        try:
+        with contextlib.closing(Writer(work / file, schema)) as writer:
             reading = build(writer)
-        finally:
-            writer.close()
         facts = {"sha256": sha256_of(work / file), "content": writer.content(), "reading": asdict(reading)}
         (work / "facts.json").write_text(json.dumps(facts))
 
@@ -172,7 +169,7 @@ def _build(entry: Path, file: str, schema: pa.Schema, build: Callable[[Writer], 
 def _clean(folder: Path) -> None:
     """Remove the unfinished entries of killed runs."""
     for work in folder.iterdir():
-        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # .making-: used by earlier versions
+        if LEFTOVER.fullmatch(work.name):
             with contextlib.suppress(FileNotFoundError):  # another run has just renamed it
                 if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(work, ignore_errors=True)

@@ -9,18 +9,19 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+from posttrain.data.readers import json_or_text
 from posttrain.data.turns import common_prefix
 
 ATTEMPTS = 8  # closings of Python calls that are tried: the first ones may be in a string
 NAME = r"\s*(\S{1,200}?)"  # of a tool or an argument: without a bound, each opening would scan the rest of the reply
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A tool call of a reply."""
 
     name: str
@@ -42,19 +43,6 @@ def call_id(number: int) -> str:
 
 Types = Mapping[str, Mapping[str, str]]  # the JSON type of each argument of each tool
 Found = tuple[list[Call], int] | None  # calls, and where the text after them begins
-
-
-class Grammar(Protocol):
-    """How a template writes tool calls. Spaces between its parts may differ."""
-
-    @property
-    def opening(self) -> str:
-        """The text before a call."""
-        ...
-
-    def read(self, text: str, at: int, types: Types) -> Found:
-        """The calls of one opening; `at` is the position after it. None if no complete call is there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +74,14 @@ class JsonGrammar:
     def _calls(self, value: Any) -> list[Call] | None:
         calls = []
         for item in value if isinstance(value, list) else [value]:
-            item = item.get("function", item) if isinstance(item, dict) else {}
-            name, arguments = (item.get(key) for key in (self.name, self.arguments)) if item else (None, None)
-            arguments = _json(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+            item = item.get("function", item) if isinstance(item, dict) else None
+            if not isinstance(item, dict):
+                return None
+            name, arguments = item.get(self.name), item.get(self.arguments)
+            if isinstance(arguments, str):
+                arguments = json_or_text(arguments)
+            elif arguments is None:
+                arguments = {}
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 return None
             calls.append(Call(name, arguments))
@@ -152,6 +145,11 @@ class PythonGrammar:
         return None
 
 
+# How a template writes tool calls; spaces between the parts may differ. `opening` is the text before a call, and `read`
+# returns the calls of one opening, after which is the position `at`, or None if no complete call is there.
+Grammar = JsonGrammar | TaggedGrammar | PythonGrammar
+
+
 def read_calls(text: str, grammar: Grammar, types: Types) -> tuple[list[Call], str, int]:
     """The tool calls of a text, the text without them, and the number of openings without a complete call."""
     calls, kept, malformed, at = list[Call](), "", 0, 0
@@ -192,25 +190,12 @@ def _spaces(text: str, at: int) -> int:
     return at
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _typed(value: str, kind: str | None) -> Any:
     """An argument from its text and its JSON type: JSON, or as Python writes it. Without a type, what can be read."""
-    if kind == "string":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return _literal(value) if kind else value
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return value
+    for read in () if kind == "string" else (json.loads, _literal) if kind else (json.loads,):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value)
+    return value
 
 
 def _literal(source: str | ast.expr) -> Any:
@@ -250,10 +235,8 @@ PROOFS: tuple[list[tuple[str, dict[str, Any]]], ...] = (
 
 def learned(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
     """The grammar of ONE and TWO as a template writes them, and the end of their turn; `end` is that of other turns."""
-    for learn in (_json_grammar, _named_json_grammar, _tagged_grammar, _python_grammar):
-        if learned := learn(one, two, end):
-            return learned
-    return None
+    ways = (_json_grammar, _named_json_grammar, _tagged_grammar, _python_grammar)
+    return next((found for learn in ways if (found := learn(one, two, end))), None)
 
 
 def _parted(text: str, pieces: Sequence[str]) -> list[str] | None:
@@ -317,7 +300,7 @@ def _json_grammar(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
     call = call[0] if isinstance(call, list) else call
     call = call.get("function", call) if isinstance(call, dict) else {}
     name = next((key for key, value in call.items() if value == FIRST), None)
-    arguments = next((key for key, value in call.items() if ONE[0][1] in (value, _json(str(value)))), None)
+    arguments = next((key for key, value in call.items() if ONE[0][1] in (value, json_or_text(str(value)))), None)
     if name is None or arguments is None:
         return None
     opening, closing, last = _ends(_between(one, found), _between(two, twice) if len(twice) == 2 else None, end)
@@ -366,9 +349,5 @@ def _python_grammar(one: str, two: str, end: str) -> tuple[Grammar, str] | None:
     match = re.search(rf"\[?{FIRST}\(first_key=(['\"])first value\1, ?second_key=4711\)\]?", one)
     if match is None:
         return None
-    opening, closing = one[: match.start()].strip(), one[match.end() :].removesuffix(end)
-    return (
-        (PythonGrammar(opening, closing.strip()), one[match.end() + len(closing.rstrip()) :])
-        if opening and closing.strip()
-        else None
-    )
+    opening, closing, last = _ends([one[: match.start()], one[match.end() :]], None, end)
+    return (PythonGrammar(opening, closing), last) if opening and closing else None

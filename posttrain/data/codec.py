@@ -28,6 +28,7 @@ from posttrain.data.calls import (
     TWO,
     Call,
     Grammar,
+    Types,
     call_id,
     learned,
     read_calls,
@@ -58,33 +59,29 @@ class Reply:
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:
-            message["tool_calls"] = tool_calls([(call.name, call.arguments) for call in self.calls])
+            message["tool_calls"] = tool_calls(self.calls)
         return message
 
 
 class Codec:
     """Reads and extends the token ids of conversations that one template writes.
 
-    `tools` are JSON schemas, `variables` those of the template, and `date` (YYYY-MM-DD) is the day that it writes.
+    `tools` are JSON schemas, and `date` (YYYY-MM-DD) is the day that the template writes.
     Raises DataError if the template writes no tools, or writes calls that cannot be read back.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        date: str | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = (), date: str | None = None
     ):
         if tokenizer.chat_template is None:
             raise DataError("a conversation needs a chat template, and the tokenizer has none: set data.template")
         self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools] or None
-        self._variables, self._date = variables, date
+        self._date = date
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._special = re.compile("|".join(map(re.escape, special)))
         self._types = {str(f["name"]): _types(f) for f in (tool.get("function", tool) for tool in tools)}
         thinking = _reply(reasoning_content=THOUGHT)
-        opened, closed, thought = self._render(
-            [[QUESTION], [QUESTION, _reply()], [QUESTION, thinking]], self.tools, opens=(True, False, False)
-        )
+        opened, closed, thought = self._render([[QUESTION], [QUESTION, _reply()], [QUESTION, thinking]], self.tools)
         self._opened = _text(opened, "a question")
         self._end = _text(closed, "a reply").rpartition(REPLY)[2]  # the end of a turn of the assistant
         self._call_end, self._wrapper = self._end, ("", "")  # of a turn with tool calls; the text around all calls
@@ -93,7 +90,7 @@ class Codec:
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation and of the opening of the next reply. Raises DataError if it is refused."""
-        [whole] = self._render([messages], self.tools, opens=(True,))
+        [whole] = self._render([[*messages]], self.tools)
         return self._ids(_text(whole, "the messages"))
 
     def bridge(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -106,7 +103,7 @@ class Codec:
             for number, message in enumerate(messages)
         ]
         talks = [[QUESTION, reply], [QUESTION, reply, *answered]]
-        before, whole = map(_text, self._render(talks, self.tools, opens=(False, True)), ("a reply", "the messages"))
+        before, whole = map(_text, self._render(talks, self.tools, opened=1), ("a reply", "the messages"))
         if REPLY in before and REPLY in whole:
             before, whole = before.rpartition(REPLY)[2], whole.rpartition(REPLY)[2]
         end = self._call_end if names else self._end
@@ -136,14 +133,14 @@ class Codec:
         if begin and text.lstrip().startswith(begin):
             reasoning, _, text = text.lstrip()[len(begin) :].partition(end)
             reasoning = self._plain(reasoning) or None
-        calls, content, malformed = self._read(text)
+        calls, content, malformed = self._read(text, self._types)
         return Reply(self._plain(content), reasoning, tuple(calls), malformed)
 
-    def _read(self, text: str) -> tuple[list[Call], str, int]:
+    def _read(self, text: str, types: Types) -> tuple[list[Call], str, int]:
         """The tool calls of a text, the text without them, and the number of openings without a complete call."""
         if self._grammar is None:
             return [], text, 0
-        calls, kept, malformed = read_calls(text, self._grammar, self._types)
+        calls, kept, malformed = read_calls(text, self._grammar, types)
         if calls:
             for mark in filter(None, self._wrapper):
                 kept = kept.replace(mark, "")
@@ -155,7 +152,7 @@ class Codec:
             _reply(content=text, tool_calls=tool_calls(calls)) for text, calls in (("", ONE), ("", TWO), (REPLY, ONE))
         )
         talks = [[QUESTION], [QUESTION, one], [QUESTION, two], [QUESTION, known]]
-        opened, single, double, after = self._render(talks, PROBE_TOOLS, opens=(True, False, False, False))
+        opened, single, double, after = self._render(talks, PROBE_TOOLS)
         start = _text(opened, "tools")
         if FIRST not in start:
             raise DataError("the chat template does not write tools: choose another with data.template")
@@ -181,28 +178,17 @@ class Codec:
 
     def _unread(self) -> str | None:
         """The rendering of the first of PROOFS that is not read back; None if all are."""
-        types, self._types = self._types, PROBE_TYPES
-        try:
-            replies = [_reply(content="", tool_calls=tool_calls(calls)) for calls in PROOFS]
-            talks = [[QUESTION], *([QUESTION, reply] for reply in replies)]
-            start, *done = self._render(talks, PROBE_TOOLS, opens=[True, *([False] * len(replies))])
-            for calls, proof in zip(PROOFS, done, strict=True):
-                text = _text(proof, "a tool call")[common_prefix(start.text, proof.text) :]
-                if [(call.name, call.arguments) for call in self._read(text)[0]] != calls:
-                    return text
-        finally:
-            self._types = types
+        replies = [_reply(content="", tool_calls=tool_calls(calls)) for calls in PROOFS]
+        start, *done = self._render([[QUESTION], *([QUESTION, reply] for reply in replies)], PROBE_TOOLS)
+        for calls, proof in zip(PROOFS, done, strict=True):
+            text = _text(proof, "a tool call")[common_prefix(start.text, proof.text) :]
+            if self._read(text, PROBE_TYPES)[0] != calls:
+                return text
         return None
 
-    def _render(
-        self, talks: Sequence[Sequence[Message]], tools: list[Any] | None, opens: Sequence[bool] | None = None
-    ) -> list[Rendered]:
-        """The text of each conversation, with the opening of the next reply where `opens` is true."""
-        opens = [False] * len(talks) if opens is None else opens
-        jobs = [
-            RenderRequest([*talk], tools, generate=opened, variables=self._variables)
-            for talk, opened in zip(talks, opens, strict=True)
-        ]
+    def _render(self, talks: list[list[Message]], tools: list[Any] | None, opened: int = 0) -> list[Rendered]:
+        """The text of each conversation; number `opened` with the opening of the next reply."""
+        jobs = [RenderRequest(talk, tools, generate=number == opened) for number, talk in enumerate(talks)]
         with rendering(self.tokenizer, date=self._date) as renderer:
             return renderer.render(jobs)
 
@@ -220,11 +206,7 @@ class Codec:
 
     def _plain(self, text: str) -> str:
         """The text without special tokens and without spaces around it."""
-        return re.sub("|".join(map(re.escape, self._special)), "", text).strip() if self._special else text.strip()
-
-    @property
-    def _special(self) -> list[str]:
-        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return self._special.sub("", text).strip()
 
     def _differing(self, left: str, right: str) -> str:
         """The tokens around the first difference of two texts."""

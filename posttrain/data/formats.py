@@ -5,8 +5,9 @@ To add a format, write its function and add a line to `FORMATS`.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as field_of
 from typing import Any
 
 from posttrain.base.errors import DataError
@@ -155,12 +156,12 @@ def text(fields: Fields, template: Template) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format's function and columns. `aliases` are pairs: another name that data sets use, and the field it means."""
+    """A format's function and columns. `aliases` are other names that data sets use, with the fields that they mean."""
 
     of: Callable[[Fields, Template], Row]
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: Mapping[str, str] = field_of(default_factory=dict)
     pairs: bool = False
     one_of: tuple[str, ...] = ()  # columns of which at least one is required
 
@@ -206,7 +207,7 @@ FORMATS: dict[str, Format] = {
         kto,
         ("label",),
         ("prompt", "completion", "messages", "system", "tools"),
-        (("conversations", "messages"), ("kto_tag", "label")),
+        {"conversations": "messages", "kto_tag": "label"},
         one_of=("completion", "messages"),
     ),
     "messages": Format(messages, ("messages",), ("system", "tools")),
@@ -216,19 +217,14 @@ FORMATS: dict[str, Format] = {
         problem_answer,
         ("problem",),
         ("solution", "answer", "system"),
-        (
-            ("question", "problem"),
-            ("prompt", "problem"),
-            ("generated_solution", "solution"),
-            ("expected_answer", "answer"),
-        ),
+        {"question": "problem", "prompt": "problem", "generated_solution": "solution", "expected_answer": "answer"},
         one_of=("solution", "answer"),
     ),
     "prompt": Format(
         prompt,
         ("prompt",),
         ("answer", "system", "tools"),
-        (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt")),
+        {"problem": "prompt", "question": "prompt", "instruction": "prompt"},
     ),
     "text": Format(text, ("text",)),
     "episode": Format(episode, (), ("prompt", "answer", "system", "tools")),

@@ -6,9 +6,7 @@ the same rows, and equal rows are either all held out or all trained on.
 
 import hashlib
 import itertools
-import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from posttrain.base.console import progress
 from posttrain.base.errors import DataError
 from posttrain.config.schema.data import DataConfig, HeldOutRows, ValidationConfig
 from posttrain.data import cache
-from posttrain.data.readers import Record
+from posttrain.data.readers import Record, json_or_text
 from posttrain.data.reading import SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Reading
 from posttrain.data.sources import Source
@@ -131,20 +129,13 @@ def row_hash(record: Record) -> int:
     total, todo = 0, [(bytes(8), record.value if record.identity is None else record.identity)]
     while todo:
         path, value = todo.pop()
-        value = _as_json(value)
+        value = json_or_text(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             todo += [(_digest(path, str(key)), item) for key, item in items]
         elif value not in (None, "") and value == value:  # NaN differs from itself
             total += int.from_bytes(_digest(path, _text(value)))
     return total % (2**64 - 1) + 1
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
 
 
 def _text(value: Any) -> str:

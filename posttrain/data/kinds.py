@@ -31,7 +31,7 @@ from posttrain.data.rows import (
     valid,
     without_weights,
 )
-from posttrain.data.table import Array, Fitted, Limits, Longest, Room, Table, chunks, read, size_of
+from posttrain.data.table import Array, Fitted, Limits, Room, Table, chunks, read, size_of
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
 
 INTS = pa.list_(pa.int32())
@@ -105,20 +105,20 @@ class Kind(ABC):
             "label": row.label,
         }  # only the columns of `schema` are stored
 
-    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
-        """The longest prompt that leaves `room` in `max_length` and in the model's positions; not limited if the data
-        contains the completions."""
-        return Longest()
+    def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
+        """The limits before `max_prompt_length`: prompts leave `room` in `max_length` and in the model's positions,
+        unless the data contains the completions."""
+        return Limits(data.max_length, None, data.overlong)
 
-    def training_limits(self, data: DataConfig, longest: Longest, table: Table) -> Limits:
-        """The limits for `table`, the training data."""
+    def training_limits(self, data: DataConfig, limits: Limits, table: Table) -> Limits:
+        """`limits` with the `max_prompt_length` of the settings, for `table`, the training data."""
         most = data.max_prompt_length
         if most == "auto":
             most = "p90" if self.samples and data.overlong == "drop" else None
         if isinstance(most, str):  # p90: the length that 90 % of the prompts do not exceed
             lengths = self.prompt_lengths(table)
             most = max(1, int(np.percentile(lengths, int(most[1:]), method="higher"))) if len(lengths) else None
-        return Limits.of(data, most, longest)
+        return limits.shortened(most)
 
     def prompt_lengths(self, table: Table) -> Array:
         """The number of tokens of every prompt; a pair may have two prompts."""
@@ -162,6 +162,13 @@ class Kind(ABC):
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
         """The number of tokens of the longest sequence."""
         return int(lengths.max())
+
+    def _tree(self, table: Table, row: int, columns: Sequence[int]) -> Node:
+        """The prompt of a table row, with its completion as the only branch, if it has one."""
+        start, stop, *head = columns
+        tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
+        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()
+        return Node(read(tokens, start, min(cut, stop), head), False, completion)
 
     @abstractmethod
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
@@ -233,11 +240,8 @@ class Labelled(Kind):
         if labels.any() and not labels.all():
             return
         label = "true" if labels.any() else "false"
-        few = (
-            ""
-            if data.max_rows is None
-            else f" (data.max_rows is {data.max_rows:,}: raise it if the other label occurs later)"
-        )
+        most = data.max_rows
+        few = f" (data.max_rows is {most:,}: raise it if the other label occurs later)" if most else ""
         raise DataError(
             f"all {len(labels):,} training examples are labelled {label}{few}: KTO compares desirable and undesirable "
             "completions, and needs both. Add rows with the other label, or train only on desirable rows with "
@@ -246,10 +250,8 @@ class Labelled(Kind):
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
         """Return a tree of the prompt and one completion, so that a recipe can tell the two apart."""
-        start, stop, *head = columns
-        tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
-        tree = Node(read(tokens, start, cut, head), False, (Node(tokens[cut:stop], True),))
-        return Example((tree,), int(table.row[row]), label=bool(table.numbers["label"][row]))
+        label = bool(table.numbers["label"][row])
+        return Example((self._tree(table, row, columns),), int(table.row[row]), label=label)
 
 
 class Prompts(Kind):
@@ -265,19 +267,18 @@ class Prompts(Kind):
     def shape(self, row: Row, fields: Fields) -> Row:
         for name, value in fields.items():  # rewards receive all fields
             valid(value, name)
-        row = replace(self._with_completion(row) if self.with_completions else as_prompt(row), train_history=False)
+        if not self.with_completions:
+            row = as_prompt(row)
+        else:
+            refuse_without_reply(row)
+            whole = row.prompt is None
+            row = last_turn_as_completion(row) if whole else replace(row, rejected=None, rejected_prompt=None)
+            if not row.chosen:
+                raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
+        row = replace(row, train_history=False)
         answer = fields.get("answer")
         if row.answer is None and isinstance(answer, str | int | float):  # formats without an answer
             row = replace(row, answer=number_or_text(answer, "answer") or None)
-        return row
-
-    @staticmethod
-    def _with_completion(row: Row) -> Row:
-        """The prompt and the completion of a row. Raises RowError if there is no completion."""
-        refuse_without_reply(row)
-        row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
-        if not row.chosen:
-            raise RowError("has no completion, which is needed if method.on_policy_fraction is below 1")
         return row
 
     def tokenise(self, tokeniser: Tokeniser, rows: Sequence[Row], is_document: bool) -> Sequence[Item | RowError]:
@@ -288,28 +289,24 @@ class Prompts(Kind):
     def stored(self, record: Record, row: Row, item: Trained, turns: bool) -> dict[str, Any]:
         return super().stored(record, row, item, turns) | {"facts": facts_of(record, row, turns)}
 
-    def longest_prompt(self, data: DataConfig, room: Room, positions: int | None) -> Longest:
+    def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
         if positions is None or positions + 1 >= data.max_length:
-            return Longest(data.max_length - room.tokens)
+            return Limits(data.max_length, data.max_length - room.tokens, data.overlong)
         if positions < room.tokens:
             raise DataError(
                 f"the model has {positions:,} positions, but {room.setting} is {room.tokens:,}, which leaves no room "
                 "for a prompt: lower this setting"
             )
         most = positions + 1 - room.tokens  # a completion's last token needs no position: nothing is predicted from it
-        return Longest(
-            most,
+        note = (
             f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
-            "after them",
+            "after them"
         )
+        return Limits(data.max_length, most, data.overlong, note)
 
     def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        start, stop, *head = columns
-        facts, tokens = json.loads(table.texts["facts"][row].as_py()), table.lists["tokens"][row]
-        cut = int(table.numbers["prompt"][row])
-        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()  # with `with_completions`
-        prompt = read(tokens, start, min(cut, stop), head)
-        return Example((Node(prompt, False, completion),), int(table.row[row]), facts=facts)
+        facts = json.loads(table.texts["facts"][row].as_py())
+        return Example((self._tree(table, row, columns),), int(table.row[row]), facts=facts)
 
 
 class Pairs(Kind):
@@ -330,8 +327,8 @@ class Pairs(Kind):
         return lists | {
             "row": record.row,
             "two_prompts": item.rejected_prompt is not None,
-            "margin": item.margin,
-            "tie": item.tie,
+            "margin": row.margin,
+            "tie": row.tie,
         }
 
     def prompt_lengths(self, table: Table) -> Array:

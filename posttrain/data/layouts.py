@@ -1,6 +1,6 @@
 """The layout of a data set's rows: their format, set or inferred from the columns, and the column of each field."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -11,12 +11,8 @@ from posttrain.data.formats import FORMATS, Format
 from posttrain.data.kinds import Kind
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.rows import (
-    CELLS,
     MESSAGE_KEYS,
     MESSAGES,
-    PART_KEYS,
-    PROMPTS,
-    STRUCTURED,
     Fields,
     Row,
     RowError,
@@ -29,13 +25,18 @@ from posttrain.data.rows import (
 )
 from posttrain.data.templates import Template
 
+PART_KEYS = frozenset({"type", "text", "value"})  # keys of the parts of a message's content
+STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
+CELLS = ("label", "margin", "tie", "answer")  # fields that are null if their cell in a CSV file is blank
+PROMPTS = ("prompt", "problem")  # also null if blank, in formats that need one of them
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A format, and the data set's column for each field of the format."""
 
     name: str
-    columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
+    columns: Mapping[str, str]  # the data's column of each field of the format
     filled: frozenset[str]  # columns with a value in at least one of the first rows
 
     def read(self, value: Fields, template: Template, cells: bool = False, behavior_version: int = 2) -> Row:
@@ -45,10 +46,10 @@ class Layout:
         `behavior_version` 1 keeps nulls and the think tags of solutions, does not parse the arguments of tool calls,
         treats a prompt's last message as a separate turn, and reads `system` in three formats only.
         """
-        fields = {name: value[column] for name, column in self.columns if column in value}
+        fields = {name: value[column] for name, column in self.columns.items() if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
             fields.pop("prompt", None)  # as if the column were missing, unless one of the first rows has a prompt
-            if dict(self.columns).get("prompt") in self.filled:
+            if self.columns.get("prompt") in self.filled:
                 fields["prompt"] = None
         if behavior_version < 2:
             template = replace(template, strip_think=None)
@@ -69,8 +70,8 @@ class Layout:
     def unread(self, value: Fields) -> set[str]:
         """The columns of a row that have a value but are not read by the format; keys of messages as `column[].key`."""
         filled = {column for column, item in value.items() if item not in (None, "")}
-        fields = {column: name for name, column in self.columns}
-        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # `messages` replaces both
+        fields = {column: name for name, column in self.columns.items()}
+        if self.name == "kto" and value.get(self.columns.get("messages", "")):  # `messages` replaces both
             fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
         for column in filled & fields.keys():
@@ -129,21 +130,20 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
             f"preference pairs (its columns: {_list(present)})"
         )
     filled = frozenset(name for value in sample for name in value if value[name] is not None)
-    return Layout(format, tuple(column_of.items()), filled)
+    return Layout(format, column_of, filled)
 
 
 def _resolve(known: Format, columns: dict[str, str], present: Iterable[str]) -> dict[str, str]:
     """The column of each field of the format: as given in `columns`, or named like the field or an alias of it. A
     required field is omitted if its column is not in `present`; an optional field may appear in a later row."""
     named = [name for name in known.required if columns.get(name, name) in present]
-    aliased = {
-        name for alias, name in known.aliases if alias in present and name not in present and name not in columns
-    }
+    fields = {*present, *columns}
+    aliases = {alias: name for alias, name in known.aliases.items() if alias in present and name not in fields}
     taken = set(columns.values())  # a column mapped to another field is not read under its own name too
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
-    column_of = {name: columns.get(name, name) for name in free if name not in aliased}
-    for alias, name in known.aliases:
-        if name in aliased and alias in present and alias not in column_of.values():
+    column_of = {name: columns.get(name, name) for name in free if name not in aliases.values()}
+    for alias, name in aliases.items():
+        if alias not in column_of.values():
             column_of.setdefault(name, alias)
     return column_of
 

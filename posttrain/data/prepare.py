@@ -4,6 +4,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import DataError
+from posttrain.base.files import default_cache
 from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
@@ -22,10 +24,10 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kinds import KINDS, Kind
-from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
+from posttrain.data.reading import Dataset, Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
-from posttrain.data.rows import Row
-from posttrain.data.table import Dataset, Limits, Room
+from posttrain.data.rows import Row, RowError
+from posttrain.data.table import Limits, Room
 
 log = logging.getLogger("posttrain")
 
@@ -184,31 +186,30 @@ def prepare(
     kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
     room, seed = Room(options.completion_length), options.seed
     evaluated = options.evaluated or room
-    longest, longest_evaluated = (kind.longest_prompt(data, each, options.positions) for each in (room, evaluated))
-    reader = Reader(data, tokenizer, kind, options.cache_dir, seed, options.behavior_version)
-    parts = parts_of(data)
-    whole = reader.load("train", parts, partial(kind.training_limits, data, longest), most_rows(data))
+    trained_limits, limits = (kind.limits(data, each, options.positions) for each in (room, evaluated))
+    reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
+    whole = reader.load("train", parts_of(data), partial(kind.training_limits, data, trained_limits), most_rows(data))
     # `auto` does not limit evaluation prompts
     percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length
-    limits = Limits.of(data, most, longest_evaluated)
+    shorter = evaluated if limits.max_prompt_length != trained_limits.max_prompt_length else None
+    limits = limits.shortened(most)
     held = _held_out(data, whole, options, reader.folder)
     numbers = whole.table.row[whole.fitted.view[:, 0]]
-    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, parts, seed))
+    train = whole.examples(_weighted(~np.isin(numbers, held.every), whole, seed))
     kind.refuse_training(whole.table, train.view, data)
     validation, notes = dict[str, Dataset](), []
     if len(held.elsewhere):
         notes.append(f"{counted(len(held.elsewhere), 'row')} held out by other stages, not trained on")
     if len(held.validation):
-        shorter = evaluated if longest_evaluated.tokens != longest.tokens else None
         validation["validation"], note = _validating(data, whole, held, limits, shorter, options)
         notes.append(note)
     reports = {"train": replace(whole.report, notes=(*whole.report.notes, *notes))}
-    loaded, sources = {"train": whole}, {"train": parts}
+    loaded = {"train": whole}
     for name, part, settings in further_parts(data, options.datasets):
         if name in validation or name == "train":
             raise DataError(f"evaluation.datasets uses the reserved name {name!r}: choose another name")
-        loaded[name], sources[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None), [part]
+        loaded[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None)
         validation[name], reports[name] = loaded[name].examples(), loaded[name].report
         if twice := trained_too(data, held, part, seed, reader.folder):
             note = f"{twice:,} of {counted(reports[name].read, 'row')} are also trained on"
@@ -216,7 +217,7 @@ def prepare(
     contents = {
         f"{name} {part.source}": content
         for name, each in loaded.items()
-        for part, content in zip(sources[name], each.contents, strict=False)  # max_rows may exclude the last sources
+        for part, content in zip(each.parts, each.contents, strict=True)
     }
     return Prepared(kind.name, train, validation, reports, _fingerprint(loaded, train, validation), contents)
 
@@ -294,7 +295,7 @@ def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     return data.model_copy(update=update)
 
 
-def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
+def _weighted(trained: np.ndarray, whole: Loaded, seed: int) -> np.ndarray:
     """The indices of the `trained` examples. The weight of a part repeats or samples its examples: 2 includes each
     example twice, 0.5 a random half, and 2.5 each twice plus a random half."""
     indices = np.flatnonzero(trained)
@@ -302,7 +303,7 @@ def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], s
         raise DataError("every row that can be used is held out, which leaves none to train on: lower data.validation")
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0
-    for number, (part, end) in enumerate(zip(parts, whole.ends, strict=False)):
+    for number, (part, end) in enumerate(zip(whole.parts, whole.ends, strict=True)):
         own = indices[(table_row >= begin) & (table_row < end)]
         times, share = int(part.weight), part.weight % 1
         rng = np.random.default_rng([seed, zlib.crc32(b"weight"), number])
@@ -334,9 +335,9 @@ def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> 
     """Yield the rows of all parts, numbered consecutively; `max_rows` limits their total."""
     read = list[int]()
     for part, rows, before in limited(parts, max_rows, read):
-        count = 0
-        for record, row in reader.rows(part, rows):
-            count += 1
-            if row is not None:
-                yield before + record.row, row
-        read.append(count)
+        records, layout = reader.records(part, *part.open(rows, reader.seed, reader.template.compose))
+        read.append(0)
+        for record in records:
+            read[-1] += 1
+            with suppress(RowError):
+                yield before + record.row, reader.row(record, layout)

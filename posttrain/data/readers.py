@@ -7,7 +7,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
         try:
             whole = _decoder.decode(text)
         except ValueError as error:
-            if _is_object(head.split("\n")[0]):
+            if isinstance(json_or_text(head.split("\n")[0]), dict):
                 yield from read_jsonl(path)
                 return
             raise _bad_json(path, error) from error
@@ -172,11 +172,12 @@ def _bad_json(path: Path, error: Exception, line: int | None = None) -> DataErro
     return DataError(f"{path}{f' line {line}' if line else ''} is not JSON: {error}")
 
 
-def _is_object(text: str) -> bool:
+def json_or_text(text: str) -> Any:
+    """The value of a JSON string, or the string itself if it is not JSON."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _object(value: object) -> tuple[dict[str, Any] | None, str | None]:
@@ -211,25 +212,19 @@ def read_csv(path: Path) -> Iterator[Parsed]:
     delimiter = "\t" if ".tsv" in path.suffixes else delimiter_of(_head(path))
     with streams.open_data(path) as stream:
         lines = map(text, streams.lines(stream))  # a map continues after an error; a generator ends
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         limit = csv.field_size_limit(streams.LINE_BYTES)
-        header = None
+        header, next_line = None, 1
         try:
-            while True:
-                line = read + 1
-                try:
-                    cells = next(reader)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    if header is None:
-                        raise DataError(f"{path} line {line}, the column names, is not CSV: {error}") from error
-                    for lost in range(line, read + 1):  # an open quote spoils every line up to the next quote
-                        yield lost, None, f"not CSV: {error}" if lost == line else f"part of line {line}, not CSV"
-                    continue
+            for cells in _cells(lines, delimiter):
+                line, next_line = next_line, read + 1
                 if not cells:
                     continue
-                if header is None:
+                if isinstance(cells, csv.Error):
+                    if header is None:
+                        raise DataError(f"{path} line {line}, the column names, is not CSV: {cells}") from cells
+                    for lost in range(line, read + 1):  # an open quote spoils every line up to the next quote
+                        yield lost, None, f"not CSV: {cells}" if lost == line else f"part of line {line}, not CSV"
+                elif header is None:
                     header = cells
                     if len(set(header)) < len(header):
                         raise DataError(f"{path} names a column twice: {', '.join(header)}")
@@ -239,6 +234,18 @@ def read_csv(path: Path) -> Iterator[Parsed]:
                     yield line, dict(zip(header, cells, strict=True)), None
         finally:
             csv.field_size_limit(limit)
+
+
+def _cells(lines: Iterable[str], delimiter: str) -> Iterator[list[str] | csv.Error]:
+    """Yield the cells of each row, none for a blank line, or the error of a row that is not CSV."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield error
 
 
 def _head(path: Path) -> str:
@@ -257,8 +264,6 @@ def delimiter_of(head: str) -> str:
     match fewer rows. If none of them fits, commas are chosen.
     """
     width, share = _fit(head, ",")
-    if width > 1 and share == 1.0:
-        return ","
     fits = {delimiter: _fit(head, delimiter) for delimiter in OTHER_DELIMITERS}
     better = {
         delimiter: its_share
@@ -270,21 +275,12 @@ def delimiter_of(head: str) -> str:
 
 def _fit(head: str, delimiter: str) -> tuple[int, float]:
     """The number of column names, and the share of rows with that many values."""
-    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
-    widths: list[int] = []
-    while True:
-        try:
-            cells = next(reader)
-        except StopIteration:
-            break
-        except csv.Error:
-            cells = [""]  # not a valid row with this delimiter
-        if cells:
-            widths.append(len(cells))
+    rows = _cells(io.StringIO(head, newline=""), delimiter)
+    widths = [1 if isinstance(cells, csv.Error) else len(cells) for cells in rows if cells]
     if not widths:
         return 0, 0.0
-    rows = widths[1:]
-    return widths[0], sum(width == widths[0] for width in rows) / len(rows) if rows else 1.0
+    width, *others = widths
+    return width, others.count(width) / len(others) if others else 1.0
 
 
 def read_text(path: Path) -> Iterator[Parsed]:

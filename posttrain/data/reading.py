@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
+from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
 from posttrain.data.kinds import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
+from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
+from posttrain.data.table import Array, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -57,11 +58,9 @@ class SourcePart:
 
 def parts_of(data: DataConfig | HeldOutRows) -> list[SourcePart]:
     """The sources of the training data."""
-    return (
-        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
-        if isinstance(data.source, str)
-        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
-    )
+    if isinstance(data.source, str):
+        return [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
+    return [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
 
 
 def most_rows(data: DataConfig | HeldOutRows) -> int | None:
@@ -82,6 +81,46 @@ def limited(
             yield part, min(left, part.max_rows or left), before
 
 
+class Dataset:
+    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
+    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
+
+    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
+        self._kind, self._table = kind, table
+        self.view = fitted.view[indices]
+        self.lengths: Array = fitted.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
+        row, *columns = map(int, self.view[index])
+        return self._kind.example(self._table, row, columns)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence; a pair has two sequences."""
+        return self._kind.longest(self._table, self.view, self.lengths)
+
+    @property
+    def rows(self) -> Array:
+        """The row number of each example, counted across all sources."""
+        return self._table.row[self.view[:, 0]]
+
+    @property
+    def labels(self) -> Array:
+        """Whether each labelled completion is desirable."""
+        return self._table.numbers["label"][self.view[:, 0]]
+
+    @property
+    def ties(self) -> Array:
+        """Whether each example is a tie; only pairs can be."""
+        tie = self._table.numbers.get("tie")
+        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A data set within its limits, before validation rows are split off."""
@@ -90,6 +129,7 @@ class Loaded:
     table: Table
     fitted: Fitted
     limits: Limits
+    parts: list[SourcePart]  # those that were read: `max_rows` may exclude the last ones
     ends: list[int]  # by part: the first table row after it
     contents: list[str]  # SHA-256 of each part's rows
     report: Report
@@ -100,21 +140,19 @@ class Loaded:
         return Dataset(self.kind, self.table, self.fitted, indices)
 
 
+@dataclass
 class Reader:
     """Loads data sets of one kind with the settings of one run. Sets the template on the tokenizer."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        kind: Kind,
-        folder: Path | None = None,
-        seed: int = 0,
-        behavior_version: int = 2,
-    ):
-        self.data, self.tokenizer, self.kind = data, tokenizer, kind
-        self.folder, self.seed, self.behavior_version = folder or default_cache(), seed, behavior_version
-        self.template = choose_template(data, tokenizer)
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    kind: Kind
+    folder: Path = field(default_factory=default_cache)  # the cache
+    seed: int = 0
+    behavior_version: int = 2
+
+    def __post_init__(self) -> None:
+        self.template = choose_template(self.data, self.tokenizer)
 
     @cached_property
     def date(self) -> str | None:
@@ -145,7 +183,7 @@ class Reader:
         if (data, kind) == (self.data, self.kind):
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
-        return Reader(data, tokenizer, kind, self.folder, self.seed, self.behavior_version)
+        return replace(self, data=data, tokenizer=tokenizer, kind=kind)
 
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
@@ -167,12 +205,13 @@ class Reader:
             notes.append(f"{name}: the chat template writes the date, {self.date} in this run (data.date)")
         # a document that is used as a prompt is not split
         splits = [not kind.samples and reading.format == "text" for reading in readings]
-        fitted = kind.fit(table, limits, np.repeat(splits, [len(part) for part in tables]))
+        sizes = [len(rows) for rows in tables]
+        fitted = kind.fit(table, limits, np.repeat(splits, sizes))
         report = _report(name, readings, fitted, limits, notes, kind.samples)
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
-        ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
-        return Loaded(kind, table, fitted, limits, ends, contents, report)
+        used = list(parts[: len(read)])
+        return Loaded(kind, table, fitted, limits, used, np.cumsum(sizes).tolist(), contents, report)
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source, end = part.open(max_rows, self.seed, self.template.compose)
@@ -193,11 +232,10 @@ class Reader:
     @contextmanager
     def tokeniser(self, layout: Layout) -> Iterator[Tokeniser]:
         """A tokeniser for rows of this layout, with a chat template process if they have turns."""
-        with ExitStack() as stack:
-            renderer = None
-            if self._has_turns(layout):
-                require_chat_template(self.tokenizer)
-                renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version, date=self.date))
+        if has_turns := self._has_turns(layout):
+            require_chat_template(self.tokenizer)
+        own_process = rendering(self.tokenizer, self.behavior_version, date=self.date) if has_turns else nullcontext()
+        with own_process as renderer:
             yield Tokeniser(self.tokenizer, renderer, self.kind.assistant_only_loss, self.behavior_version)
 
     def _has_turns(self, layout: Layout) -> bool:
@@ -205,14 +243,13 @@ class Reader:
 
     def _read(self, part: SourcePart, source: Source, end: int | None, writer: cache.Writer) -> Reading:
         """Read the rows of a source up to row number `end` and write their tokens."""
-        records, layout = self._records(part, source, end)
+        records, layout = self.records(part, source, end)
         name = part.source
-        read, shifted, untrained, duplicates = 0, 0, 0, 0
-        malformed, unread, unwritten, seen = [], Counter[str](), dict[str, int](), set[int]()
+        reading, unread, seen = Reading(layout.name), Counter[str](), set[int]()
         with self.tokeniser(layout) as tokeniser:
             records = progress(records, f"tokenising {name}")
             while batch := list(itertools.islice(records, BATCH)):
-                read += len(batch)
+                reading.read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
                     unread.update(layout.unread(record.value or {}))
@@ -220,46 +257,37 @@ class Reader:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
                     except RowError as error:
-                        malformed.append(malformed_of(record, error))
+                        reading.malformed.append(malformed_of(record, error))
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
                 items = self.kind.tokenise(tokeniser, rows, layout.name == "text")
-                unwritten = dict(tokeniser.writer.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, UntrainedError):
-                        untrained += 1
-                        continue
-                    if isinstance(item, RowError):
-                        malformed.append(malformed_of(record, item))
-                        continue
-                    kept.append(self.kind.stored(record, row, item, self.template.turns))
-                    shifted += item.shifted
-                    duplicates += (tokens := _hash(item)) in seen
-                    seen.add(tokens)
+                        reading.untrained += 1
+                    elif isinstance(item, RowError):
+                        reading.malformed.append(malformed_of(record, item))
+                    else:
+                        kept.append(self.kind.stored(record, row, item, self.template.turns))
+                        reading.shifted += item.shifted
+                        reading.duplicates += (tokens := _hash(item)) in seen
+                        seen.add(tokens)
                 writer.write(kept)
+        malformed = reading.malformed
         malformed.sort(key=lambda bad: bad.row)
-        if len(malformed) > MALFORMED_SHARE * read:
+        if len(malformed) > MALFORMED_SHARE * reading.read:
             raise DataError(
-                f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
+                f"{name}: {len(malformed):,} of {reading.read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
                 f"The first:\n{list_malformed(malformed)}"
             )
         if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):
             unread.pop(KWARGS, None)
-        return Reading(layout.name, read, tuple(malformed), duplicates, shifted, dict(unread), untrained, unwritten)
+        reading.unread, reading.unwritten = dict(unread), dict(tokeniser.writer.unwritten)
+        return reading
 
-    def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
-        """Yield the records of a part with their rows, before template and tokenisation; None for malformed rows."""
-        records, layout = self._records(part, *part.open(max_rows, self.seed, self.template.compose))
-        for record in records:
-            try:
-                yield record, self.row(record, layout)
-            except RowError:
-                yield record, None
-
-    def _records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
+    def records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
         """The rows of a source up to row number `end`, and their layout, inferred from the first rows."""
         records, name = itertools.islice(source.read(), part.skip_rows, end), part.source
         head = list(itertools.islice(records, SAMPLE))
@@ -328,7 +356,7 @@ def _report(
         notes=tuple(notes),
         untrained=sum(reading.untrained for reading in readings),
         unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
-        dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
+        dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
         rewarded=rewarded,
     )

@@ -60,14 +60,11 @@ class Rendered:
 class Process(Child):
     """The process that runs posttrain/data/render_worker.py: it reads one line per job and answers with one line."""
 
+    is_free = Child.is_alive  # a process that still owes an answer has been ended
+
     def __init__(self) -> None:
         super().__init__([sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))], errors=False)
         self._answers(1, STARTUP_SECONDS)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the process is alive; a process that still owes an answer has been ended."""
-        return self.is_alive
 
     def exchange(self, lines: Sequence[bytes]) -> list[bytes]:
         """The answer to each line. Raises DataError if an answer takes too long or the process has ended."""
@@ -133,17 +130,17 @@ class Renderer:
             raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
-        request = {
-            "messages": messages,
+        arguments = {
+            **special_tokens,
+            **(job.variables or {}),
+            "conversations": [messages],
             "tools": job.tools,
-            "template": template,
-            "generate": job.generate,
-            "spans": job.spans,
-            "continued": job.continued,
-            "date": self._date,
-            "variables": {**special_tokens, **(job.variables or {})},
+            "chat_template": template,
+            "add_generation_prompt": job.generate,
+            "return_assistant_tokens_mask": job.spans,
+            "continue_final_message": job.continued,
         }
-        return json.dumps(request).encode() + b"\n"
+        return json.dumps([arguments, self._date]).encode() + b"\n"
 
 
 def without(messages: Sequence[Message], *keys: str) -> list[Message]:

@@ -25,20 +25,12 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def render(job: dict) -> dict:
+def render(arguments: dict, date: str | None) -> dict:
     """One conversation as text and, if requested, the character spans that `{% generation %}` marks."""
     try:
-        day = datetime.now() if job["date"] is None else datetime.fromisoformat(job["date"])
-        _compile_jinja_template(job["template"]).environment.globals["strftime_now"] = day.strftime
-        texts, spans = render_jinja_template(
-            conversations=[job["messages"]],
-            tools=job["tools"],
-            chat_template=job["template"],
-            add_generation_prompt=job["generate"],
-            return_assistant_tokens_mask=job["spans"],
-            continue_final_message=job["continued"],
-            **job["variables"],
-        )
+        day = datetime.now() if date is None else datetime.fromisoformat(date)
+        _compile_jinja_template(arguments["chat_template"]).environment.globals["strftime_now"] = day.strftime
+        texts, spans = render_jinja_template(**arguments)
     except MemoryError:
         return {"error": "the chat template needs too much memory"}
     except Exception as error:  # an error of a template is the answer to its job and must not end the process
@@ -52,7 +44,7 @@ def main() -> None:
     limit_memory()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(render(json.loads(line))), flush=True)
+        print(json.dumps(render(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from posttrain.base.words import counted
 
 MALFORMED_SHARE = 0.01  # maximum share of malformed rows; above it, reading the data is an error
 MOST_UNREAD = 20  # maximum number of unread columns and keys that are listed
+# Facts of a row above the length limits: its number over all sources; for a pair, the longer sequence and prompt.
+OVERLONG = ("row", "tokens", "prompt_tokens")
 LOST = {
     "tools": "write the tools",
     "thinking": "write the thinking of the last reply",
@@ -31,15 +34,6 @@ class Malformed:
     def __str__(self) -> str:
         row = f" (row {self.row})" if self.row >= self.line else ""  # several rows on that line, or a later file
         return f"{self.file} line {self.line}{row}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Overlong:
-    """A row above the length limits that was dropped. For a pair, the longer sequence and the longer prompt."""
-
-    row: int  # counted from 0 over all sources
-    tokens: int
-    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +59,13 @@ class Lengths:
         return f"mean {self.mean:,.0f}, P50 {self.p50:,}, P90 {self.p90:,}, P99 {self.p99:,}, max {self.max:,}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """Findings of reading and tokenising one source, stored with its tokens in the cache."""
 
     format: str
-    read: int
-    malformed: tuple[Malformed, ...] = ()
+    read: int = 0
+    malformed: list[Malformed] = field(default_factory=list)
     duplicates: int = 0
     shifted: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
@@ -80,7 +74,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:
-        return cls(**{**data, "malformed": tuple(Malformed(**item) for item in data["malformed"])})
+        return cls(**{**data, "malformed": [Malformed(**item) for item in data["malformed"]]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
     untrained: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
-    dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
+    dropped: tuple[dict[str, int], ...] = field(default=())  # OVERLONG of the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     rewarded: bool = False  # whether rewards receive every column
 
@@ -157,6 +151,6 @@ def _share(count: int, of: int) -> str:
     return f" ({count / of:.0%})" if count >= 0.01 * of else ""
 
 
-def list_malformed(malformed: Iterable[Malformed], most: int = 10) -> str:
-    """The first malformed rows, one per line."""
-    return "\n".join(f"  {row}" for row, _ in zip(malformed, range(most), strict=False))
+def list_malformed(malformed: Iterable[Malformed]) -> str:
+    """The first ten malformed rows, one per line."""
+    return "\n".join(f"  {row}" for row in itertools.islice(malformed, 10))

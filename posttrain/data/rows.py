@@ -34,11 +34,7 @@ DETAILS = ("train_detail", "training_detail")  # weights for parts of a message,
 MESSAGE_KEYS = frozenset(
     {"role", "content", "from", "value", "reasoning", "function_call", *KEPT, *WEIGHTS, *MASKS, *DETAILS}
 )  # all message keys that are read
-PART_KEYS = frozenset({"type", "text", "value"})  # keys of the parts of a message's content
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may hold messages
-STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
-CELLS = ("label", "margin", "tie", "answer")  # fields that are null if their cell in a CSV file is blank
-PROMPTS = ("prompt", "problem")  # also null if blank, in formats that need one of them
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Turns = list[Message]

@@ -14,19 +14,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import DatasetCard, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as hub
 
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
@@ -42,15 +33,6 @@ log = logging.getLogger("posttrain")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 MANIFEST, MANIFEST_FORMAT = "posttrain-data.json", 1
 SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # written next to the rows by datasets' `save_to_disk`
-
-
-class Source(Protocol):
-    """A source of rows, with a digest that changes with its content."""
-
-    @property
-    def digest(self) -> str: ...
-
-    def read(self) -> Iterator[Record]: ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +76,9 @@ class Task:
             yield Record(row, self.name, row + 1, value, identity=problem)
 
 
+Source = Files | Task  # each has a digest that changes with its content
+
+
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
     """Open the source that `source` names: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
 
@@ -116,12 +101,9 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
         splits = _splits(path, source, None)
         _tell_unread(path, source, splits)
         return Files(_of_split(splits, "train" if _is_one_saved(path) else split, source))
-    known = known_set(source)
-    if known is not None:
-        return Files(_known_files(source, known, split))
-    if HUB_ID.fullmatch(source) and not any(suffix in READERS for suffix in path.suffixes):
-        return Files(_hub_files(source, split))
-    raise DataError(_not_there(source))
+    if any(suffix in READERS for suffix in path.suffixes) and known_set(source) is None:
+        raise DataError(_not_there(source))
+    return Files(_hub_files(source, split))
 
 
 def layout_of(source: str) -> KnownSet | None:
@@ -141,23 +123,30 @@ def splits_of(source: str) -> list[str]:
     if path.is_dir():
         manifest = read_manifest(path)
         return list(manifest["splits"] if manifest else _splits(path, source, None))
-    known = known_set(source)
-    if known is None and not HUB_ID.fullmatch(source):
-        raise DataError(_not_there(source))
-    if known is not None and known.files:
+    known, hub_id = _on_hub(source)
+    if known.files:
         return list(known.files)
-    folder, subset = _snapshot(_with_subset(source, known) if known else source)
-    ours = {theirs: name for name, theirs in known.splits.items()} if known else {}
+    folder, subset = _snapshot(hub_id)
+    ours = {theirs: name for name, theirs in known.splits.items()}
     return [ours.get(split, split) for split in _splits(folder, source, subset)]
 
 
-def _with_subset(source: str, known: KnownSet) -> str:
-    return source if source.count("/") == 2 else known.source
+def _on_hub(source: str) -> tuple[KnownSet, str]:
+    """A known data set, or one of which only the hub id is known, and this id with the subset. Raises DataError for a
+    source that is neither."""
+    known = known_set(source)
+    if known is None and not HUB_ID.fullmatch(source):
+        raise DataError(_not_there(source))
+    known = known or KnownSet(source, "", "auto")
+    return known, source if source.count("/") == 2 else known.source
 
 
-def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
+def _hub_files(source: str, split: str) -> tuple[Path, ...]:
+    """The files of one split of a data set on the hub."""
+    known, hub_id = _on_hub(source)
     if not known.files:
-        return _hub_files(_with_subset(source, known), known.splits.get(split, split))
+        folder, subset = _snapshot(hub_id)
+        return _of_split(_splits(folder, hub_id, subset), known.splits.get(split, split), hub_id)
     if split not in known.files:
         raise DataError(f"{source} has no split {split!r}: it has {', '.join(known.files)}")
     folder, _ = _snapshot(known.repo, [known.files[split]])
@@ -246,12 +235,6 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     return {str(split): [Path(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
 
 
-def _hub_files(source: str, split: str) -> tuple[Path, ...]:
-    """The files of one split of a hub data set."""
-    folder, subset = _snapshot(source)
-    return _of_split(_splits(folder, source, subset), split, source)
-
-
 def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
     """The folder of a hub data set in the local hub cache, downloaded if missing, and the subset that `source` names.
 
@@ -263,38 +246,36 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
     stay_offline_without_network()
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns or _patterns(repo, subset)))
-    except GatedRepoError as error:
+    except hub.GatedRepoError as error:
         raise DataError(
             f"{repo} is gated: accept its terms at https://huggingface.co/datasets/{repo} and set HF_TOKEN"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
         near = _near(Path(source))
         raise DataError(f"{repo} is not a data set on the hub, or it is private (set HF_TOKEN){near}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError) as error:
         raise DataError(
             f"{source} is not a file or folder here{_near(Path(source))}, and as a hub data set it is not in the "
             "local cache and the hub cannot be reached: connect to the network, or download it first with "
             f"`hf download --repo-type dataset {repo}`"
         ) from error
-    except HfHubHTTPError as error:
+    except hub.HfHubHTTPError as error:
         raise DataError(f"{repo} cannot be downloaded from the hub: {error}") from error
     return folder, subset
 
 
 def _patterns(repo: str, subset: str | None) -> list[str]:
     """The files to download: those that the README lists for the subset, or otherwise every data file."""
-    every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
+    every = ["README.md", *(f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz"))]
     try:
         card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)
-    except LocalEntryNotFoundError:
-        return ["README.md", *every]
-    except EntryNotFoundError:
+    except hub.EntryNotFoundError:
         return every
     configs: list[dict[str, Any]] = card.data.to_dict().get("configs") or []
     for config in configs:
         if config.get("config_name", "default") == (subset or "default") and config.get("data_files"):
             return ["README.md", *_paths(config["data_files"])]
-    return ["README.md", *every]
+    return every
 
 
 def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
@@ -318,42 +299,31 @@ class SavedSplit:
 def keep(
     source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
 ) -> list[SavedSplit]:
-    """Write splits of a `source` setting, all of them by default, to a new folder."""
-    known = layout_of(source)
-
-    def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
-        for split in splits or splits_of(source):
-            opened = open_source(source, split, max_rows, 0, lambda working, answer: working)
-            parts = opened.paths[0].parts if isinstance(opened, Files) else ()
-            # paths in the hub cache: …/snapshots/{commit}/…
-            revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
-            yield split, itertools.islice(opened.read(), max_rows), revision
-
-    return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
-
-
-def save(
-    folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
-) -> list[SavedSplit]:
-    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder. Raises DataError
-    if the folder exists or cannot be written, or if a split has no readable row."""
+    """Write splits of a `source` setting, all of them by default, and a manifest to a new folder. Raises DataError if
+    the folder exists or cannot be written, or if a split has no readable row."""
+    taken = DataError(f"{folder} already exists: choose another folder, or remove it first")
     if folder.exists():
-        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
-    done: list[SavedSplit] = []
+        raise taken
+    known, done = layout_of(source), list[SavedSplit]()
 
     def write(work: Path) -> None:
         entries = {}
-        for name, records, revision in splits:
+        for name in splits or splits_of(source):
+            opened = open_source(source, name, max_rows, 0, lambda working, answer: working)
+            parts = opened.paths[0].parts if isinstance(opened, Files) else ()
+            # paths in the hub cache: …/snapshots/{commit}/…
+            revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
             file = work / f"{name}.jsonl.gz"
-            rows, malformed = _write(file, progress(records, f"saving {name}"))
+            rows, malformed = _write(file, progress(itertools.islice(opened.read(), max_rows), f"saving {name}"))
             if not rows:
                 raise DataError(f"the split {name} has no readable row")
             done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": sha256_of(file)}
+        facts = {"source": source, "known": name_of(known), "repo": known.repo if known else None}
         manifest = {"format": MANIFEST_FORMAT, **facts, "splits": entries}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if folder.exists():  # created meanwhile: `put_folder` would replace it
-            raise DataError(f"{folder} already exists: choose another folder, or remove it first")
+            raise taken
 
     try:
         if folder.absolute().parent.is_dir():
@@ -378,7 +348,7 @@ def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder written by `save`; None for any other folder. Raises DataError if it is damaged."""
+    """The manifest of a folder written by `keep`; None for any other folder. Raises DataError if it is damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -392,7 +362,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The verified file of a split in a folder written by `save`; None for any other folder."""
+    """The verified file of a split in a folder written by `keep`; None for any other folder."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None

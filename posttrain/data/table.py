@@ -1,15 +1,14 @@
-"""Tokenised rows as columns of memory-mapped Arrow tables, the length limits, and the data set of the rows within."""
+"""Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from posttrain.base.errors import DataError
-from posttrain.batch import Example
-from posttrain.config.schema.data import DataConfig
 from posttrain.data.report import Lengths
 
 Array = np.ndarray
@@ -29,17 +28,11 @@ class Lists:
     """A column of lists of numbers, as numpy views of the mapped file."""
 
     def __init__(self, column: pa.ChunkedArray):
-        chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.offsets: list[Array] = [as_numpy(chunk.offsets) for chunk in chunks]
-        self.values: list[Array] = [as_numpy(chunk.values) for chunk in chunks]
-        self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
-        self.lengths: Array = np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self.offsets)])
+        self._column = column
+        self.lengths: Array = as_numpy(pc.call_function("list_value_length", [column])).astype(np.int64)
 
     def __getitem__(self, index: int) -> Array:
-        chunk = int(np.searchsorted(self.starts, index, side="right")) - 1
-        row = index - self.starts[chunk]
-        start, stop = self.offsets[chunk][row : row + 2]
-        return self.values[chunk][start:stop]
+        return as_numpy(self._column[index].values)
 
 
 class Room(NamedTuple):
@@ -49,27 +42,20 @@ class Room(NamedTuple):
     setting: str = "rollout.max_completion_length"
 
 
-class Longest(NamedTuple):
-    """The maximum number of tokens of a prompt, None: no limit; `note` explains a limit not set by `max_length`."""
-
-    tokens: int | None = None
-    note: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number. `note` says why it may be below the setting."""
+    """The length settings, with `max_prompt_length` as a number; None: prompts are not limited. `note` says why it may
+    be below the setting."""
 
     max_length: int
     max_prompt_length: int | None
     overlong: str
     note: str = ""
 
-    @classmethod
-    def of(cls, data: DataConfig, max_prompt_length: int | None, longest: Longest) -> "Limits":
-        """The limits of the settings; prompts are limited by the smaller of `max_prompt_length` and `longest`."""
-        known = [limit for limit in (max_prompt_length, longest.tokens) if limit is not None]
-        return cls(data.max_length, min(known, default=None), data.overlong, longest.note)
+    def shortened(self, max_prompt_length: int | None) -> "Limits":
+        """The limits with prompts of at most `max_prompt_length` tokens."""
+        known = [limit for limit in (max_prompt_length, self.max_prompt_length) if limit is not None]
+        return replace(self, max_prompt_length=min(known, default=None))
 
     @property
     def longest_prompt(self) -> int:
@@ -156,58 +142,6 @@ class Table:
             f"{int(over.sum()):,} rows are over the length limits ({limit}), and data.overlong is error:\n  "
             + "\n  ".join(rows)
         )
-
-
-class ExampleKind(Protocol):
-    """The methods of a kind (data/kinds.py) that a data set needs."""
-
-    def example(self, table: Table, row: int, columns: Sequence[int]) -> Example:
-        """The example of a table row; `columns` are the remaining columns of `Fitted.view`."""
-        ...
-
-    def longest(self, table: Table, view: Array, lengths: Array) -> int:
-        """The number of tokens of the longest sequence."""
-        ...
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
-
-    def __init__(self, kind: ExampleKind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
-        row, *columns = map(int, self.view[index])
-        return self._kind.example(self._table, row, columns)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted across all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def labels(self) -> Array:
-        """Whether each labelled completion is desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Whether each example is a tie; only pairs can be."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -41,8 +41,6 @@ class Compared:
     chosen: Ids
     rejected: Ids
     rejected_prompt: Ids | None
-    margin: float | None
-    tie: bool
     shifted: bool = False
     heads: Ids = ()
     rejected_heads: Ids = ()
@@ -50,11 +48,11 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """The tokens of a text, its row in the batch, and the number of characters skipped at its start (`cut`)."""
+    """The tokens of a text, its `tokenizers.Encoding` (None for a slow tokenizer), and the number of characters skipped
+    at its start (`cut`)."""
 
     ids: Ids
-    batch: BatchEncoding
-    row: int
+    encoding: Any
     cut: int
     text: str
 
@@ -75,6 +73,7 @@ class _Read:
         return self.cut < len(self.prompt.ids)
 
 
+@dataclass
 class Tokeniser:
     """Tokenises batches of rows with one tokenizer. `renderer` is None if texts are used as they are.
 
@@ -82,24 +81,20 @@ class Tokeniser:
     older rules (`RowWriter`).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer | None,
-        assistant_only_loss: bool,
-        behavior_version: int = 2,
-    ):
-        self.tokenizer = tokenizer
-        self.renderer = renderer
-        self.assistant_only_loss = assistant_only_loss
-        self.behavior_version = behavior_version
-        self.writer = RowWriter(tokenizer, renderer, assistant_only_loss, behavior_version)
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer | None
+    assistant_only_loss: bool
+    behavior_version: int = 2
+
+    def __post_init__(self) -> None:
+        self.writer = RowWriter(self.tokenizer, self.renderer, self.assistant_only_loss, self.behavior_version)
         self._headers: tuple[str, ...] | None = None
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         # Whether the tokenizer appends the stop token, which is then removed: texts already end with one.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
-        self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
-        self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
-        self.adds_begin = whole[:1] == [tokenizer.bos_token_id] != bare[:1]
+        self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, eos]
+        self.begin = str(self.tokenizer.bos_token or "") if self.behavior_version > 1 else ""
+        self.adds_begin = whole[:1] == [bos] != bare[:1]
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
         """Preference pairs; all completion tokens are trained on."""
@@ -128,8 +123,6 @@ class Tokeniser:
             chosen[cut:],
             rejected[other_cut:],
             None if same else rejected[:other_cut],
-            row.margin,
-            row.tie,
             shifted,
             self._heads(best.prompt, cut),
             () if same else self._heads(worst.prompt, other_cut),
@@ -236,7 +229,8 @@ class Tokeniser:
             ids = cast(list[list[int]], batch["input_ids"])[unique[text]]
             begun = begins and text.startswith(self.begin) and text != self.writer.stop
             kept = ids[bool(begun) : -1 if plain and self.appends_stop else None]
-            out.append(_Encoded(kept, batch, unique[text], again[text], text))
+            encoding = batch.encodings[unique[text]] if batch.encodings else None
+            out.append(_Encoded(kept, encoding, again[text], text))
         return out
 
     def _begun_again(self, text: str) -> int:
@@ -262,7 +256,7 @@ class Tokeniser:
         if self.renderer is not None and self.tokenizer.is_fast:
             if self._headers is None:
                 self._headers = headers(self.renderer, self.begin)
-            offsets = (item.batch.encodings or [])[item.row].offsets
+            offsets = item.encoding.offsets
             text, end = item.text[item.cut :], offsets[prompt - 1][1]
             longest = {}  # by start: the stop of the longest header
             for header in self._headers:
@@ -281,26 +275,25 @@ class Tokeniser:
         """Convert character spans to token spans."""
         token_span = _token_span if self.behavior_version > 1 else _old_token_span
         moved = ((max(start - item.cut, 0), stop - item.cut) for start, stop in spans)
-        return tuple(found for span in moved if (found := token_span(item.batch, item.row, span)) is not None)
+        return tuple(found for span in moved if (found := token_span(item.encoding, span)) is not None)
 
 
 def _each(read: Sequence[_Read | RowError], make: Callable[[_Read], T]) -> list[T | RowError]:
     return [item if isinstance(item, RowError) else make(item) for item in read]
 
 
-def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+def _token_span(encoding: Any, span: Span) -> Span | None:
     """The span of tokens that contain a character in `span`, or a byte of one; None if there is no such token."""
-    offsets = (encoded.encodings or [])[row].offsets  # if tokens share a character, the offsets of each include it
+    offsets = encoding.offsets  # if tokens share a character, the offsets of each include it
     start = bisect_right(offsets, span[0], key=itemgetter(1))
     stop = bisect_left(offsets, span[1], key=itemgetter(0))
     return (start, stop) if start < stop else None
 
 
-def _old_token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+def _old_token_span(encoding: Any, span: Span) -> Span | None:
     """`_token_span` of behavior_version 1: if the last character has several tokens, only the first is included."""
-    start = next((t for c in range(*span) if (t := encoded.char_to_token(row, c)) is not None), None)
-    last = next((t for c in reversed(range(*span)) if (t := encoded.char_to_token(row, c)) is not None), None)
-    return None if start is None or last is None else (start, last + 1)
+    tokens = [token for at in range(*span) if (token := encoding.char_to_token(at)) is not None]
+    return (tokens[0], tokens[-1] + 1) if tokens else None
 
 
 def first_trained(spans: Sequence[Span], length: int) -> int:

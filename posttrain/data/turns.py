@@ -56,36 +56,20 @@ def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: boo
     written, and includes its end of turn. Other messages begin with their text. `old` is the rule of behavior_version
     1: a turn begins where the whole text differs from what inference renders before the turn.
     """
-    marks = [_mark(part.text) for part in parts]
-    jobs = [job for part, mark in zip(parts, marks, strict=True) for i in part.indices for job in _jobs(part, i, mark)]
-    done = iter(renderer.render(jobs))
+    done = iter(renderer.render([job for part in parts for index in part.indices for job in _jobs(part, index)]))
     out = []
-    for part, mark in zip(parts, marks, strict=True):
-        turns = [_Turn(mark, list(islice(done, len(_jobs(part, index, mark))))) for index in part.indices]
+    for part in parts:
+        turns = [list(islice(done, len(_jobs(part, index)))) for index in part.indices]
         before = [part.job.messages[index - 1]["role"] if index else "" for index in part.indices]
         after_others = [turn for turn, role in zip(turns, before, strict=True) if role != "assistant"]
         # after a tool's turn there may be no opening
-        openings = sorted({turn.opening for turn in after_others or turns}, key=len, reverse=True)
+        openings = sorted({_opening(*turn[1:3]) for turn in after_others or turns}, key=len, reverse=True)
         spans, floor = dict[int, Span](), 0
         for index, turn in zip(part.indices, turns, strict=True):
             if span := _span(part, index, turn, floor, openings, endings, old):
                 spans[index], floor = span, span[1]
         out.append(spans)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Renderings that locate a turn: the whole conversation with `mark` as the turn's text; the messages before the
-    turn, with and without its opening; the messages up to the marked turn, with the next opening; and, for a turn with
-    tool calls, the whole conversation with `mark` in place of the calls."""
-
-    mark: str
-    renderings: list[Rendered]
-
-    @property
-    def opening(self) -> str:
-        return _opening(*self.renderings[1:3])
 
 
 def _opening(opened: Rendered, before: Rendered) -> str:
@@ -95,8 +79,12 @@ def _opening(opened: Rendered, before: Rendered) -> str:
     return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
 
 
-def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
+def _jobs(part: Part, index: int) -> list[RenderRequest]:
+    """Requests for the renderings that locate a turn: the whole conversation with a mark as the turn's text; the
+    messages before the turn, with and without its opening; the messages up to the marked turn, with the next opening;
+    and, for a turn with tool calls, the whole conversation with the mark in place of the calls."""
     message, before, after = part.job.messages[index], [*part.job.messages[:index]], part.job.messages[index + 1 :]
+    mark = _mark(part.text)
     upto = [*before, varied(message, mark)]
     plain = [[*before, {"role": message["role"], "content": mark}, *after]] if message.get("tool_calls") else []
     if all(message["role"] in BEFORE_TURNS for message in before):  # templates need a user turn first
@@ -112,24 +100,24 @@ def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
 
 
 def _span(
-    part: Part, index: int, turn: _Turn, floor: int, openings: Sequence[str], endings: Endings, old: bool
+    part: Part, index: int, turn: list[Rendered], floor: int, openings: Sequence[str], endings: Endings, old: bool
 ) -> Span | None:
-    marked, opened, _, closed, *plain = turn.renderings
-    whole, other = part.text, marked.text
+    marked, opened, bare, closed, *plain = turn
+    mark, whole, other = _mark(part.text), part.text, marked.text
     if marked.error or other == whole:
         return None
     head = common_prefix(whole, other)
     room = min(len(whole), len(other)) - head  # the longest possible common suffix
     tail = common_prefix(whole[len(whole) - room :][::-1], other[len(other) - room :][::-1])
-    start = head = min([head, *(common_prefix(whole, bare.text) for bare in plain if not bare.error)])
+    start = head = min([head, *(common_prefix(whole, done.text) for done in plain if not done.error)])
     if old:
         start = common_prefix(opened.text, whole)
     elif part.job.messages[index]["role"] == "assistant" and not opened.error:
-        start = _after_opening(whole, floor, head, opened.text, turn.opening)
+        start = _after_opening(whole, floor, head, opened.text, _opening(opened, bare))
     if index + 1 == len(part.job.messages) and not part.job.generate:
         return start, len(whole)
-    own = len(other.rpartition(turn.mark)[2]) - tail  # characters after the mark that belong to the turn
-    after = closed.text.rpartition(turn.mark)[2][own:]
+    own = len(other.rpartition(mark)[2]) - tail  # characters after the mark that belong to the turn
+    after = closed.text.rpartition(mark)[2][own:]
     close = next((after.removesuffix(opening) for opening in openings if after.endswith(opening)), None)
     return start, endings.after(whole, len(whole) - tail, None if closed.error else close)
 

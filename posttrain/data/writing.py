@@ -53,6 +53,7 @@ class RowText:
 Texts = Sequence[RowText | RowError]
 
 
+@dataclass
 class RowWriter:
     """Writes rows for one tokenizer, and counts what its template does not write. `renderer` is None if texts are used
     as they are.
@@ -60,21 +61,16 @@ class RowWriter:
     With `behavior_version` 1, a prompt may differ from the prompt at inference, and turns are located by an older rule.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer | None,
-        assistant_only_loss: bool,
-        behavior_version: int,
-    ):
-        self.renderer = renderer
-        self.assistant_only_loss = assistant_only_loss
-        self.behavior_version = behavior_version
-        self.is_fast = tokenizer.is_fast
-        self.stop = str(tokenizer.eos_token or "")
-        special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer | None
+    assistant_only_loss: bool
+    behavior_version: int
+
+    def __post_init__(self) -> None:
+        self.stop = str(self.tokenizer.eos_token or "")
+        special = tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
         self.endings = Endings(special, self.stop)
-        template = "" if renderer is None else str(tokenizer.chat_template)
+        template = "" if self.renderer is None else str(self.tokenizer.chat_template)
         self.names = set(re.findall(r"\w+", template))
         self.marked = bool(GENERATION.search(template))
         self.unwritten: Counter[str] = Counter()  # number of rows by the part that the template does not write
@@ -142,7 +138,7 @@ class RowWriter:
         trained = [self._finds_turns(row) for row in rows]
         if not any(trained):
             return [[] for _ in rows]
-        if not self.is_fast:
+        if not self.tokenizer.is_fast:
             raise DataError("assistant_only_loss and history need a fast tokenizer, which maps tokens to characters")
         if self.renderer is None:
             raise DataError(

@@ -7,6 +7,7 @@ exchange and the main threads of all other ranks; so do two ranks that wait for 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -14,28 +15,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 from posttrain.base.errors import RankError
 from posttrain.base.terminal import say
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 log = logging.getLogger("posttrain")
 
 BEAT_S = 1.0  # seconds between two heartbeats
 SILENCE_S = 30.0  # seconds without a heartbeat until a rank is lost; in different exchanges until ranks are out of step
-
-
-class Store(Protocol):
-    """torch's key-value store, hosted by the launcher or the first rank."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +38,6 @@ class Position:
     exchanges: int = 0
     kind: str = ""  # kind of the exchange that the rank is waiting in; empty outside an exchange
     step: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.exchanges}|{self.kind}|{self.step}"
-
-    @classmethod
-    def read(cls, text: str) -> Position:
-        exchanges, kind, step = text.split("|")
-        return cls(int(exchanges), kind, int(step))
 
 
 @dataclass(slots=True)
@@ -67,7 +52,8 @@ class Beat:
 
 
 class RankWatch:
-    """Reports to the other ranks that this rank is alive; ends the process if a rank is lost or out of step.
+    """Inside its context, reports to the other ranks that this rank is alive; ends the process if a rank is lost or out
+    of step. `store` is hosted by the launcher or the first rank.
 
     One thread talks to the store, whose process may hang; a second thread judges the heartbeats that the first reads.
     """
@@ -86,12 +72,13 @@ class RankWatch:
         self._ended, self._handled = threading.Event(), threading.Event()
         self._set()
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         for work in (self._talk, self._judge):
             self._threads.append(threading.Thread(target=work, name=f"posttrain-ranks{work.__name__}", daemon=True))
             self._threads[-1].start()
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop watching. A thread that is still in the store's code at interpreter exit would abort the process."""
         self._handled.set()
         self._ended.set()
@@ -118,8 +105,8 @@ class RankWatch:
         """Wait 5 s to see whose heartbeats stop. Return a message that names the lost ranks, or else those behind."""
         if lost := self.lost(error):
             return lost
-        counts = {rank: beat.position.exchanges for rank, beat in self._beats.items()}
-        behind = [f"rank {rank}" for rank, count in counts.items() if count < self.position.exchanges]
+        here = self.position.exchanges
+        behind = [f"rank {rank}" for rank, beat in self._beats.items() if beat.position.exchanges < here]
         first = " ".join(str(error).split())[:200]
         return f"the ranks can no longer exchange data; ranks behind: {', '.join(behind) or 'none'} ({first})"
 
@@ -176,14 +163,15 @@ class RankWatch:
             self._heard = -math.inf
 
     def _set(self) -> None:
-        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.position}")
+        beat = [time.time(), socket.gethostname(), *astuple(self.position)]
+        self._store.set(f"posttrain/{self._index}", json.dumps(beat))
 
     def _note(self, rank: int, line: str) -> None:
         now, before = time.monotonic(), self._beats[rank]
         if before.line == line:
             return
-        _, host, position_text = line.split(" ", 2)
-        position = Position.read(position_text)
+        _, host, *fields = json.loads(line)
+        position = Position(*fields)
         since = before.since if before.position == position else now
         self._beats[rank] = Beat(line, now, position, since, host)
 
@@ -191,8 +179,10 @@ class RankWatch:
         last = time.monotonic()
         while not self._handled.wait(BEAT_S):
             now = time.monotonic()
-            if now - last > SILENCE_S / 2:  # this process itself was suspended
-                self._start_again(now)
+            if now - last > SILENCE_S / 2:  # this process itself was suspended: restart the silence counts
+                self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
+                for beat in list(self._beats.values()):
+                    beat.heard = beat.since = now
             last = now
             lost = [rank for rank, beat in list(self._beats.items()) if now - beat.heard > SILENCE_S]
             if gone := now - self._heard > SILENCE_S:
@@ -205,12 +195,6 @@ class RankWatch:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    def _start_again(self, now: float) -> None:
-        """Restart the silence counts of the store and of all ranks."""
-        self._since, self._heard = now, max(self._heard, now) if math.isfinite(self._heard) else self._heard
-        for beat in list(self._beats.values()):
-            beat.heard = beat.since = now
-
     def _give_up(self, error: RankError) -> None:
         """End the process, unless the main thread notices the error itself or no longer waits."""
         before = self.position.exchanges
@@ -222,17 +206,6 @@ class RankWatch:
         finally:
             say(f"error: {error}", error=True)
             os._exit(1)
-
-
-@contextmanager
-def watching(store: Store, index: int, size: int) -> Iterator[RankWatch]:
-    """Watch the other ranks until the block ends."""
-    watch = RankWatch(store, index, size)
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.end()
 
 
 def out_of_step(positions: dict[str, Position]) -> str:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from posttrain.base.errors import RankError, is_out_of_memory, reason_of
 from posttrain.base.signals import handling
-from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step, watching
+from posttrain.parallel.heartbeats import Position, RankWatch, out_of_step
 from posttrain.parallel.rendezvous import choose_network, connected, in_time, meeting
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class Ranks:
         return self._watch is not None and self._watch.ended_together
 
     def any(self, flag: bool) -> bool:
-        return flag if self.size == 1 else any(self.gather(flag))
+        return any(self.gather(flag))
 
     def first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which only the first rank runs."""
@@ -308,7 +308,7 @@ def joined() -> Iterator[Ranks]:
         with ExitStack() as stack:
             with meeting(index, size) as store:
                 # The watch's thread has its own connection: a waiting thread blocks the connection that it uses.
-                watch = stack.enter_context(watching(connected(index, as_client=True), index, size))
+                watch = stack.enter_context(RankWatch(connected(index, as_client=True), index, size))
                 objects = _connect(store, watch, index, size)
             ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
             if here == size and not torch.cuda.is_available():

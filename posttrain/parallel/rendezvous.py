@@ -86,10 +86,7 @@ def choose_network() -> None:
         entry.address.partition("%")[0]: name
         for name, entries in net_if_addrs().items()
         for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }
-    interfaces = {
-        address: name for address, name in interfaces.items() if not ipaddress.ip_address(address).is_loopback
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not ipaddress.ip_address(entry.address).is_loopback
     }
     # The first machine's own name may resolve to its loopback: then use the default route's interface, or the only one.
     hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
@@ -180,18 +177,15 @@ def _check_in(store: Store, index: int, size: int) -> None:
     """Wait until all ranks have checked in, with the same number of ranks."""
     host, deadline = socket.gethostname(), time.monotonic() + JOIN_S
     store.set(f"here/{index}", f"{size} {host}")
-    missing = list(range(size))
-    while missing:
-        if not store.check([f"here/{missing[0]}"]):
+    for rank in range(size):
+        while not store.check([f"here/{rank}"]):
             if time.monotonic() > deadline:
-                late = [str(rank) for rank in missing if not store.check([f"here/{rank}"])]
+                late = [str(other) for other in range(rank, size) if not store.check([f"here/{other}"])]
                 raise RankError(
                     f"rank {', '.join(late)} of {size} did not start within {JOIN_S:.0f} seconds: check the output "
                     f"on its machine; {OTHERWISE}"
                 )
             time.sleep(POLL_S)
-            continue
-        rank = missing.pop(0)
         count, _, where = store.get(f"here/{rank}").decode().partition(" ")
         if count != str(size):
             time.sleep(READ_S)
