@@ -178,9 +178,8 @@ class RouterLoad:
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
         if packed is not None or self._mask is None:
             return chosen, torch.ones_like(chosen)
-        return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(
-            chosen
-        )  # a mask would wait for the GPU
+        times = self._mask.reshape(-1, 1).bool().to(chosen.dtype)  # a mask would wait for the GPU
+        return chosen, times.expand_as(chosen)
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, as means over the layers; empty if nothing was counted.

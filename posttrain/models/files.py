@@ -156,7 +156,7 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise ModelError(f"model {path}: no such folder")
-    described = ("config.json",) if part in ("config.json", "weights") else (*DESCRIPTIONS,)
+    described = ("config.json",) if part in ("config.json", "weights") else DESCRIPTIONS
     if folder.is_dir() and not any((folder / name).is_file() for name in described):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"model {path}: the folder has no config.json (it has {names})")

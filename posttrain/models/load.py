@@ -25,7 +25,7 @@ from posttrain.config.schema.model import ModelConfig
 from posttrain.models import attention
 from posttrain.models.adapters import base_settings, is_adapter, merged, saved_config, with_adapter
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import FAMILIES, base_of, use_triton
+from posttrain.models.families import FAMILIES, UNKNOWN, base_of, use_triton
 from posttrain.models.files import check_adapter_weights, check_file, check_indexes, clear_errors, found_file, some
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.quantised import check_int8, method_of, nf4
@@ -197,8 +197,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
     """Whether the model takes packs directly: its family is proven, and no other attention is set. Raises ModelError if
     `packed` is set for a family that is not proven."""
-    family = FAMILIES.get(loaded.config.model_type)
-    proven = family is not None and family.packed
+    proven = FAMILIES.get(loaded.config.model_type, UNKNOWN).packed
     if model.attention == "packed" and not proven:
         names = ", ".join(name for name, facts in FAMILIES.items() if facts.packed)
         raise ModelError(

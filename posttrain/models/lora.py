@@ -17,7 +17,7 @@ from posttrain.base.errors import DamagedError, ModelError
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.models.adapters import START, attach, name_base
-from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
 
@@ -177,10 +177,8 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
     list."""
     if lora.target_modules == "all-linear":
         return "all-linear"
-    candidates = linear_layers(model)
     if lora.target_modules == "auto":
-        family = FAMILIES.get(model.config.model_type)
-        return list(family.lora_targets) if family else candidates
+        return list(FAMILIES.get(model.config.model_type, UNKNOWN).lora_targets) or linear_layers(model)
     _match("lora.target_modules", lora.target_modules, model)
     _refuse_ends(model, lora.target_modules)
     return list(lora.target_modules)

@@ -23,7 +23,7 @@ from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import How, PackedMask
-from posttrain.models.families import FAMILIES, backbone_of, base_of
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids, use_packed
 from posttrain.models.lora import add_lora
@@ -58,8 +58,7 @@ def activations(
 ) -> tuple[int, int]:
     """Bytes that the backbone saves for a pack's backward pass, and the peak of its temporary memory beyond them."""
     settings = load_config(model)
-    family = FAMILIES.get(settings.model_type)
-    if family is None or not family.packed or model.attention not in ("auto", "packed"):
+    if not FAMILIES.get(settings.model_type, UNKNOWN).packed or model.attention not in ("auto", "packed"):
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth, masks = settings.num_hidden_layers, _OneKernel if on_gpu else PackedMask
     types = getattr(settings, "layer_types", None) or [""] * depth
