@@ -14,7 +14,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import ExportOptions
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
-from posttrain.export.card import Facts, WrittenModel, card, origin
+from posttrain.export.card import WrittenModel, card, origin
 from posttrain.export.contents import Adapter, FoldedAdapters, QuantisedCopy
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.rows import prompts_for
@@ -75,7 +75,7 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
-        text = card(source, Facts(target.name, options.push_to_hub or target.name, merges, written, evaluations))
+        text = card(source, written, target.name, options.push_to_hub or target.name, merges, evaluations)
         (folder / "README.md").write_text(text, encoding="utf-8")
         base = origin(source.base) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
@@ -184,7 +184,7 @@ def _named(source: Source, folder: Path) -> Mapping[str, Any]:
     if summary["model"].get("content") != content_of(source.model):
         name = summary["model"]["name"]
         log.warning("%s is an evaluation of %s, not of these files: the model card says so", folder, name)
-        return {**summary, "of": summary["model"]["name"]}
+        return {**summary, "of": name}
     return summary
 
 

@@ -80,19 +80,16 @@ def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: floa
     return Check("weight error", value, None, None, limit, verdict(value, value, limit), f"largest: {worst}")
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The differences between two policies on the same tokens: for each prompt, one number per token."""
-
-    kl: list[list[float]]  # nats, KL(original ‖ quantised)
-    flips: list[list[float]]  # 1 where the most likely tokens of the two policies differ
-
-
 @torch.no_grad()
-def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]) -> Divergence:
-    """Compare the next-token distributions of two policies over the trained tokens of the examples."""
-    divergence = Divergence([[] for _ in examples], [[] for _ in examples])
-    device = original.device
+def diverge(
+    original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Compare the next-token distributions of two policies over the trained tokens of the examples.
+
+    Returns, with one number per token for each prompt, KL(original ‖ quantised) in nats, and 1 where the most likely
+    tokens of the two policies differ.
+    """
+    device, kls, flips = original.device, [[] for _ in examples], [[] for _ in examples]
     for start in progress(range(0, len(examples), BATCH), "gate: comparing distributions"):
         for packed in pack(examples[start : start + BATCH], PACK_TOKENS, False, width_step(device, PACK_TOKENS)):
             batch = packed.to(device)
@@ -104,14 +101,14 @@ def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequenc
             same_N = scores_of(other, after, greedy_N, 1.0).top1_N
             owners = batch.group_S[batch.sequence_N].tolist()
             for owner, kl, same in zip(owners, compared.divergence_N.tolist(), same_N.tolist(), strict=True):
-                divergence.kl[start + owner].append(kl)
-                divergence.flips[start + owner].append(1.0 - same)
-    return divergence
+                kls[start + owner].append(kl)
+                flips[start + owner].append(1.0 - same)
+    return kls, flips
 
 
-def check_divergence(divergence: Divergence, limits: Limits) -> list[Check]:
-    """The mean KL per token and the share of greedy flips, with intervals clustered by prompt."""
-    kl, flips = mean_by_prompt(divergence.kl, CONFIDENCE), mean_by_prompt(divergence.flips, CONFIDENCE)
+def check_divergence(divergence: Sequence[Sequence[Sequence[float]]], limits: Limits) -> list[Check]:
+    """The mean KL per token and the share of greedy flips, with intervals clustered by prompt. See `diverge`."""
+    kl, flips = (mean_by_prompt(values, CONFIDENCE) for values in divergence)
     of = f"{counted(kl.answers, 'token')}, {counted(kl.prompts, 'prompt')}"
     half = None if kl.standard_error is None else t_quantile(CONFIDENCE, kl.prompts - 1) * kl.standard_error
     low, high = (None, None) if half is None else (max(0.0, kl.value - half), kl.value + half)

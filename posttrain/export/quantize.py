@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
 from posttrain.base.errors import ModelError
-from posttrain.base.files import LEFTOVER
+from posttrain.base.files import leftovers
 from posttrain.base.imports import need
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
@@ -25,7 +26,7 @@ from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export import gate
 from posttrain.export.card import origin, start_of
 from posttrain.export.merging import DTYPES
-from posttrain.export.rows import RowOptions, completions_for, pairs_for
+from posttrain.export.rows import completions_for, pairs_for
 from posttrain.export.source import QUANTISED, Source, find_source
 from posttrain.export.targets import put, refuse_full_disk, refuse_target
 from posttrain.models.devices import take_device
@@ -42,7 +43,6 @@ MARK = QUANTISED  # the file with the result; a folder without it is never repla
 SIDES = ("original", "quantized")
 
 Say = Callable[[str], None]
-DtypeName = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def quantize(
         )
     target = options.output or default_target(source, options.precision)
     refuse_target(target, options.overwrite, MARK)
-    _warn_of_leftovers(target)
+    for path in leftovers(target.parent, target.name, ended=False) if target.parent.is_dir() else ():
+        log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", path)
     work = _Work(options, suites, source, devices, target, say)
     put(target, work.write, options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
@@ -93,13 +94,6 @@ def default_target(source: Source, to: Precision) -> Path:
     if source.run is not None:
         return folder.parent / f"quantized_{to}" / folder.name
     return Path("quantized_models") / f"{source.name}_{to}"
-
-
-def _warn_of_leftovers(target: Path) -> None:
-    """Warn of unfinished folders, left by a killed process or still being written."""
-    for path in target.parent.glob(f"{target.name}.*"):
-        if LEFTOVER.fullmatch(path.name):
-            log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", path)
 
 
 class _Work:
@@ -121,9 +115,8 @@ class _Work:
         self._to: Precision = options.precision
         self._limits = _limits(options)
         config = load_config(source.model)
-        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        half = stored in ("bfloat16", "float16")
-        kind: DtypeName = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
+        half = getattr(config, "dtype", None) in (torch.bfloat16, torch.float16)
+        kind = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
         self._dtype, self._device = DTYPES[kind], take_device(devices)
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(source.model)
         self._model = source.model.model_copy(update={"dtype": kind})
@@ -131,11 +124,9 @@ class _Work:
         check_embeddings(self._original, self._tokenizer, source.model.path)
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied weights count once
         refuse_full_disk(target, self._before // 2)
-        format = None if options.format == "auto" else options.format
-        wanted = RowOptions(tuple(options.gate), format, options.template, options.max_rows, options.seed)
-        common = wanted, source, self._original, self._tokenizer
+        common = options, source, self._original, self._tokenizer
         rollout = from_flags(RolloutConfig, options)
-        self._rows = pairs_for(*common) if source.reward else completions_for(*common, rollout, devices)
+        self._rows = pairs_for(*common) if source.reward else completions_for(*common, rollout)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,19 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, DataError, PosttrainError
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
-from posttrain.config import DataConfig, DevicesConfig, RunConfig
+from posttrain.config import DataConfig, RunConfig
+from posttrain.config.options import QuantizeOptions
 from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data import Dataset, Options, prepare, prepare_run
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
-from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.pairs import LONGEST
 from posttrain.export.source import Source
 from posttrain.inspection.rows import generate_all
-from posttrain.inspection.sample import Setup, first_prompts
+from posttrain.inspection.sample import first_prompts
 from posttrain.models.families import positions_of
 from posttrain.sampler import sampling_of
 
@@ -84,10 +85,8 @@ def prompts_for(
         if not prompts:
             raise DataError(f"{file} has no usable prompt among its first {len(records)} rows: {results[0]}")
     elif config is not None:
-        model_config, rollout, devices = config.models[0], config.rollout, config.devices
-        setup = Setup(model_config, config.data, (), rollout, devices, None, config.seed, _version(config))
         try:
-            prompts, _ = first_prompts(setup, model, tokenizer, EXPORT_PROMPTS)
+            prompts, _ = first_prompts(config.data, model, tokenizer, EXPORT_PROMPTS, config.seed, _version(config))
             origin = "the run's data"
         except PosttrainError as error:
             log.info("the run's own prompts cannot be read (%s): comparing on built-in prompts", error)
@@ -107,17 +106,6 @@ def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Promp
 
 
 @dataclass(frozen=True, slots=True)
-class RowOptions:
-    """The user's choice of rows. `format` and `template`: None for the run's value; inferred if there is no run."""
-
-    files: tuple[Path, ...] = ()
-    format: str | None = None
-    template: str | None = None
-    max_rows: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GateRows:
     """The rows as examples, and their origin in words. If there are no examples, `origin` says why."""
 
@@ -126,7 +114,7 @@ class GateRows:
 
 
 def pairs_for(
-    options: RowOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
     """Preference pairs from the files, or otherwise from the run's validation sets. At most `max_rows` (by default
     1,000) pairs are taken, evenly spread.
@@ -134,18 +122,15 @@ def pairs_for(
     Raises DataError if the files have no usable pair.
     """
     most, config = options.max_rows or GATE_PAIRS, source.config
-    if options.files:
+    if options.gate:
         longest = min(positions_of(model.config) or LONGEST, LONGEST)
         limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
         how = Options(seed=options.seed, behavior_version=_version(config))
-        prepared = _read(
-            options,
-            config,
-            lambda options: prepare(_settings(options, config, tokenizer, limits), tokenizer, "pair", how),
-        )
+        read = partial(prepare, tokenizer=tokenizer, kind="pair", options=how)
+        prepared = _read(options, options.gate, config, tokenizer, limits, read)
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
-        return GateRows(_spread([prepared.train], most), ", ".join(file.name for file in options.files) + dropped)
+        return GateRows(_spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped)
     if config is None or config.method.kind != "pair":
         return GateRows([], "no pairs: give --gate FILE")
     try:
@@ -166,18 +151,17 @@ def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
 
 
 def completions_for(
-    options: RowOptions,
+    options: QuantizeOptions,
     source: Source,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rollout: RolloutConfig,
-    devices: DevicesConfig,
 ) -> GateRows:
     """Sample completions from the original model: one for each prompt, or several if there are few prompts.
 
     An example is a prompt with its completions. Raises DataError if the files have no usable prompt.
     """
-    prompts, origin = _prompts(options, source, model, tokenizer, devices)
+    prompts, origin = _prompts(options, source.config, model, tokenizer)
     samples = max(1, GATE_COMPLETIONS // len(prompts))
     turns = (options.template or (source.config.data.template if source.config else "chat")) != "none"
     sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer, turns), options.seed)
@@ -191,56 +175,54 @@ def completions_for(
 
 
 def _prompts(
-    options: RowOptions,
-    source: Source,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    devices: DevicesConfig,
+    options: QuantizeOptions, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], str]:
     """The first usable prompts, with consecutive row numbers, and their origin in words."""
-    most, config = options.max_rows or GATE_PROMPTS, source.config
-    if not options.files and config is not None:
+    most, seed, version = options.max_rows or GATE_PROMPTS, config.seed if config else 0, _version(config)
+    if not options.gate and config is not None:
         try:
-            prompts, _ = first_prompts(_setup(source, config.data, devices), model, tokenizer, most)
+            prompts, _ = first_prompts(config.data, model, tokenizer, most, seed, version)
             return prompts, "the run's own prompts"
         except PosttrainError as error:
             log.warning("the run's own prompts cannot be read (%s): using built-in prompts", error)
-    if not options.files:
-        data = _settings(replace(options, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
+    if not options.gate:
+        data = _settings(options, (Path("built-in"),), None, tokenizer, {})
         half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the other half is for completions
         prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
         return prompts, "built-in prompts (your own: --gate FILE)"
     prompts, unused = list[Prompt](), 0
-
-    def first(options: RowOptions) -> tuple[list[Prompt], Sequence[Malformed]]:
-        data = _settings(options, config, tokenizer, {})
-        return first_prompts(_setup(source, data, devices), model, tokenizer, most - len(prompts))
-
-    for file in options.files:
-        usable, malformed = _read(replace(options, files=(file,)), config, first)
+    for file in options.gate:
+        left = most - len(prompts)
+        first = partial(
+            first_prompts, policy=model, tokenizer=tokenizer, count=left, seed=seed, behavior_version=version
+        )
+        usable, malformed = _read(options, (file,), config, tokenizer, {}, first)
         prompts += [replace(prompt, row=len(prompts) + index) for index, prompt in enumerate(usable)]
         unused += len(malformed)
         if len(prompts) == most:
             break
-    names = ", ".join(file.name for file in options.files)
+    names = ", ".join(file.name for file in options.gate)
     return prompts, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
 
 
-def _read(options: RowOptions, config: RunConfig | None, read: Callable[[RowOptions], T]) -> T:
-    """Call `read` with the run's format, or with the inferred format if that fails. Raises DataError if both fail."""
+def _read(
+    options: QuantizeOptions,
+    files: Sequence[Path],
+    config: RunConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: dict[str, Any],
+    read: Callable[[DataConfig], T],
+) -> T:
+    """Call `read` with the settings for these files. If the user gives no format, it is the run's, or if that fails,
+    inferred. Raises DataError if both fail."""
     try:
-        return read(options)
+        return read(_settings(options, files, config, tokenizer, limits))
     except DataError:
-        if options.format is not None or config is None:
+        if options.format != "auto" or config is None:
             raise
         with suppress(DataError):
-            return read(replace(options, format="auto"))
+            return read(_settings(options, files, config, tokenizer, limits | {"format": "auto", "columns": {}}))
         raise
-
-
-def _setup(source: Source, data: DataConfig, devices: DevicesConfig) -> Setup:
-    seed = source.config.seed if source.config else 0
-    return Setup(source.model, data, (), RolloutConfig(), devices, None, seed, _version(source.config))
 
 
 def _version(config: RunConfig | None) -> int:
@@ -248,17 +230,20 @@ def _version(config: RunConfig | None) -> int:
 
 
 def _settings(
-    options: RowOptions, config: RunConfig | None, tokenizer: PreTrainedTokenizerBase, limits: dict[str, Any]
+    options: QuantizeOptions,
+    files: Sequence[Path],
+    config: RunConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: dict[str, Any],
 ) -> DataConfig:
     """The data settings for the gate's files, based on the settings of the run or on the defaults."""
     values: dict[str, Any] = (
         config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
     )
-    files = [str(file) for file in options.files]
-    parts = [{"source": file} for file in files]
-    values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None, "excluded": ()}
+    source = str(files[0]) if len(files) == 1 else [{"source": str(file)} for file in files]
+    values |= {"source": source, "split": "train", "validation": None, "excluded": ()}
     values |= {"max_rows": None, "skip_rows": 0, **limits}
-    if options.format is not None:
+    if options.format != "auto":
         values |= {"format": options.format, "columns": {}}  # the run's columns belong to the run's format
     if options.template not in (None, values["template"]):
         values |= {"template": options.template, "chat_template_kwargs": {}}
