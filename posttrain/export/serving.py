@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import ModelError
 from posttrain.data.render import Message, Renderer, RenderRequest, rendered, rendering
 
-ENGINES = ("ollama", "llama.cpp", "vllm")
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
 MOST_CONTEXT = 8192  # maximum context in tokens, for engines that reserve memory for the whole context
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
