@@ -380,8 +380,8 @@ def test_gates_of_another_format_than_the_runs(stories, tmp_path):
 
     asked = tokenizer("Once upon a time")["input_ids"]
     for row in ({"prompt": "Once upon a time"}, {"ask": "Once upon a time", "good": " x", "bad": " y"}):
-        found = gate(**row)
-        assert [one.trees[0].tokens for one in found.examples] == [asked] and found.origin == "gate.jsonl"
+        examples, origin = gate(**row)
+        assert [one.trees[0].tokens for one in examples] == [asked] and origin == "gate.jsonl"
     with pytest.raises(DataError, match=r"no column 'ask' .for prompt.; it has foo"):
         gate(foo="1")
 

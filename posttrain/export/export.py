@@ -118,10 +118,10 @@ class _MergedModel:
         self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
-        self._prompts = prompts_for(options.prompts, source.config, base, self._tokenizer)
-        self._whole = merge(base, source, self._prompts.tokens, self._tokenizer)
+        self._prompts, self._compared = prompts_for(options.prompts, source.config, base, self._tokenizer)
+        self._whole = merge(base, source, self._prompts, self._tokenizer)
         self._unit = "" if source.reward else " nats"
-        say(f"compared  on {self._prompts.compared} (root mean squares)")
+        say(f"compared  on {self._compared} (root mean squares)")
         if source.adapter:
             effect = f"; without the adapter: {self._whole.effect:.2g} nats" if self._whole.effect is not None else ""
             say(f"merged    differs from the adapter by {self._whole.merging:.2g}{self._unit}{effect}")
@@ -129,8 +129,8 @@ class _MergedModel:
     def write(self, folder: Path, name: str) -> WrittenModel:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
-        how = self._prompts.tokens, DTYPES[dtype], self._options.max_shard_size
-        difference = write_and_check(self._whole, folder, source, *how)
+        how = DTYPES[dtype], self._options.max_shard_size
+        difference = write_and_check(self._whole, folder, source, self._prompts, *how)
         self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
         for engine in dict.fromkeys(self._options.engines):
@@ -142,7 +142,7 @@ class _MergedModel:
         outputs = "rewards" if source.reward else "log-probabilities"
         check = (
             f"When loaded with plain transformers, the model's {outputs} differ from those of the trained model by "
-            f"{difference:.2g} (root mean square, {self._prompts.compared})."
+            f"{difference:.2g} (root mean square, {self._compared})."
         )
         return WrittenModel(dtype, check, (), served.chat)
 

@@ -126,7 +126,8 @@ class _Work:
         refuse_full_disk(target, self._before // 2)
         common = options, source, self._original, self._tokenizer
         rollout = from_flags(RolloutConfig, options)
-        self._rows = pairs_for(*common) if source.reward else completions_for(*common, rollout)
+        rows = pairs_for(*common) if source.reward else completions_for(*common, rollout)
+        self._examples, self._rows = rows
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
@@ -139,7 +140,7 @@ class _Work:
         del other
         self._report(sizes)
         checks = [*self._checks(folder), *self._suite_checks(folder)]
-        self.result = Quantised(folder, checks, self._rows.origin, sizes)
+        self.result = Quantised(folder, checks, self._rows, sizes)
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
@@ -165,13 +166,13 @@ class _Work:
         self._say(
             f"weights    {in_units(sizes['weights_before'])} in {self._model.dtype}, now {in_units(sizes['weights'])}"
         )
-        self._say(f"gate       {self._rows.origin}")
+        self._say(f"gate       {self._rows}")
 
     def _checks(self, folder: Path) -> list[gate.Check]:
         """The checks that compare the written model with the original."""
         other = self._loaded(ModelConfig(path=str(folder), dtype=self._model.dtype))
         checks = [gate.check_weights(self._original, other, self._limits.weights)]
-        examples = self._rows.examples
+        examples = self._examples
         if examples and self._source.reward:
             before = gate.margins_of(self._original, examples, "original")
             checks += gate.check_margins(before, gate.margins_of(other, examples, "quantised"), self._limits)

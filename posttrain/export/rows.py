@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,26 +53,12 @@ BUILT_IN = (
 # --- for an export ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The token ids of each prompt, and the prompts' origin in words."""
-
-    tokens: list[list[int]]
-    origin: str
-
-    @property
-    def compared(self) -> str:
-        """A description of the prompts: number, tokens and origin."""
-        tokens = counted(sum(map(len, self.tokens)), "token")
-        return f"{counted(len(self.tokens), 'prompt')} of {tokens}, {self.origin}"
-
-
 def prompts_for(
     file: Path | None, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Prompts:
+) -> tuple[list[list[int]], str]:
     """The first prompts of `file`; without a file, of the run's data; if the run has none, built-in prompts.
 
-    Raises DataError if `file` has no usable prompt.
+    Returns their token ids, and a description of them. Raises DataError if `file` has no usable prompt.
     """
     plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
     prompts: list[Prompt] | None = None
@@ -93,7 +79,8 @@ def prompts_for(
     if prompts is None:
         prompts = built_in(plain, tokenizer)
     longest = min(EXPORT_TOKENS, positions_of(model.config) or EXPORT_TOKENS)
-    return Prompts([prompt.tokens[:longest] for prompt in prompts], origin)
+    tokens = [prompt.tokens[:longest] for prompt in prompts]
+    return tokens, f"{counted(len(tokens), 'prompt')} of {counted(sum(map(len, tokens)), 'token')}, {origin}"
 
 
 def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -105,12 +92,7 @@ def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Promp
 # --- for the gate of a quantised model --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GateRows:
-    """The rows as examples, and their origin in words. If there are no examples, `origin` says why."""
-
-    examples: list[Example]
-    origin: str
+GateRows = tuple[list[Example], str]  # the rows, and their origin in words, or the reason why there are no rows
 
 
 def pairs_for(
@@ -130,17 +112,17 @@ def pairs_for(
         prepared = _read(options, options.gate, config, tokenizer, limits, read)
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
-        return GateRows(_spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped)
+        return _spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped
     if config is None or config.method.kind != "pair":
-        return GateRows([], "no pairs: give --gate FILE")
+        return [], "no pairs: give --gate FILE"
     try:
         sets = prepare_run(config, tokenizer).validation
     except PosttrainError as error:
         log.warning("the run's own data cannot be read: %s", error)
-        return GateRows([], "the run's data cannot be read: give --gate FILE")
+        return [], "the run's data cannot be read: give --gate FILE"
     if not sets:
-        return GateRows([], "the run has no validation data: give --gate FILE")
-    return GateRows(_spread(list(sets.values()), most), "the run's validation data")
+        return [], "the run has no validation data: give --gate FILE"
+    return _spread(list(sets.values()), most), "the run's validation data"
 
 
 def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
@@ -171,7 +153,7 @@ def completions_for(
         prompt.row: Node(prompt.tokens, children=tuple(Node(done.tokens, trained=True) for done in sampled[prompt.row]))
         for prompt in prompts
     }
-    return GateRows([Example((tree,), row=row) for row, tree in trees.items()], origin)
+    return [Example((tree,), row=row) for row, tree in trees.items()], origin
 
 
 def _prompts(

@@ -23,7 +23,7 @@ from posttrain.data.readers import read_jsonl
 from posttrain.data.rows import Row, RowError, field, text_of
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
-from posttrain.losses.preference import Pairs, preference_loss
+from posttrain.losses.preference import Pairs, reverse_kl, sigmoid
 from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
 
@@ -210,17 +210,7 @@ def compute_per_instance_dpo_loss(
         reference_S = _sequence_log_probs(lm_ref, batch).to(policy_S.device)
     length_S = batch.length_S.to(policy_S.device)
     columns = (column for values in (policy_S, reference_S, length_S) for column in (values[0::2], values[1::2]))
-    loss_P = preference_loss(
-        Pairs(*columns),
-        loss_type=["sigmoid"],
-        loss_weights=None,
-        beta=beta,
-        label_smoothing=0.0,
-        f_divergence_type="reverse_kl",
-        f_alpha_divergence_coef=0.0,
-        discopop_tau=1.0,
-    )
-    return loss_P.squeeze(0)
+    return sigmoid(Pairs(*columns), beta=beta, label_smoothing=0.0, score=reverse_kl).squeeze(0)
 
 
 def _sequence_log_probs(model: nn.Module, batch: Pack) -> Tensor:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +25,7 @@ from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import How, PackedMask
 from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of
 from posttrain.models.lean import enable_gradient_checkpointing, lean
-from posttrain.models.load import grow, load_config, new_token_ids, use_packed
+from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def empty_model(
         grow(empty, model)
         if model.lora is None:
             return empty
-        return add_lora(empty, model.lora, "reward" if reward else "lm", tokens=new_token_ids(model))
+        return add_lora(empty, model.lora, config.method.head, tokens=new_token_ids(model))
 
 
 def activations(
@@ -72,12 +72,10 @@ class _OneKernel(PackedMask):
     """Attention as on a GPU: one kernel processes the complete pack and saves no attention weights, so the mask does
     not affect memory."""
 
-    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         return []
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -99,8 +97,7 @@ def _simulate(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _on_cpu(policy)
         base = base_of(policy)
-        if use_packed(model, base):
-            base.set_attn_implementation(PACKED)
+        base.set_attn_implementation(PACKED)
         lean(base)
         if checkpointing:
             enable_gradient_checkpointing(policy)
@@ -124,7 +121,7 @@ def _simulate(
         return kept, live.peak - kept, [then - now for now, then in pairwise(before)]
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """An empty tensor with the shape of torch's result; torch's own rule for fake tensors supports only bfloat16.
 
     a (T, K), b (E, K, N): the rows of each expert times its weight. a (K, T), b (T, N): gradients of experts' weights.
@@ -134,9 +131,9 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 def _on_cpu(model: nn.Module) -> None:
     """Replace meta tensors with fake CPU tensors, for which torch chooses the same kernels as for real ones."""
-    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    replaced: dict[Tensor, Tensor] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         if tensor not in replaced:
             twin = torch.empty_like(tensor, device="cpu", requires_grad=False)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -150,7 +147,7 @@ def _on_cpu(model: nn.Module) -> None:
                     tensors[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
 
 
-def _forget(parameter: torch.Tensor) -> None:
+def _forget(parameter: Tensor) -> None:
     """Drop a weight's gradient, which the estimate counts separately."""
     parameter.grad = None
 
@@ -168,7 +165,7 @@ class _Live(TorchDispatchMode):
         of_experts = func is torch.ops.aten._grouped_mm.default
         out = _grouped_mm(*args[:3]) if of_experts else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
         return out
 

@@ -266,7 +266,7 @@ class Trials:
             if not is_out_of_memory(error):
                 raise
         # Outside the except block: the error's frames, and the tensors in them, are released only now.
-        self._step.forget()
+        self._step.optimizer.forget()
         if peak is not None:
             peak = self._with_engine(peak, size)
         if peak is None or peak > self.limit:
@@ -294,13 +294,12 @@ class Step:
     """A run in memory. Its steps change no weights, because the learning rate is 0."""
 
     def __init__(self, job: Job):
-        self.device, self.reward = job.device, job.config.method.head == "reward"
-        policy = job.policy("reward" if self.reward else "lm")
-        policy.train(job.config.method.dropout)
+        self.device, method = job.device, job.config.method
+        policy = job.policy(method.head)
+        policy.train(method.dropout)
         self.optimizer = job.optimizer(policy)
-        self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
+        self.scorer = RewardScorer(policy) if method.head == "reward" else Scorer(policy)
         self.reference: Scorer | None = None
-        method = job.config.method
         if holds_reference(job.config, job.model):
             self.reference = Scorer(frozen_model(job, method.reference_path))
 
@@ -314,7 +313,3 @@ class Step:
             scores = self.scorer(moved)
             (scores if isinstance(scores, torch.Tensor) else scores.logprob_N).sum().backward()
         self.optimizer.step(0.0)
-
-    def forget(self) -> None:
-        """Drop the gradients of an unfinished step."""
-        self.optimizer.forget()
