@@ -18,7 +18,7 @@ from posttrain.export.card import WrittenModel, card, origin
 from posttrain.export.contents import Adapter, FoldedAdapters, QuantisedCopy
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.rows import prompts_for
-from posttrain.export.serving import FILES, PLAIN, EngineFacts, refuse_engines, write_for
+from posttrain.export.serving import FILES, PLAIN, EngineFacts, write_for
 from posttrain.export.source import Source, chats, find_source
 from posttrain.export.targets import push, put, refuse_full_disk, refuse_target, token_for
 from posttrain.models.devices import take_device
@@ -58,7 +58,8 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
     if source.quantised is not None or not merges:
         what = "an adapter that is not merged" if source.quantised is None else "a quantised model"
         _refuse_unread(replace(options, prompts=None) if options.fold else options, what)
-    refuse_engines(options.engines, source.reward)
+    if source.reward and (others := [name for name in options.engines if name != "vllm"]):
+        raise ModelError(f"--for {others[0]}: this engine cannot serve a reward model: use vllm")
     evaluations = [_named(source, folder) for folder in options.evaluations] or list(own_evaluations(source))
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")

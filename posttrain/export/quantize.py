@@ -80,12 +80,12 @@ def quantize(
         )
     target = options.output or default_target(source, options.precision)
     refuse_target(target, options.overwrite, MARK)
-    for path in leftovers(target.parent, target.name, ended=False) if target.parent.is_dir() else ():
-        log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", path)
-    work = _Work(options, suites, source, devices, target, say)
-    put(target, work.write, options.overwrite, MARK)
+    for left in leftovers(target.parent, target.name, ended=False) if target.parent.is_dir() else ():
+        log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", left)
+    work = _Work(options, source, devices, target, say)
+    put(target, lambda folder: work.write(folder, suites), options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
-    return replace(work.result, folder=target)
+    return work.result
 
 
 def default_target(source: Source, to: Precision) -> Path:
@@ -101,17 +101,8 @@ class _Work:
 
     result: Quantised
 
-    def __init__(
-        self,
-        options: QuantizeOptions,
-        suites: Sequence[Items],
-        source: Source,
-        devices: DevicesConfig,
-        target: Path,
-        say: Say,
-    ):
-        self._options, self._suites, self._source = options, suites, source
-        self._devices, self._target, self._say = devices, target, say
+    def __init__(self, options: QuantizeOptions, source: Source, devices: DevicesConfig, target: Path, say: Say):
+        self._options, self._source, self._devices, self._target, self._say = options, source, devices, target, say
         self._to: Precision = options.precision
         self._limits = _limits(options)
         config = load_config(source.model)
@@ -132,41 +123,31 @@ class _Work:
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, suites: Sequence[Items]) -> None:
         other = quantised(self._original, self._to, self._dtype)
         other.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         sizes = self._sizes(other, folder)
         del other
-        self._report(sizes)
-        checks = [*self._checks(folder), *self._suite_checks(folder)]
-        self.result = Quantised(folder, checks, self._rows, sizes)
+        checks = [*self._checks(folder), *self._suite_checks(folder, suites)]
+        self.result = Quantised(self._target, checks, self._rows, sizes)
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
-        """Sizes in bytes of the quantised linear layers, in bfloat16 and as saved, and of all weights."""
+        """Report and return the bytes of the quantised linear layers, in bfloat16 and as saved, and of all weights."""
         saved, all_layers = stored_bytes(other), linear_layers(self._original)
-        linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved)
+        kept = [name for name in all_layers if name not in saved]
+        wide, linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved), sum(saved.values())
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return {
-            "layers": len(saved),
-            "kept": [name for name in all_layers if name not in saved],
-            "linear_bfloat16": linear,
-            "linear": sum(saved.values()),
-            "weights_before": self._before,
-            "weights": files,
-        }
-
-    def _report(self, sizes: dict[str, Any]) -> None:
-        kept = f", {counted(len(sizes['kept']), 'other')} kept" if sizes["kept"] else ""
+        others = f", {counted(len(kept), 'other')} kept" if kept else ""
         self._say(
-            f"quantised  {counted(sizes['layers'], 'linear layer')} to {NAMES[self._to]}: "
-            f"{sizes['linear'] / sizes['linear_bfloat16']:.3f} of their size in bfloat16{kept}"
+            f"quantised  {counted(len(saved), 'linear layer')} to {NAMES[self._to]}: "
+            f"{linear / wide:.3f} of their size in bfloat16{others}"
         )
-        self._say(
-            f"weights    {in_units(sizes['weights_before'])} in {self._model.dtype}, now {in_units(sizes['weights'])}"
-        )
+        self._say(f"weights    {in_units(self._before)} in {self._model.dtype}, now {in_units(files)}")
         self._say(f"gate       {self._rows}")
+        sizes = {"linear_bfloat16": wide, "linear": linear, "weights_before": self._before, "weights": files}
+        return {"layers": len(saved), "kept": kept, **sizes}
 
     def _checks(self, folder: Path) -> list[gate.Check]:
         """The checks that compare the written model with the original."""
@@ -180,9 +161,9 @@ class _Work:
             checks += gate.check_divergence(gate.diverge(self._original, other, examples), self._limits)
         return checks
 
-    def _suite_checks(self, folder: Path) -> Iterator[gate.Check]:
+    def _suite_checks(self, folder: Path, suites: Sequence[Items]) -> Iterator[gate.Check]:
         """Compare the accuracy on each suite before and after. The records are saved in `evaluation/` of the folder."""
-        if not self._suites:
+        if not suites:
             return
         del self._original
         release_memory()
@@ -190,12 +171,12 @@ class _Work:
         evaluation = EvalOptions(engine=options.engine, seed=options.seed, max_rows=options.max_rows)
         models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
         for side, model in zip(SIDES, models, strict=True):
-            evaluate(model, side, self._suites, evaluation, self._devices, records / side)
+            evaluate(model, side, suites, evaluation, self._devices, records / side)
         summary = load_json(records / SIDES[1] / SUMMARY)
         summary["model"]["path"] = str(self._target)  # instead of the temporary folder
         save_json(records / SIDES[1] / SUMMARY, summary)
         answers = [read_answers(records / side) for side in SIDES]
-        for suite in (items.suite.name for items in self._suites):
+        for suite in (items.suite.name for items in suites):
             before, after = ([answer for answer in of_side if answer.suite == suite] for of_side in answers)
             yield gate.check_suite(suite, before, after, self._limits.drop)
 

@@ -59,12 +59,6 @@ class EngineFacts:
         return begin is not None and list(self.tokenizer("a").input_ids)[:1] == [begin]
 
 
-def refuse_engines(engines: Sequence[str], reward: bool) -> None:
-    """Raise ModelError, before any work, for engines that cannot serve this kind of model."""
-    if reward and (others := [name for name in engines if name != "vllm"]):
-        raise ModelError(f"--for {others[0]}: this engine cannot serve a reward model: use vllm")
-
-
 def write_for(engine: str, served: EngineFacts, folder: Path) -> None:
     """Write the engine's file to the folder of the exported model. Raises ModelError if it cannot serve the model."""
     text = {"ollama": modelfile, "llama.cpp": llama_cpp, "vllm": vllm}[engine](served)
@@ -325,8 +319,10 @@ def llama_cpp(served: EngineFacts) -> str:
         serve += ["--jinja", "--chat-template-file", "chat_template.jinja"]
     override = [id for id in served.stop_token_ids if id != served.tokenizer.eos_token_id]
     pairs = [f"tokenizer.ggml.eot_token_id=int:{override[0]}"] if override else []
-    if served.adds_begin and served.chat and not _starts_with_begin(served):
-        pairs.append("tokenizer.ggml.add_bos_token=bool:false")
+    if served.adds_begin and served.chat:
+        [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
+        if not text.startswith(str(served.tokenizer.bos_token)):  # the training template does not write it
+            pairs.append("tokenizer.ggml.add_bos_token=bool:false")
     for pair in pairs:
         serve += ["--override-kv", pair]
     notes = list(_of_prompts(served))
@@ -376,12 +372,6 @@ def _of_prompts(served: EngineFacts) -> Iterator[str]:
         yield "# Trained without a chat template: send prompts as in training to /v1/completions."
     elif served.system_prompt:
         yield f"# Trained with a system message, which requests must send: {json.dumps(served.system_prompt)}"
-
-
-def _starts_with_begin(served: EngineFacts) -> bool:
-    """Whether the training template itself writes the beginning-of-text token."""
-    [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
-    return text.startswith(str(served.tokenizer.bos_token))
 
 
 def _script(lines: Sequence[str]) -> str:

@@ -1,8 +1,7 @@
 """Models and tokenizers from the hub or a folder, loaded by transformers, with errors that name the remedy."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -168,7 +167,9 @@ def _as_published(
     if found_file(base.path, "adapter_config.json", base.revision) is not None:  # transformers also loads it
         check_adapter_weights(base.path, base.revision, base.allow_pickle)
     check_file(base.path, base.revision, "generation_config.json")
-    with clear_errors(base, "weights"), _no_report():
+    with clear_errors(base, "weights"), ExitStack() as quiet:
+        quiet.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
+        hf_logging.set_verbosity_error()  # no table of missing and unexpected weights: they are checked here
         loaded, info = auto.from_pretrained(base.path, config=config, dtype=dtype, output_loading_info=True, **source)
     missing = {name for name in info["missing_keys"] if not (head == "reward" and name.startswith("score."))}
     if missing:
@@ -245,17 +246,6 @@ def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
                     tensor.data = tensor.data.to(dtype)
 
 
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Context in which transformers prints no table of missing and unexpected weights; they are checked here."""
-    before = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(before)
-
-
 def keep_storage(loaded: PreTrainedModel) -> None:
     """Prevent bitsandbytes from converting 4-bit weights to another layout on the first forward on a CPU with bfloat16.
 
@@ -285,12 +275,8 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
         )
     norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
     swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
-    offset, casting, in_place = 0.0, "llama", False
-
-    def liger_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return norm.apply(x, weight, eps, offset, casting, in_place)
-
-    return Kernels(liger_norm, swiglu.apply, own.rotated, None)
+    how = 0.0, "llama", False  # offset of the weight, casting mode, in place
+    return Kernels(lambda x, weight, eps: norm.apply(x, weight, eps, *how), swiglu.apply, own.rotated, None)
 
 
 def takes_triton(model: ModelConfig, device: torch.device) -> bool:
