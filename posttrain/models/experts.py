@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ class RouterLoss:
         """Raises ModelError for a family without such a function if the user set the loss (`is_explicit`). Otherwise
         the loss is dropped with a warning."""
         self.coefficient = coefficient
-        self._forward: _Forward | None = None
+        self._read(None)
         if not coefficient:
             return
         base = base_of(model)
@@ -59,50 +58,43 @@ class RouterLoss:
     def reading(self) -> Iterator[None]:
         """Context in which `loss` reads the policy's forward pass: the first one with gradients if they are enabled on
         entry, otherwise the first one without."""
-        self._forward = _Forward(torch.is_grad_enabled())
+        self._read(torch.is_grad_enabled())
         try:
             yield
         finally:
-            self._forward = None
+            self._read(None)
+
+    def _read(self, with_gradients: bool | None) -> None:
+        """Read the next forward pass with or without gradients; None: read none."""
+        self._with_gradients, self._is_over = with_gradients, False
+        self._weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not begun
+        self._logits: list[Tensor] = []  # logits of each router
 
     def loss(self) -> Tensor:
         """Return the loss of the forward pass that was read, not multiplied by the coefficient."""
-        assert self._forward is not None and self._forward.weight is not None, "no forward was read"
-        logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._forward.logits)
-        return self._balance(logits, logits[0].shape[-1], self._top_k, self._forward.weight)
+        assert self._weight is not None, "no forward was read"
+        logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._logits)
+        return self._balance(logits, logits[0].shape[-1], self._top_k, self._weight)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        forward, packed = self._forward, kwargs.get("packed")
-        if forward is None or torch.is_grad_enabled() != forward.with_gradients:
+        packed = kwargs.get("packed")
+        if torch.is_grad_enabled() != self._with_gradients:
             return
-        if forward.weight is not None:  # a later pass, such as the reference's in an evaluation
-            forward.is_over = True
-            return
-        if isinstance(packed, PackedMask):
-            forward.weight, packed.read = packed.sequences_T()[None], slice(None)
+        if self._weight is not None:  # a later pass, such as the reference's in an evaluation
+            self._is_over = True
+        elif isinstance(packed, PackedMask):
+            self._weight, packed.read = packed.sequences_T()[None], slice(None)
         else:
-            forward.weight = kwargs["attention_mask"]
+            self._weight = kwargs["attention_mask"]
 
     def _keep(self, index: int, module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
         """Store a router's logits unchanged, because operations here would be missing when the layer is recomputed."""
-        forward = self._forward
-        if forward is None or forward.weight is None or forward.is_over:
-            return
-        if torch.is_grad_enabled() == forward.with_gradients:
-            forward.logits.append(output[index])
+        is_read = torch.is_grad_enabled() == self._with_gradients and self._weight is not None
+        if is_read and not self._is_over:
+            self._logits.append(output[index])
 
 
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-@dataclass(slots=True)
-class _Forward:
-    """A forward pass whose routers are read."""
-
-    with_gradients: bool
-    weight: Tensor | None = None  # weight of each token, in the shape of the input; None: the pass has not begun
-    logits: list[Tensor] = field(default_factory=list)  # logits of each router
-    is_over: bool = False
 
 
 def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:

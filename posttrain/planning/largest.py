@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, ModelError, is_out_of_memory
@@ -136,9 +135,7 @@ class Probed:
         return f"tokens_per_pack {self.tokens_per_pack:,}: {held}; {rest}"
 
 
-def probe(
-    config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
-) -> Probed:
+def probe(config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None) -> Probed:
     """Find the largest size that fits, from the smallest that the settings allow to the tokens of the largest step.
 
     `limit`: maximum memory of the process on the device, in bytes; None: all free memory. Raises ModelError if
@@ -149,7 +146,7 @@ def probe(
         training = config.training.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"training": training})
     release_memory()
-    trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
+    trials = Trials(config, model, data, device, limit)
     low = config.longest_example
     high = max(low, trials.most_tokens())
     if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
@@ -188,28 +185,18 @@ def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple
 class Trials:
     """Trial steps with packs of several sizes. `peaks`: the peak, in bytes, of each size that fits."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: ModelConfig,
-        data: Prepared,
-        device: torch.device,
-        limit: int | None,
-        console: Console,
-    ):
-        self.config, self.model, self.data, self.device, self.console = config, model, data, device, console
+    def __init__(self, config: RunConfig, model: ModelConfig, data: Prepared, device: torch.device, limit: int | None):
+        self.config, self.model, self.data, self.device = config, model, data, device
+        self.console = PlainConsole(stderr=True)
         self.before = 0 if device.type == "cuda" else memory_in_use()
-        self.limit = limit or self._free()
+        free = 0 if limit else available_memory(device)
+        if free is None:
+            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
+        self.limit = limit or self.before + free
         self.peaks: dict[int, int] = {}
         self._empty, self._feeds_last = empty_model(config, model), router_weight(config, model) > 0
         self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
-
-    def _free(self) -> int:
-        free = available_memory(self.device)
-        if free is None:
-            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
-        return self.before + free
 
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
