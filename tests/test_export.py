@@ -327,7 +327,7 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
 
 def test_the_card_of_a_checkpoint_has_its_own_step_and_no_results_of_the_end(run):
     """And that of a model without a run says nothing about training."""
-    facts = WrittenModel("float32", "", (), True), "x", "x", True
+    facts = WrittenModel("float32", "", (), True), "x", "x"
     middle, end = (card(exporting.find_source(str(run / name)), *facts) for name in ("checkpoint-1", "final"))
     assert "| steps | 1 of 2 |" in middle and "| steps | 2 |" in end
     for part in ("## Results", "| loss |", "| trained tokens |"):

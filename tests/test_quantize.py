@@ -26,7 +26,6 @@ from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.config.options import ExportOptions, QuantizeOptions
-from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
 from posttrain.evaluation.records import read_summary
@@ -370,13 +369,12 @@ def test_gates_of_another_format_than_the_runs(stories, tmp_path):
     data = {"source": "gone.jsonl", "format": "preference", "columns": columns, "template": "none"}
     config = RunConfig.model_validate({"models": [{"path": str(stories)}], "method": {"type": "dpo"}, "data": data})
     model, tokenizer = loaded(stories), AutoTokenizer.from_pretrained(stories)
-    rollout = RolloutConfig(max_completion_length=2)
 
     def gate(**row: str) -> GateRows:
         (tmp_path / "gate.jsonl").write_text(json.dumps(row))
         source = replace(find_source(str(stories)), config=config)
-        options = QuantizeOptions(to="int8", gate=(tmp_path / "gate.jsonl",))
-        return completions_for(options, source, model, tokenizer, rollout)
+        options = QuantizeOptions(to="int8", gate=(tmp_path / "gate.jsonl",), max_completion_length=2)
+        return completions_for(options, source, model, tokenizer)
 
     asked = tokenizer("Once upon a time")["input_ids"]
     for row in ({"prompt": "Once upon a time"}, {"ask": "Once upon a time", "good": " x", "bad": " y"}):

@@ -39,20 +39,16 @@ class WrittenModel:
     check: str  # the result of the export's check, as a sentence
     notes: tuple[str, ...]
     chat: bool  # whether training used the chat template
+    merged: bool = True  # false: the folder has only an adapter
 
 
 def card(
-    source: Source,
-    written: WrittenModel,
-    name: str,
-    address: str,
-    merged: bool,
-    evaluations: Sequence[Mapping[str, Any]] = (),
+    source: Source, written: WrittenModel, name: str, address: str, evaluations: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The text of README.md. `address`: the argument of `from_pretrained`. `evaluations`: contents of summary.json, in
     which `of` names the model, if it is another one."""
-    about, use = _about(source, written), _use(source, address, merged, written.chat)
-    parts = [_header(source, merged), f"# {name}", about, "## Use", use]
+    parts = [_header(source, written.merged), f"# {name}", _about(source, written)]
+    parts += ["## Use", _use(source, address, written.merged, written.chat)]
     if source.run is not None:
         parts += ["## Training", _training(source)]
     if results := list(_results(source)):

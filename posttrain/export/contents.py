@@ -77,7 +77,7 @@ class Adapter:
                 "so pass them as shown below. If an engine such as vLLM loads the adapter on its base, requests must "
                 "give them as `stop_token_ids`.",
             )
-        return WrittenModel(dtype, check, notes, chat)
+        return WrittenModel(dtype, check, notes, chat, merged=False)
 
 
 class QuantisedCopy:

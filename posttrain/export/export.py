@@ -76,10 +76,10 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
-        text = card(source, written, target.name, options.push_to_hub or target.name, merges, evaluations)
+        text = card(source, written, target.name, options.push_to_hub or target.name, evaluations)
         (folder / "README.md").write_text(text, encoding="utf-8")
         base = origin(source.base) if source.adapter else None
-        mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
+        mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": written.merged}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 
     put(target, write, options.overwrite, MARK)

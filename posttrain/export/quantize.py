@@ -18,8 +18,7 @@ from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.config.options import EvalOptions, Precision, QuantizeOptions, from_flags
-from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.options import EvalOptions, Precision, QuantizeOptions
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
@@ -115,10 +114,8 @@ class _Work:
         check_embeddings(self._original, self._tokenizer, source.model.path)
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied weights count once
         refuse_full_disk(target, self._before // 2)
-        common = options, source, self._original, self._tokenizer
-        rollout = from_flags(RolloutConfig, options)
-        rows = pairs_for(*common) if source.reward else completions_for(*common, rollout)
-        self._examples, self._rows = rows
+        rows_for = pairs_for if source.reward else completions_for
+        self._examples, self._rows = rows_for(options, source, self._original, self._tokenizer)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)

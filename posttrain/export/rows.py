@@ -16,7 +16,7 @@ from posttrain.base.errors import ConfigError, DataError, PosttrainError
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, RunConfig
-from posttrain.config.options import QuantizeOptions
+from posttrain.config.options import QuantizeOptions, from_flags
 from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
@@ -34,6 +34,7 @@ from posttrain.sampler import sampling_of
 log = logging.getLogger("posttrain")
 
 T = TypeVar("T")
+Settings = dict[str, Any]  # data settings by name
 
 EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # an export is compared on the first 512 tokens of each of 8 prompts
 GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # default number of rows for the gate
@@ -109,7 +110,7 @@ def pairs_for(
         limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
         how = Options(seed=options.seed, behavior_version=_version(config))
         read = partial(prepare, tokenizer=tokenizer, kind="pair", options=how)
-        prepared = _read(options, options.gate, config, tokenizer, limits, read)
+        prepared = _read(options, options.gate, _base_of(config, tokenizer) | limits, read)
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
         return _spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped
@@ -133,17 +134,14 @@ def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
 
 
 def completions_for(
-    options: QuantizeOptions,
-    source: Source,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rollout: RolloutConfig,
+    options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
     """Sample completions from the original model: one for each prompt, or several if there are few prompts.
 
     An example is a prompt with its completions. Raises DataError if the files have no usable prompt.
     """
     prompts, origin = _prompts(options, source.config, model, tokenizer)
+    rollout = from_flags(RolloutConfig, options)
     samples = max(1, GATE_COMPLETIONS // len(prompts))
     turns = (options.template or (source.config.data.template if source.config else "chat")) != "none"
     sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer, turns), options.seed)
@@ -168,7 +166,7 @@ def _prompts(
         except PosttrainError as error:
             log.warning("the run's own prompts cannot be read (%s): using built-in prompts", error)
     if not options.gate:
-        data = _settings(options, (Path("built-in"),), None, tokenizer, {})
+        data = _settings(options, (Path("built-in"),), _base_of(None, tokenizer))
         half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the other half is for completions
         prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
         return prompts, "built-in prompts (your own: --gate FILE)"
@@ -178,7 +176,7 @@ def _prompts(
         first = partial(
             first_prompts, policy=model, tokenizer=tokenizer, count=left, seed=seed, behavior_version=version
         )
-        usable, malformed = _read(options, (file,), config, tokenizer, {}, first)
+        usable, malformed = _read(options, (file,), _base_of(config, tokenizer), first)
         prompts += [replace(prompt, row=len(prompts) + index) for index, prompt in enumerate(usable)]
         unused += len(malformed)
         if len(prompts) == most:
@@ -187,23 +185,16 @@ def _prompts(
     return prompts, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
 
 
-def _read(
-    options: QuantizeOptions,
-    files: Sequence[Path],
-    config: RunConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: dict[str, Any],
-    read: Callable[[DataConfig], T],
-) -> T:
+def _read(options: QuantizeOptions, files: Sequence[Path], base: Settings, read: Callable[[DataConfig], T]) -> T:
     """Call `read` with the settings for these files. If the user gives no format, it is the run's, or if that fails,
     inferred. Raises DataError if both fail."""
     try:
-        return read(_settings(options, files, config, tokenizer, limits))
+        return read(_settings(options, files, base))
     except DataError:
-        if options.format != "auto" or config is None:
+        if options.format != "auto" or "format" not in base:
             raise
         with suppress(DataError):
-            return read(_settings(options, files, config, tokenizer, limits | {"format": "auto", "columns": {}}))
+            return read(_settings(options, files, base | {"format": "auto", "columns": {}}))
         raise
 
 
@@ -211,20 +202,15 @@ def _version(config: RunConfig | None) -> int:
     return config.behavior_version if config else BEHAVIOR_VERSION
 
 
-def _settings(
-    options: QuantizeOptions,
-    files: Sequence[Path],
-    config: RunConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: dict[str, Any],
-) -> DataConfig:
+def _base_of(config: RunConfig | None, tokenizer: PreTrainedTokenizerBase) -> Settings:
+    return config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
+
+
+def _settings(options: QuantizeOptions, files: Sequence[Path], base: Settings) -> DataConfig:
     """The data settings for the gate's files, based on the settings of the run or on the defaults."""
-    values: dict[str, Any] = (
-        config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
-    )
     source = str(files[0]) if len(files) == 1 else [{"source": str(file)} for file in files]
-    values |= {"source": source, "split": "train", "validation": None, "excluded": ()}
-    values |= {"max_rows": None, "skip_rows": 0, **limits}
+    values = base | {"source": source, "split": "train", "validation": None, "excluded": ()}
+    values |= {"max_rows": None, "skip_rows": 0}
     if options.format != "auto":
         values |= {"format": options.format, "columns": {}}  # the run's columns belong to the run's format
     if options.template not in (None, values["template"]):

@@ -281,13 +281,13 @@ def go_template(turns: TurnTable) -> str:
         [
             '{{- $before := "" }}',
             "{{- range $i, $message := .Messages }}",
-            "\n".join("{{- " + ("" if index == 0 else "else ") + case for index, case in enumerate(cases)),
+            "{{- " + "\n{{- else ".join(cases),
             '{{- else }}{{ template "the chat template refuses this order of roles" . }}',
             "{{- end }}",
             "{{- .Content }}",
             "{{- $before = .Role }}",
             "{{- end }}",
-            "\n".join("{{- " + ("" if index == 0 else "else ") + reply for index, reply in enumerate(replies)),
+            "{{- " + "\n{{- else ".join(replies),
             "{{- end -}}",
         ]
     )

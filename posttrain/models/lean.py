@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.models.attention import PackedMask, Visible, packed_attention
+from posttrain.models.attention import How, PackedMask, Visible
 from posttrain.models.families import base_of
 from posttrain.models.matmul import linear, product
 
@@ -252,18 +252,10 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (turn.unsqueeze(-2) for turn in position_embeddings)
         query, key = kernels.rotated(query, cos, sin), kernels.rotated(key, cos, sin)
-        out, _ = packed_attention(
-            self,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attention_mask=None,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            sliding_window=WINDOWS[type(self).__name__](self),
-            packed=packed,
-        )
-        return self.o_proj(out.flatten(-2)), None
+        dropout, window = self.attention_dropout if self.training else 0.0, WINDOWS[type(self).__name__](self)
+        how = How(self.scaling, dropout, window, softcap=None)
+        out = packed.attend(self, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), how)
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), None
 
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     if layers:

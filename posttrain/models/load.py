@@ -105,7 +105,7 @@ def load_model(
         need("bitsandbytes", "quant", "model.load_in_4bit")
         settings = nf4(dtype)
     base = base_settings(model)
-    loaded, method = _as_published(model, base, head, dtype, device, settings)
+    loaded, method = _as_published(model, head, dtype, device, settings)
     if method is not None and dequantised:
         loaded, method = loaded.dequantize(dtype), None
         loaded._weight_conversions = None  # otherwise it would be saved as 4-bit tensors
@@ -131,17 +131,11 @@ def load_model(
 
 
 def _as_published(
-    model: ModelConfig,
-    base: ModelConfig,
-    head: Head,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantisation: BitsAndBytesConfig | None,
+    model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, quantisation: BitsAndBytesConfig | None
 ) -> tuple[Any, str | None]:
-    """Load the `base` of a model as published. Also return the quantisation method of the published weights, or None.
-
-    `quantisation`: settings for quantising the weights while loading.
-    """
+    """Load a model, or the base of an adapter, as published. Also return the quantisation method of the published
+    weights, or None. `quantisation`: settings for quantising the weights while loading."""
+    base = base_settings(model)
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
         raise ModelError(f"model {model.path}: is a reward model, which scores completions and cannot generate them")
