@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Pack
@@ -28,13 +28,10 @@ from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
-) -> PreTrainedModel | PeftModel:
+) -> nn.Module:
     """The model with its adapters on the meta device: shapes without memory. `layers`: number of layers; None: all."""
     reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
