@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -92,16 +93,15 @@ class PackedMask:
         self.read: slice | Tensor = slice(None) if read is None else read
         self.num_read = num_read
         self.end_T = pack.end_T
-        self._last_S = pack.last_S
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
-        self._cuts = pack.nodes
+        self._pack = pack
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
 
     def sequences_T(self) -> Tensor:
         """Return the number of sequences that each token is part of, int64; 0 for padding."""
-        last_S, index_T = self._last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
+        last_S, index_T = self._pack.last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
         # The sequences whose last token sees it.
         return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(last_S, index_T)
 
@@ -117,11 +117,11 @@ class PackedMask:
     def nodes(self) -> list[Segment]:
         """The pack, split where visibility changes: at the start of every node of every tree. Padding is one node."""
         total, width = self.num_tokens, len(self.end_T)
-        stops = [*(start for start, _ in self._cuts[1:]), total]
-        runs = [slice(start, stop) for (start, _), stop in zip(self._cuts, stops, strict=True)]
+        cuts = self._pack.nodes
+        runs = [slice(start, stop) for (start, _), (stop, _) in pairwise([*cuts, (total, total)])]
         nodes = []
         for number, run in enumerate(runs):
-            above = [runs[n] for n in range(number) if self._cuts[n][1] > run.start]
+            above = [runs[n] for n in range(number) if cuts[n][1] > run.start]
             nodes.append(Segment(run.start, run.stop, tuple(above)))
         return [*nodes, Segment(total, width, ())] if total < width else nodes
 

@@ -141,37 +141,32 @@ class RouterLoad:
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
-        self._counts: list[Tensor | None] = [None] * len(routers)  # per router, how often each expert was chosen
+        self._counts: dict[nn.Module, Tensor] = {}  # per router, how often each expert was chosen
         self._packed: PackedMask | None = None  # the mask of the current pack; None for padded rows
         self._mask: Tensor | None = None  # which tokens of the current rows are not padding
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
-        for number, router in enumerate(routers):
-            router.register_forward_hook(partial(self._count, number))
+        for router in routers:
+            router.register_forward_hook(self._count)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         packed = kwargs.get("packed")
         self._packed, self._mask = packed if isinstance(packed, PackedMask) else None, kwargs.get("attention_mask")
 
-    def _count(self, number: int, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        if torch.is_grad_enabled():
-            logits, _, chosen = output
-            made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
-            chosen, times = self._counted(chosen)
-            made.scatter_add_(0, chosen.flatten(), times.flatten())
-            before = self._counts[number]
-            self._counts[number] = made if before is None else before + made
-
-    def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choices of tokens, and how often each counts. Padding and copies of the last token that is read do
-        not count."""
-        if (packed := self._packed) is not None:
+    def _count(self, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        logits, _, chosen = output
+        if (packed := self._packed) is not None:  # padding and copies of the last token that is read do not count
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
-        if packed is not None or self._mask is None:
-            return chosen, torch.ones_like(chosen)
-        times = self._mask.reshape(-1, 1).bool().to(chosen.dtype)  # a mask would wait for the GPU
-        return chosen, times.expand_as(chosen)
+        times = torch.ones_like(chosen)
+        if packed is None and self._mask is not None:
+            # Not chosen[mask], which would wait for the GPU.
+            times = self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(chosen)
+        made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
+        made.scatter_add_(0, chosen.flatten(), times.flatten())
+        self._counts[router] = self._counts.get(router, 0) + made
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, as means over the layers; empty if nothing was counted.
@@ -179,8 +174,8 @@ class RouterLoad:
         router/load_max: the busiest expert's choices divided by the mean of all experts; 1 is balanced.
         router/idle_experts: the share of experts that no token chose.
         """
-        counted = [counts.double() for counts in self._counts if counts is not None]
-        self._counts = [None] * len(self._counts)
+        counted = [counts.double() for counts in self._counts.values()]
+        self._counts.clear()
         if not counted:
             return {}
         loads = torch.stack([counts.amax() / counts.mean().clamp(min=1e-9) for counts in counted])
