@@ -39,8 +39,7 @@ Say = Callable[[str], None]
 
 @sharing_cores()
 def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) -> Path:
-    """Write the folder, and upload it if `push_to_hub` is set. Returns the folder. `say` is called with each line of
-    the report.
+    """Write the folder, and upload it if `push_to_hub` is set. Returns the folder. `say` takes the lines of the report.
 
     The folder is complete or absent, and replaces an existing one only with `overwrite`. Raises PosttrainError. If the
     upload or an engine's file fails, the folder is still complete, apart from that file.

@@ -86,8 +86,7 @@ def diverge(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Compare the next-token distributions of two policies over the trained tokens of the examples.
 
-    Returns, with one number per token for each prompt, KL(original ‖ quantised) in nats, and 1 where the most likely
-    tokens of the two policies differ.
+    Returns for each prompt, per token: KL(original ‖ quantised) in nats, and 1 where the most likely tokens differ.
     """
     device, kls, flips = original.device, [[] for _ in examples], [[] for _ in examples]
     for start in progress(range(0, len(examples), BATCH), "gate: comparing distributions"):
@@ -141,8 +140,7 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
 
 
 def drop(name: str, before: Sequence[float], after: Sequence[float], limit: float, of: str) -> Check:
-    """The decrease of the mean score, with the interval of the paired differences; `before` and `after` are scores of
-    the same prompts."""
+    """The decrease of the mean score of the same prompts, with the interval of the paired differences."""
     paired = paired_difference(before, after, CONFIDENCE)
     low, high = (None, None) if paired.low is None or paired.high is None else (-paired.high, -paired.low)
     value = -paired.value or 0.0  # not -0

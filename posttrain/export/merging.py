@@ -40,8 +40,7 @@ class Whole:
 
 @torch.no_grad()
 def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward: bool) -> list[torch.Tensor]:
-    """The model's outputs for each prompt, one call per prompt: the log-probabilities of all tokens except the first,
-    or the reward."""
+    """The outputs of one call per prompt: the log-probabilities of all tokens except the first, or the reward."""
     outputs = []
     device = next(model.parameters()).device
     for prompt in prompts:

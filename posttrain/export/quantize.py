@@ -62,8 +62,7 @@ class Quantised:
 def quantize(
     path: str, options: QuantizeOptions, suites: Sequence[Items], devices: DevicesConfig, say: Say
 ) -> Quantised:
-    """Write the quantised model with its tokenizer and the result of its gate. `say` is called with each line of the
-    report.
+    """Write the quantised model with its tokenizer and the result of its gate. `say` takes the lines of the report.
 
     The folder is complete or absent, and replaces an existing one only with `overwrite`. It is written even if the gate
     is not passed. The gate loads the written files again and measures them. Raises PosttrainError.

@@ -99,8 +99,7 @@ GateRows = tuple[list[Example], str]  # the rows, and their origin in words, or 
 def pairs_for(
     options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
-    """Preference pairs from the files, or otherwise from the run's validation sets. At most `max_rows` (by default
-    1,000) pairs are taken, evenly spread.
+    """At most `max_rows` (default: 1,000) pairs, evenly spread, from the files or else the run's validation sets.
 
     Raises DataError if the files have no usable pair.
     """
@@ -186,8 +185,7 @@ def _prompts(
 
 
 def _read(options: QuantizeOptions, files: Sequence[Path], base: Settings, read: Callable[[DataConfig], T]) -> T:
-    """Call `read` with the settings for these files. If the user gives no format, it is the run's, or if that fails,
-    inferred. Raises DataError if both fail."""
+    """Call `read` with these files' settings: in the given format, or else in the run's, or if that fails, inferred."""
     try:
         return read(_settings(options, files, base))
     except DataError:

@@ -1,7 +1,6 @@
 """`--for`: the files with which ollama, llama.cpp and vLLM serve an exported model as it was trained.
 
-They use the template, stop tokens and sampling of training. llama.cpp converts the model to GGUF; the files contain the
-commands.
+They use the template, stop tokens and sampling of training, and contain the commands of the conversion to GGUF.
 """
 
 import json
@@ -169,8 +168,7 @@ def _depends(before: str, after: str) -> InexpressibleError:
 
 
 def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str], str]:
-    """The texts between the messages of a conversation with these roles. Raises InexpressibleError if they cannot be
-    determined."""
+    """The texts between messages with these roles. Raises InexpressibleError if they cannot be determined."""
     names = [ROLES[letter] for letter in roles]
     contents = [f"content{index}of{roles}" for index in range(len(names))]
     messages = [{"role": name, "content": content} for name, content in zip(names, contents, strict=True)]

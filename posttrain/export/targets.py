@@ -1,7 +1,6 @@
 """Where an export is written: a folder that is complete or absent, and a repository on the hub.
 
-Each written folder is marked by a file such as `export.json`. Only a folder with this file is replaced, and only with
-`--overwrite`.
+A file such as `export.json` marks each written folder. Only a marked folder is replaced, and only with `--overwrite`.
 """
 
 import errno

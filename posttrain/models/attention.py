@@ -82,8 +82,7 @@ class Segment:
 
 
 class PackedMask:
-    """The visible keys of each query of a pack, in the form that each kernel needs. Masks are built on demand, once per
-    sliding window.
+    """The visible keys of each query of a pack, as each kernel needs them. Masks are built on demand, once per window.
 
     `read` are the tokens, in order, whose last hidden states will be read; all by default. Entries after the first
     `num_read` are copies of the last one.
@@ -221,9 +220,8 @@ def _eager(q, k, v, mask, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """Return the multiple to which packs are padded. On a GPU it is FlexAttention's block, so that layers need no
-    padding. On a CPU whose products cache every shape (models/matmul.py), it is a 64th of the budget, rounded up to a
-    multiple of ROWS. Otherwise None."""
+    """Return the multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on
+    a CPU whose products cache every shape (models/matmul.py) a 64th of the budget, in complete ROWS; otherwise None."""
     if device.type == "cuda":
         return BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
@@ -334,8 +332,7 @@ def _options_on(device: torch.device, head: int) -> dict[str, Any]:
 
 
 def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
-    """Block sizes for FlexAttention's 16-bit kernels that fit in `shared` bytes of shared memory; empty if the defaults
-    fit.
+    """Block sizes for FlexAttention's 16-bit kernels with `shared` bytes of shared memory; empty if the defaults fit.
 
     The forward kernel keeps M queries and streams N keys and values. The backward kernel keeps a block of keys and
     values, or of queries and output gradients, and streams the others. Heads are padded to a power of two.

@@ -24,8 +24,7 @@ log = logging.getLogger("posttrain")
 
 
 class RouterLoss:
-    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), computed by the
-    family's function in transformers.
+    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), as in transformers.
 
     There are E experts. f_e is how often expert e is among a token's choices, and P_e is the mean probability of e;
     both are means over layers and tokens. A token counts once for each sequence that it is part of, as if sequences
@@ -33,8 +32,7 @@ class RouterLoss:
     """
 
     def __init__(self, model: nn.Module, coefficient: float, is_explicit: bool = True):
-        """Raises ModelError for a family without such a function if the user set the loss (`is_explicit`). Otherwise
-        the loss is dropped with a warning."""
+        """Without such a function, raises ModelError if the user set the loss (`is_explicit`), or warns and drops it."""
         self.coefficient = coefficient
         self._read(None)
         if not coefficient:
@@ -56,8 +54,7 @@ class RouterLoss:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which `loss` reads the policy's forward pass: the first one with gradients if they are enabled on
-        entry, otherwise the first one without."""
+        """Context in which `loss` reads the policy's first forward pass with gradients, or without if they are off."""
         self._read(torch.is_grad_enabled())
         try:
             yield

@@ -38,8 +38,7 @@ Head = Literal["lm", "reward"]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer and add its `new_tokens`. For an adapter without a tokenizer, load the tokenizer of
-    its base with the adapter's chat template."""
+    """Load the model's tokenizer (an adapter without one has its base's, with its own template); add `new_tokens`."""
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if is_adapter(model) and not any(any(Path(model.path).glob(kind)) for kind in kinds):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
@@ -253,8 +252,7 @@ def keep_storage(loaded: PreTrainedModel) -> None:
 def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
     """Return the element-wise chains: Liger's if set, otherwise ours in Triton on a GPU, otherwise PyTorch's.
 
-    Norms and gated MLPs come from Liger (arXiv 2410.10989). Its fused cross-entropy is not needed, because
-    posttrain.scoring never computes full logits.
+    Norms and gated MLPs come from Liger (arXiv 2410.10989), but not its cross-entropy: no full logits are computed.
     """
     own = TORCH
     if takes_triton(model, device):

@@ -145,8 +145,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def as_begun(policy: PeftModel) -> Iterator[None]:
-    """Context with the policy as it was when its run began: with the frozen copy of a continued adapter, otherwise
-    without adapters."""
+    """Context with the policy as its run began: with the frozen copy of a continued adapter, or without adapters."""
     if START not in policy.peft_config:
         with policy.disable_adapter():
             yield
@@ -160,9 +159,7 @@ def as_begun(policy: PeftModel) -> Iterator[None]:
 
 def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Write a model in the format of transformers or PEFT. For a PEFT model, only the adapter is written, with the hash
-    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded
-    (models/sharding.py).
-    """
+    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded."""
     only: dict[str, Any] = {}
     if is_adapted(model):
         only["selected_adapters"] = ["default"]

@@ -66,8 +66,7 @@ def activations(
 
 
 class _OneKernel(PackedMask):
-    """Attention as on a GPU: one kernel processes the complete pack and saves no attention weights, so the mask does
-    not affect memory."""
+    """Attention as on a GPU: one kernel for the complete pack saves no attention weights, whatever the mask."""
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         return []
