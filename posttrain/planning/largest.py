@@ -7,7 +7,6 @@ size whose predicted peak is above the limit is not tried.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,34 +43,38 @@ MARGIN = 1.25  # an estimate is at most this many times the true peak
 GIB = 2**30
 
 
-def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
-    """The rows of each step of the first epoch, in training order."""
-    order = epoch_order(config, size, 0)
-    batch = config.training.batch_size
-    steps = math.ceil(size / batch)
-    taken = min(steps, config.training.max_steps or steps)
-    return [order[step * batch : (step + 1) * batch] for step in range(taken)]
+@dataclass(frozen=True, slots=True)
+class FirstEpoch:
+    """The steps of a run's first epoch, packed for all ranks as the method's recipe does."""
 
+    config: RunConfig
+    data: Prepared
+    feeds_last: bool = False  # see `Job.feeds_last`
+    ranks: int = 1
 
-def pack_rows(
-    config: RunConfig,
-    data: Prepared,
-    rows: np.ndarray,
-    tokens_per_pack: int,
-    pad_to: int | None = None,
-    ranks: int = 1,
-    feeds_last: bool = False,
-) -> list[Pack]:
-    """Pack the rows of a step, for all ranks, as the method's recipe does. `feeds_last`: see `Job.feeds_last`."""
-    examples = [data.train[int(row)] for row in rows]
-    if config.method.samples_completions:
-        length = config.rollout.max_completion_length
-        n = config.method.completions_per_prompt
-        completed = (with_completions(prompt, n, length, tokens_per_pack, feeds_last) for prompt in examples)
-        examples = [example for parts in completed for example in parts]
-    keep_last = feeds_last or config.method.head == "reward"
-    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=ranks)
-    return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
+    def rows(self) -> list[np.ndarray]:
+        """The rows of each step, in training order."""
+        order, training = epoch_order(self.config, len(self.data.train), 0), self.config.training
+        starts = range(0, len(order), training.batch_size)[: training.max_steps or None]
+        return [order[start : start + training.batch_size] for start in starts]
+
+    def packs(self, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+        """The packs of a step."""
+        examples, method = [self.data.train[int(row)] for row in rows], self.config.method
+        if method.samples_completions:
+            length, n = self.config.rollout.max_completion_length, method.completions_per_prompt
+            completed = (with_completions(one, n, length, tokens_per_pack, self.feeds_last) for one in examples)
+            examples = [example for parts in completed for example in parts]
+        keep_last = self.feeds_last or method.head == "reward"
+        pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=self.ranks)
+        return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(method) else pack_of(examples)
+
+    def largest(self, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+        """The packs of the step with the fullest pack; this pack comes first."""
+        lengths = self.data.train.lengths
+        steps = sorted(self.rows(), key=lambda rows: -int(lengths[rows].sum()))[:CANDIDATES]
+        packed = [self.packs(rows, tokens_per_pack, pad_to) for rows in steps]
+        return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
 
 
 def with_completions(
@@ -86,27 +89,13 @@ def with_completions(
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def largest_step(
-    config: RunConfig,
-    data: Prepared,
-    tokens_per_pack: int,
-    pad_to: int | None = None,
-    ranks: int = 1,
-    feeds_last: bool = False,
-) -> list[Pack]:
-    """Of the first epoch's steps, return the packs of the one with the fullest pack; this pack comes first."""
-    steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
-    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
-    return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
-
-
 def keeps_engine(job: Job, data: Prepared) -> bool:
     """Whether the engine may keep its memory during updates: false if the GPU lacks the room in the largest one."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
         return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
     ranks = job.ranks.size
-    packs = largest_step(job.config, data, size, width_step(job.device, size), ranks, job.feeds_last)
+    packs = FirstEpoch(job.config, data, job.feeds_last, ranks).largest(size, width_step(job.device, size))
     memory = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
     if not memory.keeps_engine:
         log.warning(
@@ -186,7 +175,7 @@ class Trials:
     """Trial steps with packs of several sizes. `peaks`: the peak, in bytes, of each size that fits."""
 
     def __init__(self, config: RunConfig, model: ModelConfig, data: Prepared, device: torch.device, limit: int | None):
-        self.config, self.model, self.data, self.device = config, model, data, device
+        self.config, self.model, self.device = config, model, device
         self.console = PlainConsole(stderr=True)
         self.before = 0 if device.type == "cuda" else memory_in_use()
         free = 0 if limit else available_memory(device)
@@ -194,19 +183,20 @@ class Trials:
             raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
         self.limit = limit or self.before + free
         self.peaks: dict[int, int] = {}
-        self._empty, self._feeds_last = empty_model(config, model), router_weight(config, model) > 0
+        self._empty, self._steps = (
+            empty_model(config, model),
+            FirstEpoch(config, data, router_weight(config, model) > 0),
+        )
         self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
 
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
-        pad_to = width_step(self.device, size)
-        return largest_step(self.config, self.data, size, pad_to, feeds_last=self._feeds_last)[:2]
+        return self._steps.largest(size, width_step(self.device, size))[:2]
 
     def most_tokens(self) -> int:
         """The number of tokens in the largest step."""
-        packs = largest_step(self.config, self.data, 1 << 62, feeds_last=self._feeds_last)
-        return max(each.num_tokens for each in packs)
+        return max(each.num_tokens for each in self._steps.largest(1 << 62))
 
     def estimated(self, size: int) -> Estimate:
         """The estimated memory of a run with packs of this size."""
