@@ -137,7 +137,7 @@ def probe(config: RunConfig, model: ModelConfig, data: Prepared, limit: int | No
     release_memory()
     trials = Trials(config, model, data, device, limit)
     low = config.longest_example
-    high = max(low, trials.most_tokens())
+    high = max(low, *(each.num_tokens for each in trials.epoch.largest(1 << 62)))  # all tokens of the largest step
     if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
         good, bad = None, low
     else:
@@ -183,20 +183,14 @@ class Trials:
             raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
         self.limit = limit or self.before + free
         self.peaks: dict[int, int] = {}
-        self._empty, self._steps = (
-            empty_model(config, model),
-            FirstEpoch(config, data, router_weight(config, model) > 0),
-        )
+        self.epoch = FirstEpoch(config, data, router_weight(config, model) > 0)
+        self._empty = empty_model(config, model)
         self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
 
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
-        return self._steps.largest(size, width_step(self.device, size))[:2]
-
-    def most_tokens(self) -> int:
-        """The number of tokens in the largest step."""
-        return max(each.num_tokens for each in self._steps.largest(1 << 62))
+        return self.epoch.largest(size, width_step(self.device, size))[:2]
 
     def estimated(self, size: int) -> Estimate:
         """The estimated memory of a run with packs of this size."""
