@@ -5,7 +5,7 @@ Passing thus shows that the model is not worse; it is not just a lack of evidenc
 within the limit, the check is `unsure` and does not pass; more rows make the interval narrower.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -22,7 +22,7 @@ from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
 from posttrain.distillation import compare_distributions, forward_kl
 from posttrain.evaluation.pairs import own_margins
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, scores_by_item
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.models.attention import width_step
 from posttrain.models.quantised import weight_errors
@@ -149,20 +149,11 @@ def drop(name: str, before: Sequence[float], after: Sequence[float], limit: floa
 
 def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], limit: float) -> Check:
     """The loss of accuracy on a suite, over the items that are graded in both evaluations."""
-    was, now = _scores(before), _scores(after)
+    was, now = ({item: fmean(of) for item, of in scores_by_item(side).items()} for side in (before, after))
     both = [item for item in was if item in now]
     lost = len({answer.item for answer in (*before, *after)}) - len(both)
     of = counted(len(both), "item") + (f", {lost:,} not graded" if lost else "")
     return drop(name, [was[item] for item in both], [now[item] for item in both], limit, of)
-
-
-def _scores(answers: Sequence[Answer]) -> Mapping[str, float]:
-    """The mean score of each item with a graded answer."""
-    by_item: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.score is not None:
-            by_item.setdefault(answer.item, []).append(answer.score)
-    return {item: fmean(scores) for item, scores in by_item.items()}
 
 
 def table(checks: Sequence[Check]) -> Table:
