@@ -42,12 +42,6 @@ class EngineFacts:
         return f"{self.name}-{GGUF_TYPES[self.dtype]}.gguf"
 
     @property
-    def stop_texts(self) -> list[str]:
-        """The strings of the stop tokens, then the run's stop strings."""
-        tokens = [str(self.tokenizer.convert_ids_to_tokens(id)) for id in self.stop_token_ids]
-        return list(dict.fromkeys([*tokens, *self.stop]))
-
-    @property
     def context(self) -> int:
         return min(self.positions or MOST_CONTEXT, MOST_CONTEXT)
 
@@ -229,7 +223,8 @@ def modelfile(served: EngineFacts) -> str:
     ]
     if served.system_prompt and served.chat:
         lines.append(f"SYSTEM {_quoted(served.system_prompt, 'the system prompt')}")
-    lines += [f"PARAMETER stop {_quoted(text, 'a stop string')}" for text in served.stop_texts]
+    tokens = [str(served.tokenizer.convert_ids_to_tokens(id)) for id in served.stop_token_ids]
+    lines += [f"PARAMETER stop {_quoted(text, 'a stop string')}" for text in dict.fromkeys([*tokens, *served.stop])]
     sampling = {name: served.sampling[name] for name in PLAIN}
     sampling["repeat_penalty"] = served.sampling.get("repetition_penalty", 1.0)
     lines += [

@@ -91,15 +91,13 @@ class RouterLoss:
             self._logits.append(output[index])
 
 
-ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
 def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
     """Return the load-balancing function in the module of the model's class, if it has the usual arguments."""
     for kind in type(base).__mro__:
         function = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
         if function is not None:
-            return function if list(inspect.signature(function).parameters) == ARGUMENTS else None
+            usual = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+            return function if list(inspect.signature(function).parameters) == usual else None
     return None
 
 
