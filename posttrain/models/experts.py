@@ -32,7 +32,7 @@ class RouterLoss:
     """
 
     def __init__(self, model: nn.Module, coefficient: float, is_explicit: bool = True):
-        """Without such a function, raises ModelError if the user set the loss, or drops it with a warning."""
+        """If transformers lacks the loss, raises ModelError if the user set it, or drops it with a warning."""
         self.coefficient = coefficient
         self._read(None)
         if not coefficient:
