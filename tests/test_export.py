@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import go_template
 import pytest
@@ -189,8 +190,9 @@ def test_every_family_is_merged_and_written(family, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     source = Source(ModelConfig(path=str(tmp_path / "adapter")), family, adapter=True, reward=False)
     prompts = torch.randint(3, 61, (4, 20)).tolist()
+    tokenizer = SimpleNamespace(vocab_size=61, bos_token_id=1, eos_token_id=2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        whole = merging.merge(merging.load_base(source, torch.device("cpu")), source, prompts)
+        whole = merging.merge(merging.load_base(source, torch.device("cpu")), source, prompts, tokenizer)
         folder = tmp_path / str(dtype)
         difference = merging.write_and_check(whole, folder, source, prompts, dtype, "5GB")
         print(f"{family} {dtype}: {whole.merging:.2g}, {difference:.2g}; without the adapter {whole.effect:.2g}")

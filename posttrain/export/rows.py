@@ -109,7 +109,7 @@ def pairs_for(
         limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
         how = Options(seed=options.seed, behavior_version=_version(config))
         read = partial(prepare, tokenizer=tokenizer, kind="pair", options=how)
-        prepared = _read(options, options.gate, _base_of(config, tokenizer) | limits, read)
+        prepared = _read(options, options.gate, _defaults(config, tokenizer) | limits, read)
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
         return _spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped
@@ -165,7 +165,7 @@ def _prompts(
         except PosttrainError as error:
             log.warning("the run's own prompts cannot be read (%s): using built-in prompts", error)
     if not options.gate:
-        data = _settings(options, (Path("built-in"),), _base_of(None, tokenizer))
+        data = _settings(options, (Path("built-in"),), _defaults(None, tokenizer))
         half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the other half is for completions
         prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
         return prompts, "built-in prompts (your own: --gate FILE)"
@@ -175,7 +175,7 @@ def _prompts(
         first = partial(
             first_prompts, policy=model, tokenizer=tokenizer, count=left, seed=seed, behavior_version=version
         )
-        usable, malformed = _read(options, (file,), _base_of(config, tokenizer), first)
+        usable, malformed = _read(options, (file,), _defaults(config, tokenizer), first)
         prompts += [replace(prompt, row=len(prompts) + index) for index, prompt in enumerate(usable)]
         unused += len(malformed)
         if len(prompts) == most:
@@ -184,15 +184,15 @@ def _prompts(
     return prompts, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
 
 
-def _read(options: QuantizeOptions, files: Sequence[Path], base: Settings, read: Callable[[DataConfig], T]) -> T:
+def _read(options: QuantizeOptions, files: Sequence[Path], defaults: Settings, read: Callable[[DataConfig], T]) -> T:
     """Call `read` with these files' settings: in the given format, or else in the run's, or if that fails, inferred."""
     try:
-        return read(_settings(options, files, base))
+        return read(_settings(options, files, defaults))
     except DataError:
-        if options.format != "auto" or "format" not in base:
+        if options.format != "auto" or "format" not in defaults:
             raise
         with suppress(DataError):
-            return read(_settings(options, files, base | {"format": "auto", "columns": {}}))
+            return read(_settings(options, files, defaults | {"format": "auto", "columns": {}}))
         raise
 
 
@@ -200,14 +200,14 @@ def _version(config: RunConfig | None) -> int:
     return config.behavior_version if config else BEHAVIOR_VERSION
 
 
-def _base_of(config: RunConfig | None, tokenizer: PreTrainedTokenizerBase) -> Settings:
+def _defaults(config: RunConfig | None, tokenizer: PreTrainedTokenizerBase) -> Settings:
     return config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
 
 
-def _settings(options: QuantizeOptions, files: Sequence[Path], base: Settings) -> DataConfig:
+def _settings(options: QuantizeOptions, files: Sequence[Path], defaults: Settings) -> DataConfig:
     """The data settings for the gate's files, based on the settings of the run or on the defaults."""
     source = str(files[0]) if len(files) == 1 else [{"source": str(file)} for file in files]
-    values = base | {"source": source, "split": "train", "validation": None, "excluded": ()}
+    values = defaults | {"source": source, "split": "train", "validation": None, "excluded": ()}
     values |= {"max_rows": None, "skip_rows": 0}
     if options.format != "auto":
         values |= {"format": options.format, "columns": {}}  # the run's columns belong to the run's format
