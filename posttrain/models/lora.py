@@ -170,8 +170,7 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | N
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
-    """Return PEFT's target modules: the family's for `auto`, all linear layers but the head for `all-linear`, or a
-    list."""
+    """Return PEFT's target modules: the family's (`auto`), all linear layers but the head (`all-linear`), or a list."""
     if lora.target_modules == "all-linear":
         return "all-linear"
     if lora.target_modules == "auto":
