@@ -22,7 +22,7 @@ from posttrain.data import prepare_run
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import load_tokenizer
-from posttrain.planning.largest import largest_step, with_completions
+from posttrain.planning.largest import FirstEpoch, with_completions
 from posttrain.rollout import _fitting
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import read_run
@@ -378,7 +378,7 @@ def test_which_coefficient(tmp_path, shared, mixture, capsys):
         config = load(folder / "config.yaml").config
         data, [model] = prepare_run(config, load_tokenizer(config.models[0])), config.models
         feeds_last = router_weight(config, model) > 0
-        planned = largest_step(config, data, config.training.tokens_per_pack, feeds_last=feeds_last)
+        planned = FirstEpoch(config, data, feeds_last).largest(config.training.tokens_per_pack)
         assert feeds_last == (folder in (own, asked)) and metrics(folder, "num_tokens") == [planned[0].num_tokens]
         assert main(["plan", str(folder / "config.yaml")]) == 0
         assert f"about {planned[0].num_tokens:,} tokens (" in capsys.readouterr().out

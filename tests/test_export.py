@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import go_template
 import pytest
@@ -28,7 +29,7 @@ from posttrain.data.templates import choose_template
 from posttrain.evaluation.records import FORMAT
 from posttrain.export import contents, merging, serving, targets
 from posttrain.export import export as exporting
-from posttrain.export.card import Facts, WrittenModel, card, license_of, public
+from posttrain.export.card import WrittenModel, card, license_of, public
 from posttrain.export.export import export
 from posttrain.export.serving import EngineFacts, InexpressibleError, turns_of
 from posttrain.export.serving import go_template as write_go
@@ -189,8 +190,9 @@ def test_every_family_is_merged_and_written(family, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     source = Source(ModelConfig(path=str(tmp_path / "adapter")), family, adapter=True, reward=False)
     prompts = torch.randint(3, 61, (4, 20)).tolist()
+    tokenizer = SimpleNamespace(vocab_size=61, bos_token_id=1, eos_token_id=2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        whole = merging.merge(merging.load_base(source, torch.device("cpu")), source, prompts)
+        whole = merging.merge(merging.load_base(source, torch.device("cpu")), source, prompts, tokenizer)
         folder = tmp_path / str(dtype)
         difference = merging.write_and_check(whole, folder, source, prompts, dtype, "5GB")
         print(f"{family} {dtype}: {whole.merging:.2g}, {difference:.2g}; without the adapter {whole.effect:.2g}")
@@ -327,13 +329,12 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
 
 def test_the_card_of_a_checkpoint_has_its_own_step_and_no_results_of_the_end(run):
     """And that of a model without a run says nothing about training."""
-    written = WrittenModel("float32", "", (), True)
-    facts = Facts("x", "x", True, written, ())
-    middle, end = (card(exporting.find_source(str(run / name)), facts) for name in ("checkpoint-1", "final"))
+    facts = WrittenModel("float32", "", (), True), "x", "x"
+    middle, end = (card(exporting.find_source(str(run / name)), *facts) for name in ("checkpoint-1", "final"))
     assert "| steps | 1 of 2 |" in middle and "| steps | 2 |" in end
     for part in ("## Results", "| loss |", "| trained tokens |"):
         assert part in end and part not in middle
-    alone = card(exporting.find_source(load(run / "config.yaml").config.models[0].path), facts)
+    alone = card(exporting.find_source(load(run / "config.yaml").config.models[0].path), *facts)
     assert "trained from" not in alone and "A language model, `tiny-qwen3`, exported by posttrain" in alone
 
 

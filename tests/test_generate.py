@@ -112,7 +112,7 @@ def test_the_prompts_of_a_runs_model_are_those_of_its_version(shared, tmp_path, 
     config = load(run / "config.yaml").config
     tokenizer = load_tokenizer(config.models[0])
     loaded = load_model(config.models[0], "lm", torch.float32, torch.device("cpu"))
-    both = [exported.prompts_for(asked, config, loaded, tokenizer).tokens for asked in (file, None)]
+    both = [exported.prompts_for(asked, config, loaded, tokenizer)[0] for asked in (file, None)]
     assert [[one.tokens for one in some] for some in found] == both * 2
     assert [tokens.count(tokenizer.bos_token_id) for [tokens] in both] == [2 if version != 2 else 1] * 2
 

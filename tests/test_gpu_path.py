@@ -212,7 +212,7 @@ def test_a_plan_names_the_engines_memory(sums_home, capsys):
 def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypatch, caplog):
     """The decision, and what the sampler then does; the same completions come either way (test_embedded.py)."""
     job = SimpleNamespace(device=GPU, config=grpo("m"), model=None, ranks=ALONE, feeds_last=False)
-    monkeypatch.setattr(largest, "largest_step", lambda *given: [])
+    monkeypatch.setattr(largest, "FirstEpoch", lambda *given: SimpleNamespace(largest=lambda *sizes: []))
     monkeypatch.setattr(largest, "width_step", lambda *given: None)
     monkeypatch.setattr(largest, "empty_model", lambda *given: None)
     for keeps in (True, False):

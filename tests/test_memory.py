@@ -26,7 +26,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import _simulate, activations, empty_model
 from posttrain.planning.estimate import _reference, estimate
-from posttrain.planning.largest import Step, largest_step, largest_that_fits, probe
+from posttrain.planning.largest import FirstEpoch, Step, largest_that_fits, probe
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -67,9 +67,8 @@ def settings(shared, middling_model, tmp_path):
 def estimated(file: Path):
     config = load(file).config
     data = prepare_run(config, load_tokenizer(config.models[0]))
-    packs = largest_step(
-        config, data, config.training.tokens_per_pack, width_step(CPU, config.training.tokens_per_pack)
-    )
+    size = config.training.tokens_per_pack
+    packs = FirstEpoch(config, data).largest(size, width_step(CPU, size))
     return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CPU)
 
 

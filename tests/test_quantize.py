@@ -26,7 +26,6 @@ from posttrain.batch import Example, Node
 from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.config.options import ExportOptions, QuantizeOptions
-from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
 from posttrain.evaluation.records import read_summary
@@ -45,7 +44,7 @@ from posttrain.export.gate import (
     verdict,
 )
 from posttrain.export.quantize import quantize
-from posttrain.export.rows import GateRows, RowOptions, completions_for
+from posttrain.export.rows import GateRows, completions_for
 from posttrain.export.source import find_source
 from posttrain.models.load import load_model
 from posttrain.models.quantised import linear_layers, stored_bytes, weight_of
@@ -249,7 +248,7 @@ def test_the_gate_passes_a_good_policy_and_fails_one_wrong_layer(stories, quanti
 
 def test_the_divergence_is_that_of_full_logits(stories, quantised, completions):
     """KL and flips of each token = those of plain transformers, one completion at a time."""
-    found = diverge(loaded(stories), loaded(quantised["int4"].folder), completions[:3])
+    kls, flips = diverge(loaded(stories), loaded(quantised["int4"].folder), completions[:3])
     one, two = (
         AutoModelForCausalLM.from_pretrained(stories),
         loaded(quantised["int4"].folder, attention="sdpa"),
@@ -260,8 +259,8 @@ def test_the_divergence_is_that_of_full_logits(stories, quantised, completions):
         ids = torch.tensor([prompt + tokens])
         with torch.no_grad():
             p, q = (model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (one, two))
-        torch.testing.assert_close(torch.tensor(found.kl[index]), (p.exp() * (p - q)).sum(-1), rtol=0, atol=1e-4)
-        assert found.flips[index] == (p.argmax(-1) != q.argmax(-1)).float().tolist()
+        torch.testing.assert_close(torch.tensor(kls[index]), (p.exp() * (p - q)).sum(-1), rtol=0, atol=1e-4)
+        assert flips[index] == (p.argmax(-1) != q.argmax(-1)).float().tolist()
 
 
 @pytest.fixture(scope="module")
@@ -370,17 +369,17 @@ def test_gates_of_another_format_than_the_runs(stories, tmp_path):
     data = {"source": "gone.jsonl", "format": "preference", "columns": columns, "template": "none"}
     config = RunConfig.model_validate({"models": [{"path": str(stories)}], "method": {"type": "dpo"}, "data": data})
     model, tokenizer = loaded(stories), AutoTokenizer.from_pretrained(stories)
-    rollout = RolloutConfig(max_completion_length=2)
 
     def gate(**row: str) -> GateRows:
         (tmp_path / "gate.jsonl").write_text(json.dumps(row))
         source = replace(find_source(str(stories)), config=config)
-        return completions_for(RowOptions((tmp_path / "gate.jsonl",)), source, model, tokenizer, rollout, DEVICES)
+        options = QuantizeOptions(to="int8", gate=(tmp_path / "gate.jsonl",), max_completion_length=2)
+        return completions_for(options, source, model, tokenizer)
 
     asked = tokenizer("Once upon a time")["input_ids"]
     for row in ({"prompt": "Once upon a time"}, {"ask": "Once upon a time", "good": " x", "bad": " y"}):
-        found = gate(**row)
-        assert [one.trees[0].tokens for one in found.examples] == [asked] and found.origin == "gate.jsonl"
+        examples, origin = gate(**row)
+        assert [one.trees[0].tokens for one in examples] == [asked] and origin == "gate.jsonl"
     with pytest.raises(DataError, match=r"no column 'ask' .for prompt.; it has foo"):
         gate(foo="1")
 

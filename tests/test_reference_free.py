@@ -22,7 +22,7 @@ from posttrain.losses.reference_free import (
     odds_ratio,
     odds_ratio_metrics,
 )
-from posttrain.planning.largest import pack_rows
+from posttrain.planning.largest import FirstEpoch
 from posttrain.recipes.reference_free import in_prompt, pack_with_chosen_prompts
 
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "simpo_gamma": 0.3, "alpha": 0.0}
@@ -236,7 +236,7 @@ def test_a_plan_counts_the_targets_that_the_recipe_does(tmp_path, method):
     settings = {"model": "m", "method": method, "data": {"source": "x"}}
     (tmp_path / "a.json").write_text(json.dumps(settings))
     examples = [Example((Node((1, 2, 3), children=(Node((4, 5), True), Node((6,), True))),), 0)] * 3
-    [planned] = pack_rows(load(tmp_path / "a.json").config, SimpleNamespace(train=examples), np.arange(3), 100)
+    [planned] = FirstEpoch(load(tmp_path / "a.json").config, SimpleNamespace(train=examples)).packs(np.arange(3), 100)
     assert len(planned.target_N) == 3 * (5 if method == "orpo" else 3)
 
 

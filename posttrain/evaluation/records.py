@@ -328,6 +328,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def scores_by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """The scores of each item with a graded answer, in order."""
+    scores: dict[str, list[float]] = {}
+    for answer in answers:
+        if answer.score is not None:
+            scores.setdefault(answer.item, []).append(answer.score)
+    return scores
+
+
 def read_answers(folder: Path) -> list[Answer]:
     """The answers of a finished evaluation, from `answers.jsonl`. Raises RunError if it is missing or damaged."""
     path, answers = folder / ANSWERS, []

@@ -39,27 +39,21 @@ class WrittenModel:
     check: str  # the result of the export's check, as a sentence
     notes: tuple[str, ...]
     chat: bool  # whether training used the chat template
+    merged: bool = True  # false: the folder has only an adapter
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts for the card that are not in the Source."""
-
-    name: str
-    address: str  # the argument of `from_pretrained`
-    merged: bool
-    written: WrittenModel
-    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names the model, if it is another one
-
-
-def card(source: Source, facts: Facts) -> str:
-    """The text of README.md."""
-    parts = [_header(source, facts), f"# {facts.name}", _about(source, facts), "## Use", _use(source, facts)]
+def card(
+    source: Source, written: WrittenModel, name: str, address: str, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The text of README.md. `address`: the argument of `from_pretrained`. `evaluations`: contents of summary.json, in
+    which `of` names the model, if it is another one."""
+    parts = [_header(source, written.merged), f"# {name}", _about(source, written)]
+    parts += ["## Use", _use(source, address, written.merged, written.chat)]
     if source.run is not None:
         parts += ["## Training", _training(source)]
     if results := list(_results(source)):
         parts += ["## Results", *results]
-    for summary in facts.evaluations:
+    for summary in evaluations:
         parts += ["## Evaluation", _evaluation(summary)]
     if source.config is not None:
         settings = write_yaml(redact(public(source.config.model_dump(mode="json")))).rstrip()
@@ -113,9 +107,9 @@ def license_of(model: ModelConfig) -> dict[str, str]:
     return {name: header[name] for name in LICENSE if isinstance(header.get(name), str)}
 
 
-def _header(source: Source, facts: Facts) -> str:
+def _header(source: Source, merged: bool) -> str:
     start, method = start_of(source), _method(source)
-    header: dict[str, Any] = {"library_name": "transformers" if facts.merged else "peft"}
+    header: dict[str, Any] = {"library_name": "transformers" if merged else "peft"}
     if (name := origin(start)) is not None:
         header["base_model"] = name
     header |= license_of(start)
@@ -126,7 +120,7 @@ def _header(source: Source, facts: Facts) -> str:
     return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---"
 
 
-def _about(source: Source, facts: Facts) -> str:
+def _about(source: Source, written: WrittenModel) -> str:
     start, method = start_of(source), _method(source)
     what = "A reward model" if source.reward else "A language model"
     name = origin(start)
@@ -136,8 +130,8 @@ def _about(source: Source, facts: Facts) -> str:
         made = f"the adapter `{source.name}` on {base}" if source.adapter else base
         made += ", exported"
     lines = [
-        f"{what}, {made} by posttrain {__version__}. Weights: {facts.written.dtype}. {facts.written.check}".rstrip(),
-        *facts.written.notes,
+        f"{what}, {made} by posttrain {__version__}. Weights: {written.dtype}. {written.check}".rstrip(),
+        *written.notes,
     ]
     if source.config is not None and source.config.models[0].load_in_4bit and source.quantised is None:
         lines.append(
@@ -149,13 +143,13 @@ def _about(source: Source, facts: Facts) -> str:
     return "\n\n".join(lines)
 
 
-def _use(source: Source, facts: Facts) -> str:
+def _use(source: Source, address: str, merged: bool, chat: bool) -> str:
     """Example code that loads and calls the model."""
-    address, reward, chat = facts.address, source.reward, facts.written.chat
-    stops = not facts.merged and not reward  # plain PEFT does not read the adapter's generation_config.json
-    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{'SequenceClassification' if reward else 'CausalLM'}"
+    reward = source.reward
+    stops = not merged and not reward  # plain PEFT does not read the adapter's generation_config.json
+    auto = f"Auto{'' if merged else 'Peft'}ModelFor{'SequenceClassification' if reward else 'CausalLM'}"
     lines = [f"from transformers import {auto}, AutoTokenizer"]
-    if not facts.merged:
+    if not merged:
         names = "AutoTokenizer, GenerationConfig" if stops else "AutoTokenizer"
         lines = [f"from peft import {auto}", f"from transformers import {names}"]
     lines += ["", f'tokenizer = AutoTokenizer.from_pretrained("{address}")']

@@ -77,7 +77,7 @@ class Adapter:
                 "so pass them as shown below. If an engine such as vLLM loads the adapter on its base, requests must "
                 "give them as `stop_token_ids`.",
             )
-        return WrittenModel(dtype, check, notes, chat)
+        return WrittenModel(dtype, check, notes, chat, merged=False)
 
 
 class QuantisedCopy:
@@ -134,13 +134,13 @@ class FoldedAdapters(Adapter):
             _refuse_kinds(adapter)
         self._say, self._device = say, take_device(devices)
         trained = load_base(replace(source, given_base=None), self._device)
-        self._prompts = prompts_for(prompts, source.config, trained, self._tokenizer)
+        self._prompts, self._compared = prompts_for(prompts, source.config, trained, self._tokenizer)
         self._trained = self._outputs(with_adapter(trained, source.model))
-        say(f"compared  on {self._prompts.compared} (root mean squares)")
+        say(f"compared  on {self._compared} (root mean squares)")
 
     def _outputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
         release_memory()
-        return outputs_of(model.eval(), self._prompts.tokens, self._source.reward)
+        return outputs_of(model.eval(), self._prompts, self._source.reward)
 
     def _write_weights(self, folder: Path) -> tuple[str, str]:
         source, count = self._source, len(self._adapters)
@@ -163,7 +163,7 @@ class FoldedAdapters(Adapter):
         self._say(f"folded    {count} adapters into one of rank {rank}: differs by {difference:.2g}{unit}")
         return "float32", (
             f"This adapter is {count} adapters folded into one. On the base, its {outputs} differ from those of the "
-            f"trained model by {difference:.2g} (root mean square, {self._prompts.compared})."
+            f"trained model by {difference:.2g} (root mean square, {self._compared})."
         )
 
     def _all_adapters(self, original: Source) -> "PeftModel":

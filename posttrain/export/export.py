@@ -14,11 +14,11 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import ExportOptions
 from posttrain.engines import stop_token_ids
 from posttrain.evaluation.records import SUMMARY, read_summary
-from posttrain.export.card import Facts, WrittenModel, card, origin
+from posttrain.export.card import WrittenModel, card, origin
 from posttrain.export.contents import Adapter, FoldedAdapters, QuantisedCopy
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.rows import prompts_for
-from posttrain.export.serving import FILES, PLAIN, EngineFacts, refuse_engines, write_for
+from posttrain.export.serving import FILES, PLAIN, EngineFacts, write_for
 from posttrain.export.source import Source, chats, find_source
 from posttrain.export.targets import push, put, refuse_full_disk, refuse_target, token_for
 from posttrain.models.devices import take_device
@@ -39,8 +39,7 @@ Say = Callable[[str], None]
 
 @sharing_cores()
 def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) -> Path:
-    """Write the folder, and upload it if `push_to_hub` is set. Returns the folder. `say` is called with each line of
-    the report.
+    """Write the folder, and upload it if `push_to_hub` is set. Returns the folder. `say` takes the lines of the report.
 
     The folder is complete or absent, and replaces an existing one only with `overwrite`. Raises PosttrainError. If the
     upload or an engine's file fails, the folder is still complete, apart from that file.
@@ -58,7 +57,8 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
     if source.quantised is not None or not merges:
         what = "an adapter that is not merged" if source.quantised is None else "a quantised model"
         _refuse_unread(replace(options, prompts=None) if options.fold else options, what)
-    refuse_engines(options.engines, source.reward)
+    if source.reward and (others := [name for name in options.engines if name != "vllm"]):
+        raise ModelError(f"--for {others[0]}: this engine cannot serve a reward model: use vllm")
     evaluations = [_named(source, folder) for folder in options.evaluations] or list(own_evaluations(source))
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
@@ -75,10 +75,10 @@ def export(path: str, options: ExportOptions, devices: DevicesConfig, say: Say) 
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
-        text = card(source, Facts(target.name, options.push_to_hub or target.name, merges, written, evaluations))
+        text = card(source, written, target.name, options.push_to_hub or target.name, evaluations)
         (folder / "README.md").write_text(text, encoding="utf-8")
         base = origin(source.base) if source.adapter else None
-        mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
+        mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": written.merged}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 
     put(target, write, options.overwrite, MARK)
@@ -118,10 +118,10 @@ class _MergedModel:
         self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
-        self._prompts = prompts_for(options.prompts, source.config, base, self._tokenizer)
-        self._whole = merge(base, source, self._prompts.tokens, self._tokenizer)
+        self._prompts, self._compared = prompts_for(options.prompts, source.config, base, self._tokenizer)
+        self._whole = merge(base, source, self._prompts, self._tokenizer)
         self._unit = "" if source.reward else " nats"
-        say(f"compared  on {self._prompts.compared} (root mean squares)")
+        say(f"compared  on {self._compared} (root mean squares)")
         if source.adapter:
             effect = f"; without the adapter: {self._whole.effect:.2g} nats" if self._whole.effect is not None else ""
             say(f"merged    differs from the adapter by {self._whole.merging:.2g}{self._unit}{effect}")
@@ -129,8 +129,8 @@ class _MergedModel:
     def write(self, folder: Path, name: str) -> WrittenModel:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
-        how = self._prompts.tokens, DTYPES[dtype], self._options.max_shard_size
-        difference = write_and_check(self._whole, folder, source, *how)
+        how = DTYPES[dtype], self._options.max_shard_size
+        difference = write_and_check(self._whole, folder, source, self._prompts, *how)
         self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
         for engine in dict.fromkeys(self._options.engines):
@@ -142,7 +142,7 @@ class _MergedModel:
         outputs = "rewards" if source.reward else "log-probabilities"
         check = (
             f"When loaded with plain transformers, the model's {outputs} differ from those of the trained model by "
-            f"{difference:.2g} (root mean square, {self._prompts.compared})."
+            f"{difference:.2g} (root mean square, {self._compared})."
         )
         return WrittenModel(dtype, check, (), served.chat)
 
@@ -184,7 +184,7 @@ def _named(source: Source, folder: Path) -> Mapping[str, Any]:
     if summary["model"].get("content") != content_of(source.model):
         name = summary["model"]["name"]
         log.warning("%s is an evaluation of %s, not of these files: the model card says so", folder, name)
-        return {**summary, "of": summary["model"]["name"]}
+        return {**summary, "of": name}
     return summary
 
 

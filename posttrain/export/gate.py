@@ -5,7 +5,7 @@ Passing thus shows that the model is not worse; it is not just a lack of evidenc
 within the limit, the check is `unsure` and does not pass; more rows make the interval narrower.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -22,7 +22,7 @@ from posttrain.batch import Example, pack
 from posttrain.config.options import Precision
 from posttrain.distillation import compare_distributions, forward_kl
 from posttrain.evaluation.pairs import margins_by
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, scores_by_item
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt, paired_difference
 from posttrain.models.attention import width_step
 from posttrain.models.quantised import weight_errors
@@ -80,19 +80,15 @@ def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: floa
     return Check("weight error", value, None, None, limit, verdict(value, value, limit), f"largest: {worst}")
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The differences between two policies on the same tokens: for each prompt, one number per token."""
-
-    kl: list[list[float]]  # nats, KL(original ‖ quantised)
-    flips: list[list[float]]  # 1 where the most likely tokens of the two policies differ
-
-
 @torch.no_grad()
-def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]) -> Divergence:
-    """Compare the next-token distributions of two policies over the trained tokens of the examples."""
-    divergence = Divergence([[] for _ in examples], [[] for _ in examples])
-    device = original.device
+def diverge(
+    original: PreTrainedModel, other: PreTrainedModel, examples: Sequence[Example]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Compare the next-token distributions of two policies over the trained tokens of the examples.
+
+    Returns for each prompt, per token: KL(original ‖ quantised) in nats, and 1 where the most likely tokens differ.
+    """
+    device, kls, flips = original.device, [[] for _ in examples], [[] for _ in examples]
     for start in progress(range(0, len(examples), BATCH), "gate: comparing distributions"):
         for packed in pack(examples[start : start + BATCH], PACK_TOKENS, False, width_step(device, PACK_TOKENS)):
             batch = packed.to(device)
@@ -104,14 +100,14 @@ def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequenc
             same_N = scores_of(other, after, greedy_N, 1.0).top1_N
             owners = batch.group_S[batch.sequence_N].tolist()
             for owner, kl, same in zip(owners, compared.divergence_N.tolist(), same_N.tolist(), strict=True):
-                divergence.kl[start + owner].append(kl)
-                divergence.flips[start + owner].append(1.0 - same)
-    return divergence
+                kls[start + owner].append(kl)
+                flips[start + owner].append(1.0 - same)
+    return kls, flips
 
 
-def check_divergence(divergence: Divergence, limits: Limits) -> list[Check]:
-    """The mean KL per token and the share of greedy flips, with intervals clustered by prompt."""
-    kl, flips = mean_by_prompt(divergence.kl, CONFIDENCE), mean_by_prompt(divergence.flips, CONFIDENCE)
+def check_divergence(divergence: Sequence[Sequence[Sequence[float]]], limits: Limits) -> list[Check]:
+    """The mean KL per token and the share of greedy flips, with intervals clustered by prompt. See `diverge`."""
+    kl, flips = (mean_by_prompt(values, CONFIDENCE) for values in divergence)
     of = f"{counted(kl.answers, 'token')}, {counted(kl.prompts, 'prompt')}"
     half = None if kl.standard_error is None else t_quantile(CONFIDENCE, kl.prompts - 1) * kl.standard_error
     low, high = (None, None) if half is None else (max(0.0, kl.value - half), kl.value + half)
@@ -144,8 +140,7 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
 
 
 def drop(name: str, before: Sequence[float], after: Sequence[float], limit: float, of: str) -> Check:
-    """The decrease of the mean score, with the interval of the paired differences; `before` and `after` are scores of
-    the same prompts."""
+    """The decrease of the mean score of the same prompts, with the interval of the paired differences."""
     paired = paired_difference(before, after, CONFIDENCE)
     low, high = (None, None) if paired.low is None or paired.high is None else (-paired.high, -paired.low)
     value = -paired.value or 0.0  # not -0
@@ -154,20 +149,11 @@ def drop(name: str, before: Sequence[float], after: Sequence[float], limit: floa
 
 def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], limit: float) -> Check:
     """The loss of accuracy on a suite, over the items that are graded in both evaluations."""
-    was, now = _scores(before), _scores(after)
+    was, now = ({item: fmean(of) for item, of in scores_by_item(side).items()} for side in (before, after))
     both = [item for item in was if item in now]
     lost = len({answer.item for answer in (*before, *after)}) - len(both)
     of = counted(len(both), "item") + (f", {lost:,} not graded" if lost else "")
     return drop(name, [was[item] for item in both], [now[item] for item in both], limit, of)
-
-
-def _scores(answers: Sequence[Answer]) -> Mapping[str, float]:
-    """The mean score of each item with a graded answer."""
-    by_item: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.score is not None:
-            by_item.setdefault(answer.item, []).append(answer.score)
-    return {item: fmean(scores) for item, scores in by_item.items()}
 
 
 def table(checks: Sequence[Check]) -> Table:

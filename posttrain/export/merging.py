@@ -40,8 +40,7 @@ class Whole:
 
 @torch.no_grad()
 def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward: bool) -> list[torch.Tensor]:
-    """The model's outputs for each prompt, one call per prompt: the log-probabilities of all tokens except the first,
-    or the reward."""
+    """The outputs of one call per prompt: the log-probabilities of all tokens except the first, or the reward."""
     outputs = []
     device = next(model.parameters()).device
     for prompt in prompts:
@@ -61,18 +60,14 @@ def load_base(source: Source, device: torch.device) -> PreTrainedModel:
 
 
 def merge(
-    base: PreTrainedModel,
-    source: Source,
-    prompts: Sequence[Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> Whole:
     """Merge the source into its base if it is an adapter, and check that merged = adapter.
 
     Raises VitalSignError if the merged model differs by more than float32 rounding error.
     """
     adapted = with_adapter(base, source.model).eval() if source.adapter else base
-    if tokenizer is not None:
-        check_embeddings(base, tokenizer, source.model.path)  # after loading the adapter, which may add embeddings
+    check_embeddings(base, tokenizer, source.model.path)  # after loading the adapter, which may add embeddings
     want = outputs_of(adapted, prompts, source.reward)
     if not is_adapted(adapted):
         return Whole(base, want)

@@ -5,27 +5,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import __version__
 from posttrain.base.errors import ModelError
-from posttrain.base.files import LEFTOVER
+from posttrain.base.files import leftovers
 from posttrain.base.imports import need
 from posttrain.base.memory import release_memory
 from posttrain.base.threads import sharing_cores
 from posttrain.base.words import counted, in_units
 from posttrain.config import DevicesConfig, ModelConfig
-from posttrain.config.options import EvalOptions, Precision, QuantizeOptions, from_flags
-from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.options import EvalOptions, Precision, QuantizeOptions
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
 from posttrain.export import gate
 from posttrain.export.card import origin, start_of
 from posttrain.export.merging import DTYPES
-from posttrain.export.rows import RowOptions, completions_for, pairs_for
+from posttrain.export.rows import completions_for, pairs_for
 from posttrain.export.source import QUANTISED, Source, find_source
 from posttrain.export.targets import put, refuse_full_disk, refuse_target
 from posttrain.models.devices import take_device
@@ -42,7 +42,6 @@ MARK = QUANTISED  # the file with the result; a folder without it is never repla
 SIDES = ("original", "quantized")
 
 Say = Callable[[str], None]
-DtypeName = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,7 @@ class Quantised:
 def quantize(
     path: str, options: QuantizeOptions, suites: Sequence[Items], devices: DevicesConfig, say: Say
 ) -> Quantised:
-    """Write the quantised model with its tokenizer and the result of its gate. `say` is called with each line of the
-    report.
+    """Write the quantised model with its tokenizer and the result of its gate. `say` takes the lines of the report.
 
     The folder is complete or absent, and replaces an existing one only with `overwrite`. It is written even if the gate
     is not passed. The gate loads the written files again and measures them. Raises PosttrainError.
@@ -80,11 +78,12 @@ def quantize(
         )
     target = options.output or default_target(source, options.precision)
     refuse_target(target, options.overwrite, MARK)
-    _warn_of_leftovers(target)
-    work = _Work(options, suites, source, devices, target, say)
-    put(target, work.write, options.overwrite, MARK)
+    for left in leftovers(target.parent, target.name, ended=False) if target.parent.is_dir() else ():
+        log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", left)
+    work = _Work(options, source, devices, target, say)
+    put(target, lambda folder: work.write(folder, suites), options.overwrite, MARK)
     say(f"written    {target}: {in_units(size_of(target))}")
-    return replace(work.result, folder=target)
+    return work.result
 
 
 def default_target(source: Source, to: Precision) -> Path:
@@ -95,35 +94,18 @@ def default_target(source: Source, to: Precision) -> Path:
     return Path("quantized_models") / f"{source.name}_{to}"
 
 
-def _warn_of_leftovers(target: Path) -> None:
-    """Warn of unfinished folders, left by a killed process or still being written."""
-    for path in target.parent.glob(f"{target.name}.*"):
-        if LEFTOVER.fullmatch(path.name):
-            log.warning("%s was left unfinished by a killed process: delete it unless one is still writing it", path)
-
-
 class _Work:
     """Loads the original model and the rows of the gate before anything is written, then writes the folder."""
 
     result: Quantised
 
-    def __init__(
-        self,
-        options: QuantizeOptions,
-        suites: Sequence[Items],
-        source: Source,
-        devices: DevicesConfig,
-        target: Path,
-        say: Say,
-    ):
-        self._options, self._suites, self._source = options, suites, source
-        self._devices, self._target, self._say = devices, target, say
+    def __init__(self, options: QuantizeOptions, source: Source, devices: DevicesConfig, target: Path, say: Say):
+        self._options, self._source, self._devices, self._target, self._say = options, source, devices, target, say
         self._to: Precision = options.precision
         self._limits = _limits(options)
         config = load_config(source.model)
-        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        half = stored in ("bfloat16", "float16")
-        kind: DtypeName = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
+        half = getattr(config, "dtype", None) in (torch.bfloat16, torch.float16)
+        kind = options.dtype if options.dtype != "auto" else "bfloat16" if half else "float32"
         self._dtype, self._device = DTYPES[kind], take_device(devices)
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(source.model)
         self._model = source.model.model_copy(update={"dtype": kind})
@@ -131,56 +113,43 @@ class _Work:
         check_embeddings(self._original, self._tokenizer, source.model.path)
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied weights count once
         refuse_full_disk(target, self._before // 2)
-        format = None if options.format == "auto" else options.format
-        wanted = RowOptions(tuple(options.gate), format, options.template, options.max_rows, options.seed)
-        common = wanted, source, self._original, self._tokenizer
-        rollout = from_flags(RolloutConfig, options)
-        self._rows = pairs_for(*common) if source.reward else completions_for(*common, rollout, devices)
+        rows_for = pairs_for if source.reward else completions_for
+        self._examples, self._rows = rows_for(options, source, self._original, self._tokenizer)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, suites: Sequence[Items]) -> None:
         other = quantised(self._original, self._to, self._dtype)
         other.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         sizes = self._sizes(other, folder)
         del other
-        self._report(sizes)
-        checks = [*self._checks(folder), *self._suite_checks(folder)]
-        self.result = Quantised(folder, checks, self._rows.origin, sizes)
+        checks = [*self._checks(folder), *self._suite_checks(folder, suites)]
+        self.result = Quantised(self._target, checks, self._rows, sizes)
         save_json(folder / MARK, self._facts())
 
     def _sizes(self, other: PreTrainedModel, folder: Path) -> dict[str, Any]:
-        """Sizes in bytes of the quantised linear layers, in bfloat16 and as saved, and of all weights."""
+        """Report and return the bytes of the quantised linear layers, in bfloat16 and as saved, and of all weights."""
         saved, all_layers = stored_bytes(other), linear_layers(self._original)
-        linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved)
+        kept = [name for name in all_layers if name not in saved]
+        wide, linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved), sum(saved.values())
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return {
-            "layers": len(saved),
-            "kept": [name for name in all_layers if name not in saved],
-            "linear_bfloat16": linear,
-            "linear": sum(saved.values()),
-            "weights_before": self._before,
-            "weights": files,
-        }
-
-    def _report(self, sizes: dict[str, Any]) -> None:
-        kept = f", {counted(len(sizes['kept']), 'other')} kept" if sizes["kept"] else ""
+        others = f", {counted(len(kept), 'other')} kept" if kept else ""
         self._say(
-            f"quantised  {counted(sizes['layers'], 'linear layer')} to {NAMES[self._to]}: "
-            f"{sizes['linear'] / sizes['linear_bfloat16']:.3f} of their size in bfloat16{kept}"
+            f"quantised  {counted(len(saved), 'linear layer')} to {NAMES[self._to]}: "
+            f"{linear / wide:.3f} of their size in bfloat16{others}"
         )
-        self._say(
-            f"weights    {in_units(sizes['weights_before'])} in {self._model.dtype}, now {in_units(sizes['weights'])}"
-        )
-        self._say(f"gate       {self._rows.origin}")
+        self._say(f"weights    {in_units(self._before)} in {self._model.dtype}, now {in_units(files)}")
+        self._say(f"gate       {self._rows}")
+        sizes = {"linear_bfloat16": wide, "linear": linear, "weights_before": self._before, "weights": files}
+        return {"layers": len(saved), "kept": kept, **sizes}
 
     def _checks(self, folder: Path) -> list[gate.Check]:
         """The checks that compare the written model with the original."""
         other = self._loaded(ModelConfig(path=str(folder), dtype=self._model.dtype))
         checks = [gate.check_weights(self._original, other, self._limits.weights)]
-        examples = self._rows.examples
+        examples = self._examples
         if examples and self._source.reward:
             before = gate.margins_of(self._original, examples, "original")
             checks += gate.check_margins(before, gate.margins_of(other, examples, "quantised"), self._limits)
@@ -188,9 +157,9 @@ class _Work:
             checks += gate.check_divergence(gate.diverge(self._original, other, examples), self._limits)
         return checks
 
-    def _suite_checks(self, folder: Path) -> Iterator[gate.Check]:
+    def _suite_checks(self, folder: Path, suites: Sequence[Items]) -> Iterator[gate.Check]:
         """Compare the accuracy on each suite before and after. The records are saved in `evaluation/` of the folder."""
-        if not self._suites:
+        if not suites:
             return
         del self._original
         release_memory()
@@ -198,12 +167,12 @@ class _Work:
         evaluation = EvalOptions(engine=options.engine, seed=options.seed, max_rows=options.max_rows)
         models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
         for side, model in zip(SIDES, models, strict=True):
-            evaluate(model, side, self._suites, evaluation, self._devices, records / side)
+            evaluate(model, side, suites, evaluation, self._devices, records / side)
         summary = load_json(records / SIDES[1] / SUMMARY)
         summary["model"]["path"] = str(self._target)  # instead of the temporary folder
         save_json(records / SIDES[1] / SUMMARY, summary)
         answers = [read_answers(records / side) for side in SIDES]
-        for suite in (items.suite.name for items in self._suites):
+        for suite in (items.suite.name for items in suites):
             before, after = ([answer for answer in of_side if answer.suite == suite] for of_side in answers)
             yield gate.check_suite(suite, before, after, self._limits.drop)
 

@@ -4,7 +4,8 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,25 +15,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, DataError, PosttrainError
 from posttrain.base.words import counted
 from posttrain.batch import Example, Node
-from posttrain.config import DataConfig, DevicesConfig, RunConfig
+from posttrain.config import DataConfig, RunConfig
+from posttrain.config.options import QuantizeOptions, from_flags
 from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data import Dataset, Options, prepare, prepare_run
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
-from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.pairs import LONGEST
 from posttrain.export.source import Source
 from posttrain.inspection.rows import generate_all
-from posttrain.inspection.sample import Setup, first_prompts
+from posttrain.inspection.sample import first_prompts
 from posttrain.models.families import positions_of
 from posttrain.sampler import sampling_of
 
 log = logging.getLogger("posttrain")
 
 T = TypeVar("T")
+Settings = dict[str, Any]  # data settings by name
 
 EXPORT_PROMPTS, EXPORT_TOKENS = 8, 512  # an export is compared on the first 512 tokens of each of 8 prompts
 GATE_PROMPTS, GATE_PAIRS = 128, 1_000  # default number of rows for the gate
@@ -52,26 +54,12 @@ BUILT_IN = (
 # --- for an export ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The token ids of each prompt, and the prompts' origin in words."""
-
-    tokens: list[list[int]]
-    origin: str
-
-    @property
-    def compared(self) -> str:
-        """A description of the prompts: number, tokens and origin."""
-        tokens = counted(sum(map(len, self.tokens)), "token")
-        return f"{counted(len(self.tokens), 'prompt')} of {tokens}, {self.origin}"
-
-
 def prompts_for(
     file: Path | None, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Prompts:
+) -> tuple[list[list[int]], str]:
     """The first prompts of `file`; without a file, of the run's data; if the run has none, built-in prompts.
 
-    Raises DataError if `file` has no usable prompt.
+    Returns their token ids, and a description of them. Raises DataError if `file` has no usable prompt.
     """
     plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
     prompts: list[Prompt] | None = None
@@ -84,17 +72,16 @@ def prompts_for(
         if not prompts:
             raise DataError(f"{file} has no usable prompt among its first {len(records)} rows: {results[0]}")
     elif config is not None:
-        model_config, rollout, devices = config.models[0], config.rollout, config.devices
-        setup = Setup(model_config, config.data, (), rollout, devices, None, config.seed, _version(config))
         try:
-            prompts, _ = first_prompts(setup, model, tokenizer, EXPORT_PROMPTS)
+            prompts, _ = first_prompts(config.data, model, tokenizer, EXPORT_PROMPTS, config.seed, _version(config))
             origin = "the run's data"
         except PosttrainError as error:
             log.info("the run's own prompts cannot be read (%s): comparing on built-in prompts", error)
     if prompts is None:
         prompts = built_in(plain, tokenizer)
     longest = min(EXPORT_TOKENS, positions_of(model.config) or EXPORT_TOKENS)
-    return Prompts([prompt.tokens[:longest] for prompt in prompts], origin)
+    tokens = [prompt.tokens[:longest] for prompt in prompts]
+    return tokens, f"{counted(len(tokens), 'prompt')} of {counted(sum(map(len, tokens)), 'token')}, {origin}"
 
 
 def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -106,56 +93,36 @@ def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Promp
 # --- for the gate of a quantised model --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """The user's choice of rows. `format` and `template`: None for the run's value; inferred if there is no run."""
-
-    files: tuple[Path, ...] = ()
-    format: str | None = None
-    template: str | None = None
-    max_rows: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GateRows:
-    """The rows as examples, and their origin in words. If there are no examples, `origin` says why."""
-
-    examples: list[Example]
-    origin: str
+GateRows = tuple[list[Example], str]  # the rows, and their origin in words, or the reason why there are no rows
 
 
 def pairs_for(
-    options: RowOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
-    """Preference pairs from the files, or otherwise from the run's validation sets. At most `max_rows` (by default
-    1,000) pairs are taken, evenly spread.
+    """At most `max_rows` (default: 1,000) pairs, evenly spread, from the files or else the run's validation sets.
 
     Raises DataError if the files have no usable pair.
     """
     most, config = options.max_rows or GATE_PAIRS, source.config
-    if options.files:
+    if options.gate:
         longest = min(positions_of(model.config) or LONGEST, LONGEST)
         limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
         how = Options(seed=options.seed, behavior_version=_version(config))
-        prepared = _read(
-            options,
-            config,
-            lambda options: prepare(_settings(options, config, tokenizer, limits), tokenizer, "pair", how),
-        )
+        read = partial(prepare, tokenizer=tokenizer, kind="pair", options=how)
+        prepared = _read(options, options.gate, _defaults(config, tokenizer) | limits, read)
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
-        return GateRows(_spread([prepared.train], most), ", ".join(file.name for file in options.files) + dropped)
+        return _spread([prepared.train], most), ", ".join(file.name for file in options.gate) + dropped
     if config is None or config.method.kind != "pair":
-        return GateRows([], "no pairs: give --gate FILE")
+        return [], "no pairs: give --gate FILE"
     try:
         sets = prepare_run(config, tokenizer).validation
     except PosttrainError as error:
         log.warning("the run's own data cannot be read: %s", error)
-        return GateRows([], "the run's data cannot be read: give --gate FILE")
+        return [], "the run's data cannot be read: give --gate FILE"
     if not sets:
-        return GateRows([], "the run has no validation data: give --gate FILE")
-    return GateRows(_spread(list(sets.values()), most), "the run's validation data")
+        return [], "the run has no validation data: give --gate FILE"
+    return _spread(list(sets.values()), most), "the run's validation data"
 
 
 def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
@@ -166,18 +133,14 @@ def _spread(sets: Sequence[Dataset], most: int) -> list[Example]:
 
 
 def completions_for(
-    options: RowOptions,
-    source: Source,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rollout: RolloutConfig,
-    devices: DevicesConfig,
+    options: QuantizeOptions, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> GateRows:
     """Sample completions from the original model: one for each prompt, or several if there are few prompts.
 
     An example is a prompt with its completions. Raises DataError if the files have no usable prompt.
     """
-    prompts, origin = _prompts(options, source, model, tokenizer, devices)
+    prompts, origin = _prompts(options, source.config, model, tokenizer)
+    rollout = from_flags(RolloutConfig, options)
     samples = max(1, GATE_COMPLETIONS // len(prompts))
     turns = (options.template or (source.config.data.template if source.config else "chat")) != "none"
     sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer, turns), options.seed)
@@ -187,78 +150,66 @@ def completions_for(
         prompt.row: Node(prompt.tokens, children=tuple(Node(done.tokens, trained=True) for done in sampled[prompt.row]))
         for prompt in prompts
     }
-    return GateRows([Example((tree,), row=row) for row, tree in trees.items()], origin)
+    return [Example((tree,), row=row) for row, tree in trees.items()], origin
 
 
 def _prompts(
-    options: RowOptions,
-    source: Source,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    devices: DevicesConfig,
+    options: QuantizeOptions, config: RunConfig | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], str]:
     """The first usable prompts, with consecutive row numbers, and their origin in words."""
-    most, config = options.max_rows or GATE_PROMPTS, source.config
-    if not options.files and config is not None:
+    most, seed, version = options.max_rows or GATE_PROMPTS, config.seed if config else 0, _version(config)
+    if not options.gate and config is not None:
         try:
-            prompts, _ = first_prompts(_setup(source, config.data, devices), model, tokenizer, most)
+            prompts, _ = first_prompts(config.data, model, tokenizer, most, seed, version)
             return prompts, "the run's own prompts"
         except PosttrainError as error:
             log.warning("the run's own prompts cannot be read (%s): using built-in prompts", error)
-    if not options.files:
-        data = _settings(replace(options, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
+    if not options.gate:
+        data = _settings(options, (Path("built-in"),), _defaults(None, tokenizer))
         half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the other half is for completions
         prompts = [replace(prompt, tokens=prompt.tokens[:half]) for prompt in built_in(data, tokenizer)]
         return prompts, "built-in prompts (your own: --gate FILE)"
     prompts, unused = list[Prompt](), 0
-
-    def first(options: RowOptions) -> tuple[list[Prompt], Sequence[Malformed]]:
-        data = _settings(options, config, tokenizer, {})
-        return first_prompts(_setup(source, data, devices), model, tokenizer, most - len(prompts))
-
-    for file in options.files:
-        usable, malformed = _read(replace(options, files=(file,)), config, first)
+    for file in options.gate:
+        left = most - len(prompts)
+        first = partial(
+            first_prompts, policy=model, tokenizer=tokenizer, count=left, seed=seed, behavior_version=version
+        )
+        usable, malformed = _read(options, (file,), _defaults(config, tokenizer), first)
         prompts += [replace(prompt, row=len(prompts) + index) for index, prompt in enumerate(usable)]
         unused += len(malformed)
         if len(prompts) == most:
             break
-    names = ", ".join(file.name for file in options.files)
+    names = ", ".join(file.name for file in options.gate)
     return prompts, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
 
 
-def _read(options: RowOptions, config: RunConfig | None, read: Callable[[RowOptions], T]) -> T:
-    """Call `read` with the run's format, or with the inferred format if that fails. Raises DataError if both fail."""
+def _read(options: QuantizeOptions, files: Sequence[Path], defaults: Settings, read: Callable[[DataConfig], T]) -> T:
+    """Call `read` with these files' settings: in the given format, or else in the run's, or if that fails, inferred."""
     try:
-        return read(options)
+        return read(_settings(options, files, defaults))
     except DataError:
-        if options.format is not None or config is None:
+        if options.format != "auto" or "format" not in defaults:
             raise
         with suppress(DataError):
-            return read(replace(options, format="auto"))
+            return read(_settings(options, files, defaults | {"format": "auto", "columns": {}}))
         raise
-
-
-def _setup(source: Source, data: DataConfig, devices: DevicesConfig) -> Setup:
-    seed = source.config.seed if source.config else 0
-    return Setup(source.model, data, (), RolloutConfig(), devices, None, seed, _version(source.config))
 
 
 def _version(config: RunConfig | None) -> int:
     return config.behavior_version if config else BEHAVIOR_VERSION
 
 
-def _settings(
-    options: RowOptions, config: RunConfig | None, tokenizer: PreTrainedTokenizerBase, limits: dict[str, Any]
-) -> DataConfig:
+def _defaults(config: RunConfig | None, tokenizer: PreTrainedTokenizerBase) -> Settings:
+    return config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
+
+
+def _settings(options: QuantizeOptions, files: Sequence[Path], defaults: Settings) -> DataConfig:
     """The data settings for the gate's files, based on the settings of the run or on the defaults."""
-    values: dict[str, Any] = (
-        config.data.model_dump() if config else {"template": "chat" if tokenizer.chat_template else "none"}
-    )
-    files = [str(file) for file in options.files]
-    parts = [{"source": file} for file in files]
-    values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None, "excluded": ()}
-    values |= {"max_rows": None, "skip_rows": 0, **limits}
-    if options.format is not None:
+    source = str(files[0]) if len(files) == 1 else [{"source": str(file)} for file in files]
+    values = defaults | {"source": source, "split": "train", "validation": None, "excluded": ()}
+    values |= {"max_rows": None, "skip_rows": 0}
+    if options.format != "auto":
         values |= {"format": options.format, "columns": {}}  # the run's columns belong to the run's format
     if options.template not in (None, values["template"]):
         values |= {"template": options.template, "chat_template_kwargs": {}}

@@ -1,7 +1,6 @@
 """`--for`: the files with which ollama, llama.cpp and vLLM serve an exported model as it was trained.
 
-They use the template, stop tokens and sampling of training. llama.cpp converts the model to GGUF; the files contain the
-commands.
+They use the template, stop tokens and sampling of training, and contain the commands of the conversion to GGUF.
 """
 
 import json
@@ -16,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import ModelError
 from posttrain.data.render import Message, Renderer, RenderRequest, rendered, rendering
 
-ENGINES = ("ollama", "llama.cpp", "vllm")
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
 MOST_CONTEXT = 8192  # maximum context in tokens, for engines that reserve memory for the whole context
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -44,12 +42,6 @@ class EngineFacts:
         return f"{self.name}-{GGUF_TYPES[self.dtype]}.gguf"
 
     @property
-    def stop_texts(self) -> list[str]:
-        """The strings of the stop tokens, then the run's stop strings."""
-        tokens = [str(self.tokenizer.convert_ids_to_tokens(id)) for id in self.stop_token_ids]
-        return list(dict.fromkeys([*tokens, *self.stop]))
-
-    @property
     def context(self) -> int:
         return min(self.positions or MOST_CONTEXT, MOST_CONTEXT)
 
@@ -58,12 +50,6 @@ class EngineFacts:
         """Whether the tokenizer, and thus the converted GGUF, puts its beginning-of-text token before every text."""
         begin = self.tokenizer.bos_token_id
         return begin is not None and list(self.tokenizer("a").input_ids)[:1] == [begin]
-
-
-def refuse_engines(engines: Sequence[str], reward: bool) -> None:
-    """Raise ModelError, before any work, for engines that cannot serve this kind of model."""
-    if reward and (others := [name for name in engines if name != "vllm"]):
-        raise ModelError(f"--for {others[0]}: this engine cannot serve a reward model: use vllm")
 
 
 def write_for(engine: str, served: EngineFacts, folder: Path) -> None:
@@ -176,8 +162,7 @@ def _depends(before: str, after: str) -> InexpressibleError:
 
 
 def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str], str]:
-    """The texts between the messages of a conversation with these roles. Raises InexpressibleError if they cannot be
-    determined."""
+    """The texts between messages with these roles. Raises InexpressibleError if they cannot be determined."""
     names = [ROLES[letter] for letter in roles]
     contents = [f"content{index}of{roles}" for index in range(len(names))]
     messages = [{"role": name, "content": content} for name, content in zip(names, contents, strict=True)]
@@ -238,7 +223,8 @@ def modelfile(served: EngineFacts) -> str:
     ]
     if served.system_prompt and served.chat:
         lines.append(f"SYSTEM {_quoted(served.system_prompt, 'the system prompt')}")
-    lines += [f"PARAMETER stop {_quoted(text, 'a stop string')}" for text in served.stop_texts]
+    tokens = [str(served.tokenizer.convert_ids_to_tokens(id)) for id in served.stop_token_ids]
+    lines += [f"PARAMETER stop {_quoted(text, 'a stop string')}" for text in dict.fromkeys([*tokens, *served.stop])]
     sampling = {name: served.sampling[name] for name in PLAIN}
     sampling["repeat_penalty"] = served.sampling.get("repetition_penalty", 1.0)
     lines += [
@@ -288,13 +274,13 @@ def go_template(turns: TurnTable) -> str:
         [
             '{{- $before := "" }}',
             "{{- range $i, $message := .Messages }}",
-            "\n".join("{{- " + ("" if index == 0 else "else ") + case for index, case in enumerate(cases)),
+            "{{- " + "\n{{- else ".join(cases),
             '{{- else }}{{ template "the chat template refuses this order of roles" . }}',
             "{{- end }}",
             "{{- .Content }}",
             "{{- $before = .Role }}",
             "{{- end }}",
-            "\n".join("{{- " + ("" if index == 0 else "else ") + reply for index, reply in enumerate(replies)),
+            "{{- " + "\n{{- else ".join(replies),
             "{{- end -}}",
         ]
     )
@@ -326,8 +312,10 @@ def llama_cpp(served: EngineFacts) -> str:
         serve += ["--jinja", "--chat-template-file", "chat_template.jinja"]
     override = [id for id in served.stop_token_ids if id != served.tokenizer.eos_token_id]
     pairs = [f"tokenizer.ggml.eot_token_id=int:{override[0]}"] if override else []
-    if served.adds_begin and served.chat and not _starts_with_begin(served):
-        pairs.append("tokenizer.ggml.add_bos_token=bool:false")
+    if served.adds_begin and served.chat:
+        [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
+        if not text.startswith(str(served.tokenizer.bos_token)):  # the training template does not write it
+            pairs.append("tokenizer.ggml.add_bos_token=bool:false")
     for pair in pairs:
         serve += ["--override-kv", pair]
     notes = list(_of_prompts(served))
@@ -377,12 +365,6 @@ def _of_prompts(served: EngineFacts) -> Iterator[str]:
         yield "# Trained without a chat template: send prompts as in training to /v1/completions."
     elif served.system_prompt:
         yield f"# Trained with a system message, which requests must send: {json.dumps(served.system_prompt)}"
-
-
-def _starts_with_begin(served: EngineFacts) -> bool:
-    """Whether the training template itself writes the beginning-of-text token."""
-    [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
-    return text.startswith(str(served.tokenizer.bos_token))
 
 
 def _script(lines: Sequence[str]) -> str:

@@ -27,8 +27,7 @@ QUANTISED = "quantization.json"  # written by `posttrain quantize` into its fold
 class Source:
     """A model to export. If a run trained it, also the run's settings and results.
 
-    `step` is the training step of the weights. `quantised`: the content of quantization.json, for a model written by
-    `posttrain quantize`.
+    `step` is the training step of the weights, `quantised` the content of a quantised model's quantization.json.
     """
 
     model: ModelConfig
@@ -59,8 +58,7 @@ class Source:
 
 
 def find_source(name_or_path: str) -> Source:
-    """The model that a hub id or a folder names. For a run: the final model, otherwise the best, otherwise the newest
-    checkpoint.
+    """The model that a hub id or a folder names; of a run, the final model, or else the best, or the newest checkpoint.
 
     Raises RunError for a damaged or empty folder, ModelError for a file or if the base of an adapter is missing.
     """

@@ -1,7 +1,6 @@
 """Where an export is written: a folder that is complete or absent, and a repository on the hub.
 
-Each written folder is marked by a file such as `export.json`. Only a folder with this file is replaced, and only with
-`--overwrite`.
+A file such as `export.json` marks each written folder. Only a marked folder is replaced, and only with `--overwrite`.
 """
 
 import errno
@@ -94,33 +93,28 @@ def push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, me
     remedy = f"The export in {folder} is complete; upload it later with: {shlex.join(later)}"
     try:
         stay_offline_without_network()
-        return _push(folder, repo, token, private, overwrite, message)
+        api = HfApi(token=token)
+        there = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        info = api.model_info(there)
+        if private and not info.private:
+            raise ModelError(
+                f"{there} exists and is public, and --private was given: nothing was uploaded. Make it private in its "
+                "settings on the hub, or choose another name"
+            )
+        files = {file.rfilename for file in info.siblings or ()} - MADE_BY_THE_HUB
+        if files and not overwrite:
+            raise ModelError(
+                f"{there} already has files ({min(files)} …): nothing was uploaded. Replace them with --overwrite (the "
+                "hub keeps the old files in the repository's history), or choose another name"
+            )
+        earlier = EARLIER if files else None
+        commit = api.upload_folder(repo_id=there, folder_path=folder, commit_message=message, delete_patterns=earlier)
+        return str(commit.commit_url)
     except (OSError, RuntimeError, ValueError, HTTPError) as error:
         raise ModelError(f"{_reason(error, repo)}. {remedy}") from error
     except KeyboardInterrupt as error:
         error.add_note(f"the upload to {repo} was interrupted, and nothing was committed there. {remedy}")
         raise
-
-
-def _push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, message: str) -> str:
-    api = HfApi(token=token)
-    repo = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
-    info = api.model_info(repo)
-    if private and not info.private:
-        raise ModelError(
-            f"{repo} exists and is public, and --private was given: nothing was uploaded. Make it private in its "
-            "settings on the hub, or choose another name"
-        )
-    files = {file.rfilename for file in info.siblings or ()} - MADE_BY_THE_HUB
-    if files and not overwrite:
-        raise ModelError(
-            f"{repo} already has files ({min(files)} …): nothing was uploaded. Replace them with --overwrite (the hub "
-            "keeps the old files in the repository's history), or choose another name"
-        )
-    commit = api.upload_folder(
-        repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=EARLIER if files else None
-    )
-    return str(commit.commit_url)
 
 
 def _reason(error: BaseException, repo: str) -> str:

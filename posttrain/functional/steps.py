@@ -6,7 +6,7 @@ Elements outside a mask may have any value, including NaN and −∞.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from posttrain.losses.policy import grpo_clip, policy_gradient
 from posttrain.rewards.rules import RULES, modules_of
 
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
-LOSS_TYPES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
 REWARDS = ("reward", "format_reward", "answer_reward")
 PATIENT_S = 5 * DEADLINE_S  # the deadline of one comparison with `fast=False`
 Truth = str | int | float | Sequence[str | int | float]
@@ -257,7 +256,7 @@ def compute_policy_gradient_loss(
             _needed(old_log_probs, "old_log_probs", loss_type),
             _needed(cliprange, "cliprange", loss_type),
         )
-    raise ValueError(f"unknown loss_type {loss_type!r}: it is one of {', '.join(LOSS_TYPES)}")
+    raise ValueError(f"unknown loss_type {loss_type!r}: it is one of {', '.join(get_args(LossType))}")
 
 
 def grpo_microbatch_train_step(

@@ -23,7 +23,7 @@ from posttrain.data.readers import read_jsonl
 from posttrain.data.rows import Row, RowError, field, text_of
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
-from posttrain.losses.preference import Pairs, preference_loss
+from posttrain.losses.preference import Pairs, reverse_kl, sigmoid
 from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
 
@@ -210,17 +210,7 @@ def compute_per_instance_dpo_loss(
         reference_S = _sequence_log_probs(lm_ref, batch).to(policy_S.device)
     length_S = batch.length_S.to(policy_S.device)
     columns = (column for values in (policy_S, reference_S, length_S) for column in (values[0::2], values[1::2]))
-    loss_P = preference_loss(
-        Pairs(*columns),
-        loss_type=["sigmoid"],
-        loss_weights=None,
-        beta=beta,
-        label_smoothing=0.0,
-        f_divergence_type="reverse_kl",
-        f_alpha_divergence_coef=0.0,
-        discopop_tau=1.0,
-    )
-    return loss_P.squeeze(0)
+    return sigmoid(Pairs(*columns), beta=beta, label_smoothing=0.0, score=reverse_kl).squeeze(0)
 
 
 def _sequence_log_probs(model: nn.Module, batch: Pack) -> Tensor:
@@ -264,7 +254,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, chunk_size: int = ROWS)
     single = index.ndim == logits.ndim - 1  # one token of each row
     if index.shape[: logits.ndim - 1] != logits.shape[:-1] or index.ndim > logits.ndim:
         raise ValueError(f"index {list(index.shape)} does not fit logits {list(logits.shape)}: give one for each row")
-    chosen = _Selected.apply(logits, index[..., None] if single else index, _rows(chunk_size))
+    chosen = _OfRows.apply(logits, index[..., None] if single else index, _rows(chunk_size))
     return chosen.squeeze(-1) if single else chosen  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
@@ -281,51 +271,40 @@ def compute_entropy(logits: Tensor, chunk_size: int = ROWS) -> Tensor:
 
     Raises ValueError if chunk_size is below 1.
     """
-    return _Entropy.apply(logits, _rows(chunk_size))  # pyright: ignore[reportReturnType]
+    return _OfRows.apply(logits, None, _rows(chunk_size))  # pyright: ignore[reportReturnType]
 
 
-class _Selected(torch.autograd.Function):
+class _OfRows(torch.autograd.Function):
+    """Log-probabilities of the tokens `index` (…, K), or the entropy if `index` is None, of rows of logits (…, V)."""
+
     @staticmethod
     def forward(ctx, logits, index, chunk_size):
-        chosen = torch.empty(index.shape, dtype=_dtype(logits), device=logits.device)
+        shape = logits.shape[:-1] if index is None else index.shape
+        value = torch.empty(shape, dtype=_dtype(logits), device=logits.device)
         for rows in _chunks(logits, chunk_size):
-            chosen[rows] = _log_softmax(logits[rows]).gather(-1, index[rows])
-        ctx.save_for_backward(logits, index)
+            logprob = _log_softmax(logits[rows])
+            if index is None:
+                value[rows] = -(logprob.exp() * _finite(logprob)).sum(-1)
+            else:
+                value[rows] = logprob.gather(-1, index[rows])
+        ctx.save_for_backward(logits, index, value)
         ctx.chunk_size = chunk_size
-        return chosen
+        return value
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        logits, index = ctx.saved_tensors
+        logits, index, value = ctx.saved_tensors
         [grad] = grad_outputs
         by_logits = torch.empty_like(logits)
         for rows in _chunks(logits, ctx.chunk_size):
-            chunk = _log_softmax(logits[rows]).exp() * -grad[rows].sum(-1, keepdim=True)
-            by_logits[rows] = chunk.scatter_add_(-1, index[rows], grad[rows]).to(logits.dtype)
+            logprob = _log_softmax(logits[rows])
+            if index is None:
+                chunk = logprob.exp() * (_finite(logprob) + value[rows][..., None]) * -grad[rows][..., None]
+            else:
+                chunk = logprob.exp() * -grad[rows].sum(-1, keepdim=True)
+                chunk.scatter_add_(-1, index[rows], grad[rows])
+            by_logits[rows] = chunk.to(logits.dtype)
         return by_logits, None, None
-
-
-class _Entropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, chunk_size):
-        entropy = torch.empty(logits.shape[:-1], dtype=_dtype(logits), device=logits.device)
-        for rows in _chunks(logits, chunk_size):
-            logprob = _log_softmax(logits[rows])
-            entropy[rows] = -(logprob.exp() * _finite(logprob)).sum(-1)
-        ctx.save_for_backward(logits, entropy)
-        ctx.chunk_size = chunk_size
-        return entropy
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        logits, entropy = ctx.saved_tensors
-        [grad] = grad_outputs
-        by_logits = torch.empty_like(logits)
-        for rows in _chunks(logits, ctx.chunk_size):
-            logprob = _log_softmax(logits[rows])
-            chunk = logprob.exp() * (_finite(logprob) + entropy[rows][..., None])
-            by_logits[rows] = (-grad[rows][..., None] * chunk).to(logits.dtype)
-        return by_logits, None
 
 
 def _chunks(logits: Tensor, size: int) -> Iterator[tuple[Tensor, ...]]:

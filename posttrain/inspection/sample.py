@@ -97,7 +97,9 @@ def sample(
     device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
     policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
     rollout = setup.rollout
-    prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
+    prompts, unused = first_prompts(
+        setup.data, policy, tokenizer, num_prompts, setup.seed, setup.behavior_version, setup.longest_prompt
+    )
     stops = stop_token_ids(policy, tokenizer, setup.data.template != "none")
     sampling = sampling_of(rollout, num_generations, stops, seed)
     sampled: dict[float, list[SampledGroup]] = {}
@@ -135,25 +137,31 @@ def sample(
 
 
 def first_prompts(
-    setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+    data: DataConfig,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    seed: int,
+    behavior_version: int,
+    longest: int | None = None,
 ) -> tuple[list[Prompt], list[Malformed]]:
     """The first usable prompts of the validation set (without one, of the training set), and unusable rows among them.
 
     Raises DataError if none of the first rows has a usable prompt."""
-    data, held, skip = setup.data, setup.data.validation, 0
+    held, skip = data.validation, 0
     if held is not None and held.source is not None:
         source, split = held.source, held.split
     elif isinstance(data.source, str):
         source, split, skip = data.source, data.split, data.skip_rows
     else:
         source, split = data.source[0].source, data.source[0].split
-    rows = open_source(source, split, None, setup.seed, choose_template(data, tokenizer).compose).read()
+    rows = open_source(source, split, None, seed, choose_template(data, tokenizer).compose).read()
     records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
     usable: list[Prompt] = []
     unused: list[Malformed] = []
-    prompts = prompts_of(records, data, tokenizer, source, setup.behavior_version)
+    prompts = prompts_of(records, data, tokenizer, source, behavior_version)
     for record, read in zip(records, prompts, strict=True):
-        prompt, most = too_long(read, policy) or read, setup.longest_prompt or 1 << 62
+        prompt, most = too_long(read, policy) or read, longest or 1 << 62
         if isinstance(prompt, Malformed):
             unused.append(Malformed(record.file, record.line, prompt.reason, record.row))
         elif len(prompt.tokens) > most:

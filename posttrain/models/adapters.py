@@ -15,14 +15,7 @@ from transformers.utils import cached_file
 from posttrain.base.errors import WeightsError
 from posttrain.config.schema.model import ModelConfig
 from posttrain.models.families import base_of, eos_token_ids, set_eos_token_ids
-from posttrain.models.files import (
-    adapter_config,
-    adapter_stops,
-    check_adapter_weights,
-    clear_errors,
-    read_json,
-    some,
-)
+from posttrain.models.files import adapter_config, adapter_stops, check_adapter_weights, clear_errors, read_json, some
 
 if TYPE_CHECKING:  # importing it takes a second
     from peft import PeftModel

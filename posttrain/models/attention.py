@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -51,11 +52,9 @@ class Visible(Protocol):
     `read` are the tokens, in order, whose last hidden states will be read.
     """
 
-    read: slice | torch.Tensor
+    read: slice | Tensor
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the output (1, H, T, d) of attention from query (1, H, T, d) to key and value (1, H_kv, T, d)."""
         ...
 
@@ -68,8 +67,8 @@ class Segment:
     stop: int
     before: tuple[slice, ...]  # the physical tokens of the segment's ancestors, which all of its tokens see
 
-    def mask(self, position_T: torch.Tensor, window: int | None) -> torch.Tensor | None:
-        """Return which keys (the ancestors', then its own) each token of the segment sees; None: a causal mask."""
+    def mask(self, position_T: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Return a mask to add to the logits of the ancestors' keys, then of the segment's own; None: a causal mask."""
         length = self.stop - self.start
         seen = sum(part.stop - part.start for part in self.before)
         if not seen and (window is None or length <= window):
@@ -79,37 +78,33 @@ class Segment:
             query = position_T[self.start : self.stop]
             key = torch.cat([position_T[part] for part in self.before] + [query])
             own &= query[:, None] - key[None, :] < window
-        return own
+        return torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
 
 
 class PackedMask:
-    """The visible keys of each query of a pack, in the form that each kernel needs. Masks are built on demand, once per
-    sliding window.
+    """The visible keys of each query of a pack, as each kernel needs them. Masks are built on demand, once per window.
 
     `read` are the tokens, in order, whose last hidden states will be read; all by default. Entries after the first
     `num_read` are copies of the last one.
     """
 
-    def __init__(self, pack: Pack, read: torch.Tensor | None = None, num_read: int | None = None):
-        self.read: slice | torch.Tensor = slice(None) if read is None else read
+    def __init__(self, pack: Pack, read: Tensor | None = None, num_read: int | None = None):
+        self.read: slice | Tensor = slice(None) if read is None else read
         self.num_read = num_read
         self.end_T = pack.end_T
-        self._last_S = pack.last_S
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
-        self._cuts = pack.nodes
-        self._nodes: list[Segment] | None = None
-        self._masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor | None]] = {}
+        self._pack = pack
+        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
 
-    def sequences_T(self) -> torch.Tensor:
+    def sequences_T(self) -> Tensor:
         """Return the number of sequences that each token is part of, int64; 0 for padding."""
-        last_S, index_T = self._last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
-        return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(
-            last_S, index_T
-        )  # sequences whose last token sees it
+        last_S, index_T = self._pack.last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
+        # The sequences whose last token sees it.
+        return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(last_S, index_T)
 
-    def dense(self, window: int | None) -> torch.Tensor:
+    def dense(self, window: int | None) -> Tensor:
         """Return the dense attention mask, bool (queries, keys). Reference for tests."""
         index_T = torch.arange(len(self.end_T), device=self.end_T.device)
         visible = (index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < self.end_T[None, :])
@@ -117,28 +112,22 @@ class PackedMask:
             visible &= self.position_T[:, None] - self.position_T[None, :] < window
         return visible
 
+    @functools.cached_property
     def nodes(self) -> list[Segment]:
-        """Split the pack where visibility changes: at the start of every node of every tree. Padding is one node."""
-        if self._nodes is None:
-            total, width = self.num_tokens, len(self.end_T)
-            stops = [*(start for start, _ in self._cuts[1:]), total]
-            runs = [slice(start, stop) for (start, _), stop in zip(self._cuts, stops, strict=True)]
-            self._nodes = []
-            for number, run in enumerate(runs):
-                above = [runs[n] for n in range(number) if self._cuts[n][1] > run.start]
-                self._nodes.append(Segment(run.start, run.stop, tuple(above)))
-            if total < width:
-                self._nodes.append(Segment(total, width, ()))
-        return self._nodes
+        """The pack, split where visibility changes: at the start of every node of every tree. Padding is one node."""
+        total, width = self.num_tokens, len(self.end_T)
+        cuts = self._pack.nodes
+        runs = [slice(start, stop) for (start, _), (stop, _) in pairwise([*cuts, (total, total)])]
+        nodes = []
+        for number, run in enumerate(runs):
+            above = [runs[n] for n in range(number) if cuts[n][1] > run.start]
+            nodes.append(Segment(run.start, run.stop, tuple(above)))
+        return [*nodes, Segment(total, width, ())] if total < width else nodes
 
-    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         """Return a mask per node to add to the logits, in `dtype`, so that no layer has to convert a bool mask."""
         if (window, dtype) not in self._masks:
-            seen = [node.mask(self.position_T, window) for node in self.nodes()]
-            self._masks[window, dtype] = [
-                None if own is None else torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
-                for own in seen
-            ]
+            self._masks[window, dtype] = [node.mask(self.position_T, window, dtype) for node in self.nodes]
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
@@ -147,9 +136,7 @@ class PackedMask:
             self._blocks[window] = flex_block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Return the attention of the pack's tokens to one another."""
         if query.is_cuda and suits_flex(query, how.dropout):
             grouped = key.shape[1] != query.shape[1]
@@ -162,17 +149,17 @@ class PackedMask:
 
 def packed_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed: Visible | None = None,
     **_unused,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) -> output (1, T, H, d).
 
     `_unused` accepts the arguments of other implementations (output_attentions, settings of a cache).
@@ -193,7 +180,7 @@ AttentionInterface.register(NAME, packed_attention)
 def _by_node(query, key, value, packed, how):
     """Attention of each node's tokens to the node and its ancestors, without products that a mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
-    nodes = packed.nodes()
+    nodes = packed.nodes
     sizes = [node.stop - node.start for node in nodes]
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     number = {node.start: i for i, node in enumerate(nodes)}
@@ -233,9 +220,8 @@ def _eager(q, k, v, mask, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """Return the multiple to which packs are padded. On a GPU it is FlexAttention's block, so that layers need no
-    padding. On a CPU whose products cache every shape (models/matmul.py), it is a 64th of the budget, rounded up to a
-    multiple of ROWS. Otherwise None."""
+    """Return the multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on
+    a CPU whose products cache every shape (models/matmul.py) a 64th of the budget, in complete ROWS; otherwise None."""
     if device.type == "cuda":
         return BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
@@ -305,16 +291,9 @@ def flex_attend(
     def cap(score, b, h, i, j):
         return most * torch.tanh(score / most)
 
-    out = _compiled()(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else cap,
-        block_mask=blocks,
-        scale=scaling,
-        enable_gqa=grouped,
-        kernel_options=dict(_options_on(query.device, query.shape[-1])),
-    )
+    change = None if softcap is None else cap
+    options = dict(_options_on(query.device, query.shape[-1]))
+    out = _compiled()(query, key, value, change, blocks, scale=scaling, enable_gqa=grouped, kernel_options=options)
     return out[:, :, :tokens]
 
 
@@ -353,8 +332,7 @@ def _options_on(device: torch.device, head: int) -> dict[str, Any]:
 
 
 def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
-    """Block sizes for FlexAttention's 16-bit kernels that fit in `shared` bytes of shared memory; empty if the defaults
-    fit.
+    """Block sizes for FlexAttention's 16-bit kernels with `shared` bytes of shared memory; empty if the defaults fit.
 
     The forward kernel keeps M queries and streams N keys and values. The backward kernel keeps a block of keys and
     values, or of queries and output gradients, and streams the others. Heads are padded to a power of two.
@@ -366,11 +344,8 @@ def flex_blocks_for(head: int, shared: int) -> dict[str, int]:
     room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel itself
     m, n, stages = next((r for r in rows if r[0] + 2 * r[1] * r[2] <= room), rows[-1])
     kept, streamed, back_stages = next((r for r in rows if 2 * r[0] + 2 * r[1] * r[2] <= room), rows[-1])
-    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages, "fwd_num_warps": _warps(m)}
+    # PyTorch's defaults for heads of 128: twice as many warps for blocks of 128 rows, as their sums fill registers.
+    warps, back_warps = (8 if of >= 128 else 4 for of in (m, kept))
+    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages, "fwd_num_warps": warps}
     backward = {"bwd_BLOCK_N1": kept, "bwd_BLOCK_M1": streamed, "bwd_BLOCK_M2": kept, "bwd_BLOCK_N2": streamed}
-    return forward | backward | {"bwd_num_stages": back_stages, "bwd_num_warps": _warps(kept)}
-
-
-def _warps(rows: int) -> int:
-    """PyTorch's defaults for heads of 128: twice as many warps for blocks of 128 rows, as their sums fill registers."""
-    return 8 if rows >= 128 else 4
+    return forward | backward | {"bwd_num_stages": back_stages, "bwd_num_warps": back_warps}

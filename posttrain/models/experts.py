@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,7 @@ log = logging.getLogger("posttrain")
 
 
 class RouterLoss:
-    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), computed by the
-    family's function in transformers.
+    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), as in transformers.
 
     There are E experts. f_e is how often expert e is among a token's choices, and P_e is the mean probability of e;
     both are means over layers and tokens. A token counts once for each sequence that it is part of, as if sequences
@@ -34,10 +32,9 @@ class RouterLoss:
     """
 
     def __init__(self, model: nn.Module, coefficient: float, is_explicit: bool = True):
-        """Raises ModelError for a family without such a function if the user set the loss (`is_explicit`). Otherwise
-        the loss is dropped with a warning."""
+        """If transformers lacks the loss, raises ModelError if the user set it, or drops it with a warning."""
         self.coefficient = coefficient
-        self._forward: _Forward | None = None
+        self._read(None)
         if not coefficient:
             return
         base = base_of(model)
@@ -57,52 +54,41 @@ class RouterLoss:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which `loss` reads the policy's forward pass: the first one with gradients if they are enabled on
-        entry, otherwise the first one without."""
-        self._forward = _Forward(torch.is_grad_enabled())
+        """Context in which `loss` reads the policy's first forward pass with gradients, or without if they are off."""
+        self._read(torch.is_grad_enabled())
         try:
             yield
         finally:
-            self._forward = None
+            self._read(None)
+
+    def _read(self, with_gradients: bool | None) -> None:
+        """Read the next forward pass with or without gradients; None: read none."""
+        self._with_gradients, self._is_over = with_gradients, False
+        self._weight: Tensor | None = None  # of each token, in the shape of the input; None: the pass has not begun
+        self._logits: list[Tensor] = []  # logits of each router
 
     def loss(self) -> Tensor:
         """Return the loss of the forward pass that was read, not multiplied by the coefficient."""
-        assert self._forward is not None and self._forward.weight is not None, "no forward was read"
-        logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._forward.logits)
-        return self._balance(logits, logits[0].shape[-1], self._top_k, self._forward.weight)
+        assert self._weight is not None, "no forward was read"
+        logits = tuple(layer.reshape(-1, layer.shape[-1]) for layer in self._logits)
+        return self._balance(logits, logits[0].shape[-1], self._top_k, self._weight)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        forward, packed = self._forward, kwargs.get("packed")
-        if forward is None or torch.is_grad_enabled() != forward.with_gradients:
+        packed = kwargs.get("packed")
+        if torch.is_grad_enabled() != self._with_gradients:
             return
-        if forward.weight is not None:  # a later pass, such as the reference's in an evaluation
-            forward.is_over = True
-            return
-        if isinstance(packed, PackedMask):
-            forward.weight, packed.read = packed.sequences_T()[None], slice(None)
+        if self._weight is not None:  # a later pass, such as the reference's in an evaluation
+            self._is_over = True
+        elif isinstance(packed, PackedMask):
+            self._weight, packed.read = packed.sequences_T()[None], slice(None)
         else:
-            forward.weight = kwargs["attention_mask"]
+            self._weight = kwargs["attention_mask"]
 
     def _keep(self, index: int, module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
         """Store a router's logits unchanged, because operations here would be missing when the layer is recomputed."""
-        forward = self._forward
-        if forward is None or forward.weight is None or forward.is_over:
-            return
-        if torch.is_grad_enabled() == forward.with_gradients:
-            forward.logits.append(output[index])
-
-
-ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-@dataclass(slots=True)
-class _Forward:
-    """A forward pass whose routers are read."""
-
-    with_gradients: bool
-    weight: Tensor | None = None  # weight of each token, in the shape of the input; None: the pass has not begun
-    logits: list[Tensor] = field(default_factory=list)  # logits of each router
-    is_over: bool = False
+        is_read = torch.is_grad_enabled() == self._with_gradients and self._weight is not None
+        if is_read and not self._is_over:
+            self._logits.append(output[index])
 
 
 def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
@@ -110,7 +96,8 @@ def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
     for kind in type(base).__mro__:
         function = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
         if function is not None:
-            return function if list(inspect.signature(function).parameters) == ARGUMENTS else None
+            usual = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+            return function if list(inspect.signature(function).parameters) == usual else None
     return None
 
 
@@ -149,38 +136,32 @@ class RouterLoad:
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
-        self._counts: list[Tensor | None] = [None] * len(routers)  # per router, how often each expert was chosen
+        self._counts: dict[nn.Module, Tensor] = {}  # per router, how often each expert was chosen
         self._packed: PackedMask | None = None  # the mask of the current pack; None for padded rows
         self._mask: Tensor | None = None  # which tokens of the current rows are not padding
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
-        for number, router in enumerate(routers):
-            router.register_forward_hook(partial(self._count, number))
+        for router in routers:
+            router.register_forward_hook(self._count)
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         packed = kwargs.get("packed")
         self._packed, self._mask = packed if isinstance(packed, PackedMask) else None, kwargs.get("attention_mask")
 
-    def _count(self, number: int, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        if torch.is_grad_enabled():
-            logits, _, chosen = output
-            made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
-            chosen, times = self._counted(chosen)
-            made.scatter_add_(0, chosen.flatten(), times.flatten())
-            before = self._counts[number]
-            self._counts[number] = made if before is None else before + made
-
-    def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choices of tokens, and how often each counts. Padding and copies of the last token that is read do
-        not count."""
-        if (packed := self._packed) is not None:
+    def _count(self, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        logits, _, chosen = output
+        if (packed := self._packed) is not None:  # padding and copies of the last token that is read do not count
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
-        if packed is not None or self._mask is None:
-            return chosen, torch.ones_like(chosen)
-        return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(
-            chosen
-        )  # a mask would wait for the GPU
+        times = torch.ones_like(chosen)
+        if packed is None and self._mask is not None:
+            # Not chosen[mask], which would wait for the GPU.
+            times = self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(chosen)
+        made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
+        made.scatter_add_(0, chosen.flatten(), times.flatten())
+        self._counts[router] = self._counts.get(router, 0) + made
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, as means over the layers; empty if nothing was counted.
@@ -188,8 +169,8 @@ class RouterLoad:
         router/load_max: the busiest expert's choices divided by the mean of all experts; 1 is balanced.
         router/idle_experts: the share of experts that no token chose.
         """
-        counted = [counts.double() for counts in self._counts if counts is not None]
-        self._counts = [None] * len(self._counts)
+        counted = [counts.double() for counts in self._counts.values()]
+        self._counts.clear()
         if not counted:
             return {}
         loads = torch.stack([counts.amax() / counts.mean().clamp(min=1e-9) for counts in counted])

@@ -1,4 +1,4 @@
-"""The facts of each model family, one line each, verified by tests/test_equivalence.py.
+"""The facts of each model family, verified by tests/test_equivalence.py.
 
 `packed`: the family's attention uses transformers' interface and depends only on positions, so that a pack gives the
 same log-probabilities as one-by-one evaluation. Other families (with ALiBi, or with their own attention code), and
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 TRITON = "_posttrain_triton"  # the attribute of a model that uses models/kernels
-QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +31,16 @@ class Family:
     recurrent: bool = False  # some layers carry a state from token to token (models/lean.py)
 
 
+UNKNOWN = Family(False, ())
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES: dict[str, Family] = {  # by config.json's model_type
-    "llama": Family(True, QKVO),
-    "mistral": Family(True, QKVO),
-    "qwen2": Family(True, QKVO),
-    "qwen3": Family(True, QKVO),
-    "gemma2": Family(True, QKVO),
-    "gemma3_text": Family(True, QKVO),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), Family(True, QKVO)),
     "phi3": Family(True, ("qkv_proj", "o_proj")),
     "gpt2": Family(True, ("c_attn",)),
     "gpt_neox": Family(True, ("query_key_value",)),
     "opt": Family(True, ("q_proj", "k_proj", "v_proj", "out_proj")),
-    "olmo2": Family(True, QKVO),
-    "olmo3": Family(True, QKVO),
-    "smollm3": Family(True, QKVO),
-    "granite": Family(True, QKVO),
-    "glm": Family(True, QKVO),
-    "glm4": Family(True, QKVO),
-    "cohere": Family(True, QKVO),
-    "cohere2": Family(True, QKVO),
-    "mixtral": Family(True, QKVO),
-    "qwen2_moe": Family(True, QKVO),
-    "qwen3_moe": Family(True, QKVO),
-    "olmoe": Family(True, QKVO),
+    **dict.fromkeys(("olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "cohere", "cohere2"), Family(True, QKVO)),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), Family(True, QKVO)),
     "qwen3_next": Family(True, (*QKVO, "in_proj_qkvz", "out_proj"), recurrent=True),
     "qwen3_5_text": Family(True, (*QKVO, "in_proj_qkv", "out_proj"), recurrent=True),
     "bloom": Family(False, ("query_key_value",)),
@@ -105,8 +91,7 @@ def is_packed(base: PreTrainedModel) -> bool:
 
 def is_recurrent(base: PreTrainedModel) -> bool:
     """Whether some layers have a recurrent state instead of keys and values."""
-    family = FAMILIES.get(base.config.model_type)
-    return family is not None and family.recurrent
+    return FAMILIES.get(base.config.model_type, UNKNOWN).recurrent
 
 
 def eos_token_ids(model: PreTrainedModel) -> list[int]:

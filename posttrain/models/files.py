@@ -156,7 +156,7 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise ModelError(f"model {path}: no such folder")
-    described = ("config.json",) if part in ("config.json", "weights") else (*DESCRIPTIONS,)
+    described = ("config.json",) if part in ("config.json", "weights") else DESCRIPTIONS
     if folder.is_dir() and not any((folder / name).is_file() for name in described):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"model {path}: the folder has no config.json (it has {names})")
@@ -216,9 +216,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
 
 
 def check_file(path: str, revision: str | None, name: str) -> None:
-    """Check a file of a model, in a folder or on the hub. Raises ModelError for a field of the wrong type, for a
-    config.json with sizes that no model has, and for a tokenizer.json whose regular expressions or replacements may
-    take forever.
+    """Check a file of a model, in a folder or on the hub. Raises ModelError for a field of a wrong type, a config.json
+    with sizes that no model has, or a tokenizer.json whose regular expressions or replacements may take forever.
 
     A file that is missing or cannot be fetched is reported by the loader.
     """
@@ -316,8 +315,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_patterns(patterns: list[Any], field: str, path: str, file: str, searched: bool = False) -> None:
-    """Raise ModelError for a pattern that may take forever. `searched`: texts are searched for the patterns, so that a
-    match may end anywhere."""
+    """Raise ModelError for a pattern that may take forever. `searched`: a match may end anywhere in a text."""
     for pattern in patterns:
         if not isinstance(pattern, str) or _backtracking(pattern, searched) > MOST_BITS:
             raise ModelError(
@@ -373,8 +371,7 @@ def _literal(items: Any) -> str:
 
 
 def adapter_stops(path: str) -> list[int]:
-    """Return the stop tokens in the generation_config.json of an adapter's folder; none if the file is missing. Raises
-    ModelError if the file is invalid."""
+    """Return the stop tokens in an adapter's generation_config.json, if any. Raises ModelError if it is invalid."""
     file = Path(path) / "generation_config.json"
     config = read_json(file, path) if file.is_file() else {}
     value = config.get("eos_token_id") if isinstance(config, dict) else [config]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -36,7 +37,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.models.attention import PackedMask, Visible, packed_attention
+from posttrain.models.attention import How, PackedMask, Visible
 from posttrain.models.families import base_of
 from posttrain.models.matmul import linear, product
 
@@ -59,37 +60,24 @@ class Kernels:
     @classmethod
     def of(cls, operations: Any) -> Kernels:
         """Return the chains made of a module's `rms_norm`, `swiglu`, `rotate` and their gradients."""
+
+        def chain(function: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def call(*inputs: Any) -> Tensor:
+                return function.apply(operations, *inputs) if torch.is_grad_enabled() else plain(*inputs)
+
+            return call
+
         return cls(
-            partial(_norm, operations),
-            partial(_swiglu, operations),
-            partial(_rotated, operations),
-            partial(GatedLinear.apply, operations),
+            norm=chain(RMSNorm, lambda x, weight, eps: operations.rms_norm(x, weight, eps)[0]),
+            swiglu=chain(SwiGLU, operations.swiglu),
+            rotated=chain(Rotated, lambda x, cos, sin: operations.rotate(x, cos, sin, 1)),
+            gated_linear=partial(GatedLinear.apply, operations),
         )
 
 
-def _norm(operations: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32. arXiv 1910.07467, eq. 4."""
-    if torch.is_grad_enabled():
-        return RMSNorm.apply(operations, x, weight, eps)
-    return operations.rms_norm(x, weight, eps)[0]
-
-
-def _swiglu(operations: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. arXiv 2002.05202, eq. 5."""
-    return SwiGLU.apply(operations, gate, up) if torch.is_grad_enabled() else operations.swiglu(gate, up)
-
-
-def _rotated(operations: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x by the angles of its positions: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
-
-    x (..., T, H, d), cos and sin (..., T, 1, d), whose second halves repeat the first.
-    """
-    if torch.is_grad_enabled():
-        return Rotated.apply(operations, x, cos, sin)
-    return operations.rotate(x, cos, sin, 1)
-
-
 class RMSNorm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32. arXiv 1910.07467, eq. 4."""
+
     @staticmethod
     def forward(ctx, operations: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, rstd = operations.rms_norm(x, weight, eps)
@@ -104,6 +92,8 @@ class RMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. arXiv 2002.05202, eq. 5."""
+
     @staticmethod
     def forward(ctx, operations: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -112,10 +102,16 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        return None, *ctx.operations.swiglu_gradients(*ctx.saved_tensors, *grad_outputs)
+        grad_gate, grad_up, _ = ctx.operations.swiglu_gradients(*ctx.saved_tensors, *grad_outputs, again=False)
+        return None, grad_gate, grad_up
 
 
 class Rotated(torch.autograd.Function):
+    """Rotate x by the angles of its positions: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
+
+    x (..., T, H, d), cos and sin (..., T, 1, d), whose second halves repeat the first.
+    """
+
     @staticmethod
     def forward(ctx, operations: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -142,7 +138,7 @@ class GatedLinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_y = product(rows, weight.t()).view_as(up)
-        grad_gate, grad_up, y = ctx.operations.swiglu_gradients_again(gate, up, grad_y)
+        grad_gate, grad_up, y = ctx.operations.swiglu_gradients(gate, up, grad_y, again=True)
         grad_weight = rows.t() @ y.flatten(0, -2)
         return None, grad_gate, grad_up, grad_weight, rows.sum(0) if ctx.needs_input_grad[4] else None
 
@@ -188,28 +184,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
-        _grad_gate(gate_rows, up_rows, grad, out_gate)
-        torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
-    return grad_gate, grad_up
-
-
-def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to gate and up, and the recomputed y, in one pass. The gradient with respect to
-    up overwrites `grad_y`."""
-    grad_gate, y = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, y):
-        _grad_gate(gate_rows, up_rows, grad, out_gate)
-        grad.mul_(torch.ops.aten.silu.out(gate_rows, out=out))
-        out.mul_(up_rows)
-    return grad_gate, grad_y, y
-
-
-def _grad_gate(gate: Tensor, up: Tensor, grad_y: Tensor, out: Tensor) -> None:
-    torch.mul(grad_y, up, out=out)
-    torch.ops.aten.silu_backward.grad_input(out, gate, grad_input=out)
+def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients with respect to gate and up and, if `again`, the recomputed y, in one pass. If `again`, the
+    gradient with respect to up overwrites `grad_y`."""
+    grad_gate, other = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, other):
+        torch.mul(grad, up_rows, out=out_gate)
+        torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
+        torch.ops.aten.silu.out(gate_rows, out=out)
+        if again:
+            grad.mul_(out)
+            out.mul_(up_rows)
+        else:
+            out.mul_(grad)
+    return (grad_gate, grad_y, other) if again else (grad_gate, other, None)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -249,7 +237,9 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if kernels.gated_linear is not None and _is_trained(down) and not torch.is_autocast_enabled(x.device.type):
+        # A linear layer without an adapter whose weight receives a gradient.
+        is_trained = type(down) is nn.Linear and down.weight.requires_grad and torch.is_grad_enabled()
+        if kernels.gated_linear is not None and is_trained and not torch.is_autocast_enabled(x.device.type):
             return kernels.gated_linear(gate, up, down.weight, down.bias)
         return down(kernels.swiglu(gate, up))
 
@@ -262,27 +252,19 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (turn.unsqueeze(-2) for turn in position_embeddings)
         query, key = kernels.rotated(query, cos, sin), kernels.rotated(key, cos, sin)
-        out, _ = packed_attention(
-            self,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attention_mask=None,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            sliding_window=WINDOWS[type(self).__name__](self),
-            packed=packed,
-        )
-        return self.o_proj(out.flatten(-2)), None
+        dropout, window = self.attention_dropout if self.training else 0.0, WINDOWS[type(self).__name__](self)
+        how = How(self.scaling, dropout, window, softcap=None)
+        out = packed.attend(self, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), how)
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), None
 
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     if layers:
         layers[-1].forward = MethodType(_last_layer, layers[-1])
     for module in model.modules():
         name = type(module).__name__
-        if fork_states(module):
-            continue
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+        if name in RECURRENT:
+            module.forward = MethodType(_forked, module)
+        elif type(module) is nn.Linear and module.weight.device.type == "cpu":
             module.forward = MethodType(linear, module)
         elif name in WINDOWS:
             module.forward = MethodType(attention, module)
@@ -290,11 +272,6 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
             module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
             module.forward = MethodType(mlp, module)
-
-
-def _is_trained(layer: nn.Module) -> bool:
-    """Whether the layer is a linear layer without an adapter whose weight receives a gradient."""
-    return type(layer) is nn.Linear and layer.weight.requires_grad and torch.is_grad_enabled()
 
 
 def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **settings) -> Tensor:
@@ -305,23 +282,15 @@ def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **se
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def fork_states(module: nn.Module) -> bool:
-    """If the module is a linear-attention layer, set a forward that takes packs, in place. Return whether it is one."""
-    if type(module).__name__ not in RECURRENT:
-        return False
-    module.forward = MethodType(_forward, module)
-    return True
-
-
-def _forward(self, hidden_states: Tensor, *args, packed: Visible | None = None, **settings) -> Tensor:
+def _forked(self, hidden_states: Tensor, *args, packed: Visible | None = None, **settings) -> Tensor:
+    """The forward of a layer with a recurrent state, one node at a time."""
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **settings)
     assert isinstance(packed, PackedMask), "only transformers' engine has recurrent states"
     ends: dict[int, _States] = {}
     parts = []
-    for node in packed.nodes():
-        parent = ends[node.before[-1].start] if node.before else None
-        states = ends[node.start] = _States(parent)
+    for node in packed.nodes:
+        states = ends[node.start] = copy(ends[node.before[-1].start]) if node.before else _States()
         parts.append(type(self).forward(self, hidden_states[:, node.start : node.stop], cache_params=states))
     return torch.cat(parts, dim=1)
 
@@ -332,9 +301,8 @@ class _States:
     `conv`: the last inputs of the convolution (1, channels, width - 1). `recurrent`: the state of the delta rule.
     """
 
-    def __init__(self, parent: _States | None):
-        self.conv = None if parent is None else parent.conv
-        self.recurrent = None if parent is None else parent.recurrent
+    conv: Tensor | None = None
+    recurrent: Tensor | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv
@@ -366,11 +334,9 @@ class _States:
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
         """Return the inputs (1, channels, T), preceded by the earlier inputs that the convolution also sees."""
-        if self.conv is None:  # the convolution pads with zeros itself
-            seen = inputs
-            whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0))
-        else:
-            seen = whole = torch.cat([self.conv, inputs], dim=-1)
+        seen = inputs if self.conv is None else torch.cat([self.conv, inputs], dim=-1)
+        # The convolution pads the first inputs with zeros itself.
+        whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0)) if self.conv is None else seen
         self.conv = whole[..., whole.shape[-1] - conv_kernel_size + 1 :]
         return seen
 

@@ -1,8 +1,7 @@
 """Models and tokenizers from the hub or a folder, loaded by transformers, with errors that name the remedy."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,7 +24,7 @@ from posttrain.config.schema.model import ModelConfig
 from posttrain.models import attention
 from posttrain.models.adapters import base_settings, is_adapter, merged, saved_config, with_adapter
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import FAMILIES, base_of, use_triton
+from posttrain.models.families import FAMILIES, UNKNOWN, base_of, use_triton
 from posttrain.models.files import check_adapter_weights, check_file, check_indexes, clear_errors, found_file, some
 from posttrain.models.lean import TORCH, Kernels, lean
 from posttrain.models.quantised import check_int8, method_of, nf4
@@ -39,8 +38,7 @@ Head = Literal["lm", "reward"]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer and add its `new_tokens`. For an adapter without a tokenizer, load the tokenizer of
-    its base with the adapter's chat template."""
+    """Load the model's tokenizer (an adapter without one has its base's, with its own template); add `new_tokens`."""
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
     if is_adapter(model) and not any(any(Path(model.path).glob(kind)) for kind in kinds):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
@@ -106,7 +104,7 @@ def load_model(
         need("bitsandbytes", "quant", "model.load_in_4bit")
         settings = nf4(dtype)
     base = base_settings(model)
-    loaded, method = _as_published(model, base, head, dtype, device, settings)
+    loaded, method = _as_published(model, head, dtype, device, settings)
     if method is not None and dequantised:
         loaded, method = loaded.dequantize(dtype), None
         loaded._weight_conversions = None  # otherwise it would be saved as 4-bit tensors
@@ -132,17 +130,11 @@ def load_model(
 
 
 def _as_published(
-    model: ModelConfig,
-    base: ModelConfig,
-    head: Head,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantisation: BitsAndBytesConfig | None,
+    model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, quantisation: BitsAndBytesConfig | None
 ) -> tuple[Any, str | None]:
-    """Load the `base` of a model as published. Also return the quantisation method of the published weights, or None.
-
-    `quantisation`: settings for quantising the weights while loading.
-    """
+    """Load a model, or the base of an adapter, as published. Also return the quantisation method of the published
+    weights, or None. `quantisation`: settings for quantising the weights while loading."""
+    base = base_settings(model)
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
         raise ModelError(f"model {model.path}: is a reward model, which scores completions and cannot generate them")
@@ -168,7 +160,9 @@ def _as_published(
     if found_file(base.path, "adapter_config.json", base.revision) is not None:  # transformers also loads it
         check_adapter_weights(base.path, base.revision, base.allow_pickle)
     check_file(base.path, base.revision, "generation_config.json")
-    with clear_errors(base, "weights"), _no_report():
+    with clear_errors(base, "weights"), ExitStack() as quiet:
+        quiet.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
+        hf_logging.set_verbosity_error()  # no table of missing and unexpected weights: they are checked here
         loaded, info = auto.from_pretrained(base.path, config=config, dtype=dtype, output_loading_info=True, **source)
     missing = {name for name in info["missing_keys"] if not (head == "reward" and name.startswith("score."))}
     if missing:
@@ -197,8 +191,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
     """Whether the model takes packs directly: its family is proven, and no other attention is set. Raises ModelError if
     `packed` is set for a family that is not proven."""
-    family = FAMILIES.get(loaded.config.model_type)
-    proven = family is not None and family.packed
+    proven = FAMILIES.get(loaded.config.model_type, UNKNOWN).packed
     if model.attention == "packed" and not proven:
         names = ", ".join(name for name, facts in FAMILIES.items() if facts.packed)
         raise ModelError(
@@ -246,17 +239,6 @@ def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
                     tensor.data = tensor.data.to(dtype)
 
 
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Context in which transformers prints no table of missing and unexpected weights; they are checked here."""
-    before = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(before)
-
-
 def keep_storage(loaded: PreTrainedModel) -> None:
     """Prevent bitsandbytes from converting 4-bit weights to another layout on the first forward on a CPU with bfloat16.
 
@@ -270,8 +252,7 @@ def keep_storage(loaded: PreTrainedModel) -> None:
 def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
     """Return the element-wise chains: Liger's if set, otherwise ours in Triton on a GPU, otherwise PyTorch's.
 
-    Norms and gated MLPs come from Liger (arXiv 2410.10989). Its fused cross-entropy is not needed, because
-    posttrain.scoring never computes full logits.
+    Norms and gated MLPs come from Liger (arXiv 2410.10989), but not its cross-entropy: no full logits are computed.
     """
     own = TORCH
     if takes_triton(model, device):
@@ -286,12 +267,8 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
         )
     norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
     swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
-    offset, casting, in_place = 0.0, "llama", False
-
-    def liger_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return norm.apply(x, weight, eps, offset, casting, in_place)
-
-    return Kernels(liger_norm, swiglu.apply, own.rotated, None)
+    how = 0.0, "llama", False  # offset of the weight, casting mode, in place
+    return Kernels(lambda x, weight, eps: norm.apply(x, weight, eps, *how), swiglu.apply, own.rotated, None)
 
 
 def takes_triton(model: ModelConfig, device: torch.device) -> bool:

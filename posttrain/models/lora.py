@@ -17,7 +17,7 @@ from posttrain.base.errors import DamagedError, ModelError
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.models.adapters import START, attach, name_base
-from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of, is_adapted
 from posttrain.models.files import adapter_config
 from posttrain.models.load import Head, grow, load_config, new_token_ids
 
@@ -145,8 +145,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def as_begun(policy: PeftModel) -> Iterator[None]:
-    """Context with the policy as it was when its run began: with the frozen copy of a continued adapter, otherwise
-    without adapters."""
+    """Context with the policy as its run began: with the frozen copy of a continued adapter, or without adapters."""
     if START not in policy.peft_config:
         with policy.disable_adapter():
             yield
@@ -160,9 +159,7 @@ def as_begun(policy: PeftModel) -> Iterator[None]:
 
 def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Write a model in the format of transformers or PEFT. For a PEFT model, only the adapter is written, with the hash
-    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded
-    (models/sharding.py).
-    """
+    of its base's weights if posttrain wrote the base. `state_dict`: the weights, if the model is sharded."""
     only: dict[str, Any] = {}
     if is_adapted(model):
         only["selected_adapters"] = ["default"]
@@ -173,14 +170,11 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | N
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
-    """Return PEFT's target modules: the family's for `auto`, all linear layers but the head for `all-linear`, or a
-    list."""
+    """Return PEFT's target modules: the family's (`auto`), all linear layers but the head (`all-linear`), or a list."""
     if lora.target_modules == "all-linear":
         return "all-linear"
-    candidates = linear_layers(model)
     if lora.target_modules == "auto":
-        family = FAMILIES.get(model.config.model_type)
-        return list(family.lora_targets) if family else candidates
+        return list(FAMILIES.get(model.config.model_type, UNKNOWN).lora_targets) or linear_layers(model)
     _match("lora.target_modules", lora.target_modules, model)
     _refuse_ends(model, lora.target_modules)
     return list(lora.target_modules)

@@ -29,8 +29,7 @@ PACKS = (
 CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)()
 ONEDNN = PACKS and "Intel" not in CAPABILITIES.get("cpu_name", "")
 
-# By default oneDNN caches the code of 1,024 shapes. A shape's code is generated in a millisecond, and a pack has about
-# 16 shapes.
+# By default oneDNN caches the code of 1,024 shapes, each generated in a millisecond. A pack has about 16 shapes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 ROWS = 16  # oneDNN is used for multiples of this number of rows

@@ -76,8 +76,7 @@ def whole(model: nn.Module) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a sharded model's whole state dict inside `whole`, where `state_dict()` has only parts; None if not
-    sharded."""
+    """Return a sharded model's whole state dict inside `whole`, where `state_dict()` has only parts; or else None."""
     sharded = next((module for module in model.modules() if PARTS in module.__dict__), None)
     if sharded is None:
         return None

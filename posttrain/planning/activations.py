@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import How, PackedMask
-from posttrain.models.families import FAMILIES, backbone_of, base_of
+from posttrain.models.families import FAMILIES, UNKNOWN, backbone_of, base_of
 from posttrain.models.lean import enable_gradient_checkpointing, lean
-from posttrain.models.load import grow, load_config, new_token_ids, use_packed
+from posttrain.models.load import grow, load_config, new_token_ids
 from posttrain.models.lora import add_lora
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
-) -> PreTrainedModel | PeftModel:
+) -> nn.Module:
     """The model with its adapters on the meta device: shapes without memory. `layers`: number of layers; None: all."""
     reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
@@ -50,7 +47,7 @@ def empty_model(
         grow(empty, model)
         if model.lora is None:
             return empty
-        return add_lora(empty, model.lora, "reward" if reward else "lm", tokens=new_token_ids(model))
+        return add_lora(empty, model.lora, config.method.head, tokens=new_token_ids(model))
 
 
 def activations(
@@ -58,8 +55,7 @@ def activations(
 ) -> tuple[int, int]:
     """Bytes that the backbone saves for a pack's backward pass, and the peak of its temporary memory beyond them."""
     settings = load_config(model)
-    family = FAMILIES.get(settings.model_type)
-    if family is None or not family.packed or model.attention not in ("auto", "packed"):
+    if not FAMILIES.get(settings.model_type, UNKNOWN).packed or model.attention not in ("auto", "packed"):
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth, masks = settings.num_hidden_layers, _OneKernel if on_gpu else PackedMask
     types = getattr(settings, "layer_types", None) or [""] * depth
@@ -70,15 +66,12 @@ def activations(
 
 
 class _OneKernel(PackedMask):
-    """Attention as on a GPU: one kernel processes the complete pack and saves no attention weights, so the mask does
-    not affect memory."""
+    """Attention as on a GPU: one kernel for the complete pack saves no attention weights, whatever the mask."""
 
-    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         return []
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -100,8 +93,7 @@ def _simulate(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _on_cpu(policy)
         base = base_of(policy)
-        if use_packed(model, base):
-            base.set_attn_implementation(PACKED)
+        base.set_attn_implementation(PACKED)
         lean(base)
         if checkpointing:
             enable_gradient_checkpointing(policy)
@@ -125,7 +117,7 @@ def _simulate(
         return kept, live.peak - kept, [then - now for now, then in pairwise(before)]
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """An empty tensor with the shape of torch's result; torch's own rule for fake tensors supports only bfloat16.
 
     a (T, K), b (E, K, N): the rows of each expert times its weight. a (K, T), b (T, N): gradients of experts' weights.
@@ -135,9 +127,9 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 def _on_cpu(model: nn.Module) -> None:
     """Replace meta tensors with fake CPU tensors, for which torch chooses the same kernels as for real ones."""
-    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    replaced: dict[Tensor, Tensor] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         if tensor not in replaced:
             twin = torch.empty_like(tensor, device="cpu", requires_grad=False)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -151,7 +143,7 @@ def _on_cpu(model: nn.Module) -> None:
                     tensors[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
 
 
-def _forget(parameter: torch.Tensor) -> None:
+def _forget(parameter: Tensor) -> None:
     """Drop a weight's gradient, which the estimate counts separately."""
     parameter.grad = None
 
@@ -169,7 +161,7 @@ class _Live(TorchDispatchMode):
         of_experts = func is torch.ops.aten._grouped_mm.default
         out = _grouped_mm(*args[:3]) if of_experts else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
         return out
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import DevicesConfig, ModelConfig, RunConfig
@@ -34,12 +32,8 @@ from posttrain.runs.run import Run
 from posttrain.scoring import CHUNK_ELEMENTS, gradient_elements
 from posttrain.training.job import Job
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
-NF4_BYTES = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # per weight: a 4-bit code, an 8-bit scale per 64 weights, a float32 per 256 scales
+# Bytes per weight: a 4-bit code, an 8-bit scale per 64 weights, a float32 per 256 scales.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 SAMPLED_LOGITS = 4  # tensors as large as the logits: logits, exponentials, random words, a filter's sorted copy
 SAFE = 0.75  # share of a GPU's memory that an estimate may fill; estimates are within a quarter of the peak
 # Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees. Measured after twelve
@@ -110,7 +104,7 @@ def start_job(
 def estimate(
     config: RunConfig,
     model: ModelConfig,
-    empty: PreTrainedModel | PeftModel,
+    empty: nn.Module,
     packs: list[Pack],
     device: torch.device,
     checkpointing: bool | None = None,
@@ -129,7 +123,7 @@ def estimate(
     fullest = packs[0]
     dtype = compute_dtype(model, device)
     width = dtype.itemsize
-    parts, host = _between_steps(config, model, empty, dtype, device, ranks, continued)
+    parts, host = _between_steps(config, model, empty, device, ranks, continued)
     if checkpointing is None:
         checkpointing = checkpoints_gradients(config, model, device, ranks, card)
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
@@ -156,20 +150,14 @@ def estimate(
 
 
 def _between_steps(
-    config: RunConfig,
-    model: ModelConfig,
-    empty: PreTrainedModel | PeftModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: int,
-    continued: bool | None,
+    config: RunConfig, model: ModelConfig, empty: nn.Module, device: torch.device, ranks: int, continued: bool | None
 ) -> tuple[dict[str, int], int]:
     """Return the bytes on the device that do not depend on packs, by part, and, with a GPU, the bytes in CPU memory."""
-    width = dtype.itemsize
+    width = compute_dtype(model, device).itemsize
     _, trained = count(empty)
     kind = config.training.optimizer
     offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
-    masters = 4 * trained if dtype != torch.float32 or offloaded else 0
+    masters = 4 * trained if width < 4 or offloaded else 0
     weights = _weights(empty, width, model.load_in_4bit)
     parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + _moments(empty, kind)}
     host = 0
@@ -214,13 +202,12 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
     room = Room.of(
         config.training.batch_size, n, longest, most, max_rows=MAX_ROWS, tokens=tokens, static=device.type == "cuda"
     )
-    logits = min(
-        CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), room.rows * settings.get_text_config().vocab_size
-    )
+    chunk = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])
+    logits = min(chunk, room.rows * settings.get_text_config().vocab_size)
     return room.tokens * token_bytes(settings, dtype, device) + SAMPLED_LOGITS * 4 * logits
 
 
-def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
+def _reference(config: RunConfig, model: ModelConfig, empty: nn.Module, width: int) -> int:
     """Bytes of the reference model's weights."""
     path = config.method.reference_path
     if path is not None:
@@ -229,7 +216,7 @@ def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | P
     return _weights(empty, width, model.load_in_4bit) - width * adapters
 
 
-def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:
+def _weights(model: nn.Module, width: int, in_4bit: bool) -> int:
     """Bytes of the weights. With `in_4bit`, the linear layers that bitsandbytes converts take NF4_BYTES per weight."""
     converted: set[torch.Tensor] = set()
     if in_4bit:
@@ -246,9 +233,7 @@ def _moments(model: nn.Module, kind: str) -> int:
     return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
 
 
-def _logits(
-    settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
-) -> int:
+def _logits(settings: ModelConfig, model: nn.Module, pack: Pack, width: int, device: torch.device) -> int:
     """Bytes for the language-model head: a chunk's logits with copies, scored hidden states, the weight's gradient."""
     head = head_layer(model).weight
     scored, (vocabulary, hidden) = len(pack.target_N), head.shape
@@ -282,7 +267,7 @@ class Target:
         return None if self.name is None else int(CARDS[self.name] * 2**30)
 
 
-def gathered(model: PreTrainedModel | PeftModel, width: int) -> int:
+def gathered(model: nn.Module, width: int) -> int:
     """Bytes of gathered weights that a sharded process holds at once: all weights outside of layers, and two layers."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     rest = sum(p.numel() for p in model.parameters()) - sum(layers)

@@ -7,7 +7,6 @@ size whose predicted peak is above the limit is not tried.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError, ModelError, is_out_of_memory
@@ -45,34 +43,38 @@ MARGIN = 1.25  # an estimate is at most this many times the true peak
 GIB = 2**30
 
 
-def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
-    """The rows of each step of the first epoch, in training order."""
-    order = epoch_order(config, size, 0)
-    batch = config.training.batch_size
-    steps = math.ceil(size / batch)
-    taken = min(steps, config.training.max_steps or steps)
-    return [order[step * batch : (step + 1) * batch] for step in range(taken)]
+@dataclass(frozen=True, slots=True)
+class FirstEpoch:
+    """The steps of a run's first epoch, packed for all ranks as the method's recipe does."""
 
+    config: RunConfig
+    data: Prepared
+    feeds_last: bool = False  # see `Job.feeds_last`
+    ranks: int = 1
 
-def pack_rows(
-    config: RunConfig,
-    data: Prepared,
-    rows: np.ndarray,
-    tokens_per_pack: int,
-    pad_to: int | None = None,
-    ranks: int = 1,
-    feeds_last: bool = False,
-) -> list[Pack]:
-    """Pack the rows of a step, for all ranks, as the method's recipe does. `feeds_last`: see `Job.feeds_last`."""
-    examples = [data.train[int(row)] for row in rows]
-    if config.method.samples_completions:
-        length = config.rollout.max_completion_length
-        n = config.method.completions_per_prompt
-        completed = (with_completions(prompt, n, length, tokens_per_pack, feeds_last) for prompt in examples)
-        examples = [example for parts in completed for example in parts]
-    keep_last = feeds_last or config.method.head == "reward"
-    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=ranks)
-    return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
+    def rows(self) -> list[np.ndarray]:
+        """The rows of each step, in training order."""
+        order, training = epoch_order(self.config, len(self.data.train), 0), self.config.training
+        starts = range(0, len(order), training.batch_size)[: training.max_steps or None]
+        return [order[start : start + training.batch_size] for start in starts]
+
+    def packs(self, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+        """The packs of a step."""
+        examples, method = [self.data.train[int(row)] for row in rows], self.config.method
+        if method.samples_completions:
+            length, n = self.config.rollout.max_completion_length, method.completions_per_prompt
+            completed = (with_completions(one, n, length, tokens_per_pack, self.feeds_last) for one in examples)
+            examples = [example for parts in completed for example in parts]
+        keep_last = self.feeds_last or method.head == "reward"
+        pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=self.ranks)
+        return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(method) else pack_of(examples)
+
+    def largest(self, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+        """The packs of the step with the fullest pack; this pack comes first."""
+        lengths = self.data.train.lengths
+        steps = sorted(self.rows(), key=lambda rows: -int(lengths[rows].sum()))[:CANDIDATES]
+        packed = [self.packs(rows, tokens_per_pack, pad_to) for rows in steps]
+        return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
 
 
 def with_completions(
@@ -87,27 +89,13 @@ def with_completions(
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def largest_step(
-    config: RunConfig,
-    data: Prepared,
-    tokens_per_pack: int,
-    pad_to: int | None = None,
-    ranks: int = 1,
-    feeds_last: bool = False,
-) -> list[Pack]:
-    """Of the first epoch's steps, return the packs of the one with the fullest pack; this pack comes first."""
-    steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
-    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
-    return sorted(max(packed, key=lambda packs: max(map(_weight, packs))), key=_weight, reverse=True)
-
-
 def keeps_engine(job: Job, data: Prepared) -> bool:
     """Whether the engine may keep its memory during updates: false if the GPU lacks the room in the largest one."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
         return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
     ranks = job.ranks.size
-    packs = largest_step(job.config, data, size, width_step(job.device, size), ranks, job.feeds_last)
+    packs = FirstEpoch(job.config, data, job.feeds_last, ranks).largest(size, width_step(job.device, size))
     memory = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
     if not memory.keeps_engine:
         log.warning(
@@ -136,9 +124,7 @@ class Probed:
         return f"tokens_per_pack {self.tokens_per_pack:,}: {held}; {rest}"
 
 
-def probe(
-    config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
-) -> Probed:
+def probe(config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None) -> Probed:
     """Find the largest size that fits, from the smallest that the settings allow to the tokens of the largest step.
 
     `limit`: maximum memory of the process on the device, in bytes; None: all free memory. Raises ModelError if
@@ -149,9 +135,9 @@ def probe(
         training = config.training.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"training": training})
     release_memory()
-    trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
+    trials = Trials(config, model, data, device, limit)
     low = config.longest_example
-    high = max(low, trials.most_tokens())
+    high = max(low, *(each.num_tokens for each in trials.epoch.largest(1 << 62)))  # all tokens of the largest step
     if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
         good, bad = None, low
     else:
@@ -188,38 +174,23 @@ def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> tuple
 class Trials:
     """Trial steps with packs of several sizes. `peaks`: the peak, in bytes, of each size that fits."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: ModelConfig,
-        data: Prepared,
-        device: torch.device,
-        limit: int | None,
-        console: Console,
-    ):
-        self.config, self.model, self.data, self.device, self.console = config, model, data, device, console
+    def __init__(self, config: RunConfig, model: ModelConfig, data: Prepared, device: torch.device, limit: int | None):
+        self.config, self.model, self.device = config, model, device
+        self.console = PlainConsole(stderr=True)
         self.before = 0 if device.type == "cuda" else memory_in_use()
-        self.limit = limit or self._free()
+        free = 0 if limit else available_memory(device)
+        if free is None:
+            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
+        self.limit = limit or self.before + free
         self.peaks: dict[int, int] = {}
-        self._empty, self._feeds_last = empty_model(config, model), router_weight(config, model) > 0
+        self.epoch = FirstEpoch(config, data, router_weight(config, model) > 0)
+        self._empty = empty_model(config, model)
         self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
 
-    def _free(self) -> int:
-        free = available_memory(self.device)
-        if free is None:
-            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
-        return self.before + free
-
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the gradients of the first exist."""
-        pad_to = width_step(self.device, size)
-        return largest_step(self.config, self.data, size, pad_to, feeds_last=self._feeds_last)[:2]
-
-    def most_tokens(self) -> int:
-        """The number of tokens in the largest step."""
-        packs = largest_step(self.config, self.data, 1 << 62, feeds_last=self._feeds_last)
-        return max(each.num_tokens for each in packs)
+        return self.epoch.largest(size, width_step(self.device, size))[:2]
 
     def estimated(self, size: int) -> Estimate:
         """The estimated memory of a run with packs of this size."""
@@ -266,7 +237,7 @@ class Trials:
             if not is_out_of_memory(error):
                 raise
         # Outside the except block: the error's frames, and the tensors in them, are released only now.
-        self._step.forget()
+        self._step.optimizer.forget()
         if peak is not None:
             peak = self._with_engine(peak, size)
         if peak is None or peak > self.limit:
@@ -294,13 +265,12 @@ class Step:
     """A run in memory. Its steps change no weights, because the learning rate is 0."""
 
     def __init__(self, job: Job):
-        self.device, self.reward = job.device, job.config.method.head == "reward"
-        policy = job.policy("reward" if self.reward else "lm")
-        policy.train(job.config.method.dropout)
+        self.device, method = job.device, job.config.method
+        policy = job.policy(method.head)
+        policy.train(method.dropout)
         self.optimizer = job.optimizer(policy)
-        self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
+        self.scorer = RewardScorer(policy) if method.head == "reward" else Scorer(policy)
         self.reference: Scorer | None = None
-        method = job.config.method
         if holds_reference(job.config, job.model):
             self.reference = Scorer(frozen_model(job, method.reference_path))
 
@@ -314,7 +284,3 @@ class Step:
             scores = self.scorer(moved)
             (scores if isinstance(scores, torch.Tensor) else scores.logprob_N).sum().backward()
         self.optimizer.step(0.0)
-
-    def forget(self) -> None:
-        """Drop the gradients of an unfinished step."""
-        self.optimizer.forget()

@@ -22,7 +22,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
-from posttrain.planning.largest import first_epoch, largest_step, pack_rows, probe
+from posttrain.planning.largest import FirstEpoch, probe
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import warmup_count
@@ -109,9 +109,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
-    feeds_last, size = router_weight(config, model) > 0, training.tokens_per_pack
-    packs, tokens, targets_seen = _sampled_steps(config, data, ranks, feeds_last)
-    largest = largest_step(config, data, size, width_step(device, size), ranks, feeds_last)
+    epoch, size = FirstEpoch(config, data, router_weight(config, model) > 0, ranks), training.tokens_per_pack
+    packs, tokens, targets_seen = _sampled_steps(epoch, size)
+    largest = epoch.largest(size, width_step(device, size))
     memory = estimate(config, model, empty, largest, device, card=target.card, ranks=ranks, continued=continued)
 
     title = f"{method.type} of {model.folder_name}"
@@ -170,11 +170,11 @@ def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
         table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
 
 
-def _sampled_steps(config: RunConfig, data: Prepared, ranks: int, feeds_last: bool) -> tuple[float, float, float]:
+def _sampled_steps(epoch: FirstEpoch, tokens_per_pack: int) -> tuple[float, float, float]:
     """Mean numbers of packs, tokens and scored tokens per step, over the first SAMPLED_STEPS steps of training."""
     counts = []
-    for rows in first_epoch(config, len(data.train))[:SAMPLED_STEPS]:
-        packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks, feeds_last=feeds_last)
+    for rows in epoch.rows()[:SAMPLED_STEPS]:
+        packs = epoch.packs(rows, tokens_per_pack)
         tokens = sum(p.num_tokens for p in packs)
         counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]

@@ -23,7 +23,7 @@ from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare, verdict
 from posttrain.evaluation.comparing.page import as_facts, differences_table, interval, sections
 from posttrain.evaluation.comparing.sources import Scores, Side, Source, read_validation
-from posttrain.evaluation.records import Answer
+from posttrain.evaluation.records import Answer, scores_by_item
 from posttrain.evaluation.statistics import Estimate, Paired, mean_by_prompt, paired_difference
 from posttrain.models.load import load_tokenizer
 from posttrain.reports import page as pages
@@ -122,7 +122,7 @@ def read_finished(name: str, folder: Path) -> ComparedRun:
     if not graded:
         raise RunError(f"{folder} has no evaluation in which completions were rewarded: nothing to compare")
     final = max(graded)
-    last, first = _by_item(graded[final]), _by_item(graded[0]) if 0 in graded else None
+    last, first = scores_by_item(graded[final]), scores_by_item(graded[0]) if 0 in graded else None
     both = sorted(last.keys() & first.keys()) if first is not None and final > 0 else []
     before, after = ([fmean(rewards[item]) for item in both] for rewards in (first or {}, last))
     entry = Entry(
@@ -137,15 +137,6 @@ def read_finished(name: str, folder: Path) -> ComparedRun:
     )
     start = mean_by_prompt(list(first.values())) if first is not None else None
     return ComparedRun(entry, start, graded[final])
-
-
-def _by_item(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """The rewards of each prompt that has any, by prompt."""
-    rewards: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.score is not None:
-            rewards.setdefault(answer.item, []).append(answer.score)
-    return rewards
 
 
 def against_each_other(runs: Sequence[ComparedRun]) -> tuple[Comparison, Comparison]:

@@ -168,17 +168,7 @@ def decode_attention(
     return result
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row_HM: Tensor,
-    count_H: Tensor,
-    at_R: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(query, key, value, row_HM, count_H, at_R, scale, softcap, window) -> tuple[Tensor, Tensor, Tensor]:
     """Return, per split, sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
     (holders, members), (_, heads, columns, size), each = row_HM.shape, key.shape, query.shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()

@@ -141,23 +141,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up, _ = _gradients(gate, up, grad_y, again=False)
-    return grad_gate, grad_up
-
-
-def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to gate and up, and the recomputed y, in one pass."""
-    return _gradients(gate, up, grad_y, again=True)
-
-
-def _gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients with respect to gate and up and, if `again`, the recomputed y, in one pass."""
     gate, up, grad_y = gate.contiguous(), up.contiguous(), grad_y.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    y = torch.empty_like(gate) if again else gate
+    y = torch.empty_like(gate) if again else None
     if gate.numel():
         _swiglu_gradients[triton.cdiv(gate.numel(), ELEMENTS),](
-            gate, up, grad_y, grad_gate, grad_up, y, gate.numel(), AGAIN=again, ELEMENTS=ELEMENTS
+            gate, up, grad_y, grad_gate, grad_up, gate if y is None else y, gate.numel(), AGAIN=again, ELEMENTS=ELEMENTS
         )
     return grad_gate, grad_up, y
 

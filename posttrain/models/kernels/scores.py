@@ -144,8 +144,7 @@ def scores(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the log of the softmax's denominator, log-probability, entropy, and 1 if the target is the mode, all (N)
-    float32.
+    """Return the log of the softmax's denominator, logprob, entropy, and 1 if the target is the mode: (N), float32.
 
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
