@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from posttrain.config.schema.base import PATTERNS, OnOff
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.types import PATTERNS, OnOff
 
 _BOUNDS = {"ge": "of {} or more", "gt": "above {}", "lt": "below {}", "le": "at most {}"}
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

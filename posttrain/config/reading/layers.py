@@ -7,9 +7,9 @@ from typing import Any
 
 from posttrain.base.errors import ConfigError
 from posttrain.config.reading.files import KeyPath, Tree, parse_value
-from posttrain.config.schema.base import OnOff
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
+from posttrain.config.schema.types import OnOff
 
 # Names of other systems -> names here, by section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {

@@ -7,9 +7,9 @@ from typing import Any
 from posttrain.base.errors import ConfigError
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import KeyPath, Tree
-from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
 from posttrain.config.schema.data import HeldOutRows
 from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.types import NAME_BYTES, WORD, is_name
 
 # Names that a stage cannot have, because the folder that contains the stages' folders uses them for other things.
 RESERVED = ("best", "final", "base", "comparison")
