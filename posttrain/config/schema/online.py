@@ -11,7 +11,11 @@ PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
 ]
 PLAIN_LOSSES = frozenset({"no_baseline", "reinforce_with_baseline"})  # losses without the ratio to the old policy
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="Estimator of the KL to the reference.")]
+KLUse = Annotated[
+    Literal["loss", "reward"],
+    Field(description="Use of the KL: as a term of the loss, or as a penalty on the reward."),
+]
 # Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
 PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
 
@@ -44,7 +48,7 @@ class RewardedMethod(OnlineMethod):
     num_minibatches: Positive = setting(
         1, "Number of minibatches that a step's prompts are split into, each with its own update."
     )
-    kl_estimator: KLEstimator = setting("k3", "Estimator of the KL to the reference.")
+    kl_estimator: KLEstimator = "k3"
     entropy_coef: NonNegative = setting(0.0, "Weight of the entropy bonus in the objective.")
     importance_sampling_cap: AboveZero | None = setting(
         3.0, "Cap of the importance weight pi_trainer / pi_engine of each token; null: no weights."
@@ -63,9 +67,7 @@ class PolicyGradientMethod(RewardedMethod):
 
     num_iterations: Positive = setting(1, "Number of passes over a step's completions.")
     beta: NonNegative = setting(0.05, "Weight of the KL to the reference; 0: no reference.")
-    kl_in: Literal["loss", "reward"] = setting(
-        "loss", "Use of the KL: as a term of the loss, or as a penalty on the reward."
-    )
+    kl_in: KLUse = "loss"
     epsilon: AboveZero = setting(0.2, "Clip range of the ratio to the old policy, below and above 1.")
     epsilon_high: AboveZero | None = setting(
         None, "Clip range above 1 (clip-higher); cispo: cap of the ratio itself; null: epsilon."
@@ -168,10 +170,8 @@ class RLOOMethod(PolicyGradientMethod):
     """REINFORCE leave-one-out: the baseline is the mean reward of the prompt's other completions."""
 
     type: Literal["rloo"] = setting("rloo", "REINFORCE leave-one-out.")
-    kl_estimator: KLEstimator = setting("k1", "Estimator of the KL to the reference.")
-    kl_in: Literal["loss", "reward"] = setting(
-        "reward", "Use of the KL: as a term of the loss, or as a penalty on the reward."
-    )
+    kl_estimator: KLEstimator = "k1"
+    kl_in: KLUse = "reward"
 
 
 class ReinforcePlusPlusMethod(PolicyGradientMethod):
@@ -181,10 +181,8 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
         "reinforce_plus_plus", "REINFORCE with returns normalised over the step."
     )
     num_generations: Positive = setting(1, "Number of completions per prompt.")
-    kl_estimator: KLEstimator = setting("k1", "Estimator of the KL to the reference.")
-    kl_in: Literal["loss", "reward"] = setting(
-        "reward", "Use of the KL: as a term of the loss, or as a penalty on the reward."
-    )
+    kl_estimator: KLEstimator = "k1"
+    kl_in: KLUse = "reward"
 
     @property
     def compares_groups(self) -> bool:
@@ -221,7 +219,7 @@ class PPOMethod(RewardedMethod):
     gamma: Annotated[Float, Field(gt=0, le=1)] = setting(1.0, "Discount factor per token.")
     lam: ZeroToOne = setting(0.95, "GAE's lambda: 0 relies on the values, 1 on the rewards.")
     kl_coef: NonNegative = setting(0.05, "Weight of the KL to the reference in each token's reward; 0: no reference.")
-    kl_estimator: KLEstimator = setting("k1", "Estimator of the KL to the reference.")
+    kl_estimator: KLEstimator = "k1"
     target_kl: AboveZero | None = setting(
         None, "Target KL that kl_coef adapts to, in nats per completion; null: kl_coef is fixed."
     )
