@@ -13,8 +13,7 @@ from posttrain.config.schema.run import RunConfig
 
 # Limit on the total length of all ${...}: references that double at every step would exhaust memory.
 MOST_CHARACTERS = 1_000_000
-_REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
-_OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
+_REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?:(?P<name>[^{}$]*)\})?")
 
 
 def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
@@ -63,24 +62,18 @@ class _Interpolation:
     def text(self, path: KeyPath, text: str) -> Any:
         """A string with its references resolved."""
         whole = _REFERENCE.fullmatch(text)
-        if whole and not whole["slashes"]:
+        if whole and whole["name"] is not None and not whole["slashes"]:
             return self.spend(path, text, self.named(path, text, whole["name"]))
-        parts, at = [], 0
-        for opening in _OPENING.finditer(text):
-            if opening.start() < at:
-                continue
-            slashes = opening["slashes"]
-            parts += [text[at : opening.start()], slashes[: len(slashes) // 2]]
-            at = opening.end()
-            if len(slashes) % 2:
-                parts.append("${")
-                continue
-            reference = _REFERENCE.match(text, opening.start())
-            if reference is None:
+
+        def replaced(found: re.Match[str]) -> str:
+            half, is_literal = divmod(len(found["slashes"]), 2)
+            if is_literal:
+                return "\\" * half + found[0].removeprefix(found["slashes"])
+            if found["name"] is None:
                 raise self.wrong(path, text, "the name of a setting and a } must follow ${")
-            parts.append(str(self.spend(path, text, self.named(path, text, reference["name"]))))
-            at = reference.end()
-        return "".join([*parts, text[at:]])
+            return "\\" * half + str(self.spend(path, text, self.named(path, text, found["name"])))
+
+        return _REFERENCE.sub(replaced, text)
 
     def named(self, path: KeyPath, text: str, name: str) -> Any:
         """The resolved value of the setting `name`."""
@@ -113,7 +106,7 @@ class _Interpolation:
 def escaped(node: Any) -> Any:
     """Escape `${` in all strings, so that they read back equal."""
     if isinstance(node, str):
-        return _OPENING.sub(lambda found: found["slashes"] * 2 + r"\${", node)
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
     if isinstance(node, dict):
         return {key: escaped(value) for key, value in node.items()}
     return [escaped(value) for value in node] if isinstance(node, list) else node
