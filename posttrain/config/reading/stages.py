@@ -72,7 +72,7 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
 
 def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
     """A stage's trees without `init_from`, the last value of `init_from`, and where it was set."""
-    rest, init_from, where = [], None, trees[0].origins.get((), "settings")
+    rest, init_from, where = [], None, trees[0].origins.get((), "settings") if trees else ""
     for tree in trees:
         if "init_from" in tree.values:
             init_from, where = tree.values["init_from"], tree.origins.get(("init_from",), where)
