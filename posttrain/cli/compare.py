@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag
@@ -21,7 +20,7 @@ from posttrain.config.options import (
     CompareOptions,
     EvalOptions,
 )
-from posttrain.config.reading.explain import explain_group
+from posttrain.config.reading.explain import checked
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.config.schema.rollout import EngineName
@@ -120,11 +119,7 @@ def _judge_settings(text: str | None) -> JudgeSettings | None:
         raise UsageError(
             f"--judge is {text!r}; give settings such as '{{base_url: http://localhost:8000/v1, model: m}}'"
         )
-    try:
-        return JudgeSettings.model_validate(values)
-    except ValidationError as error:
-        lines = explain_group(error, values, JudgeSettings, "a judge")
-        raise UsageError("\n".join(f"--judge: {line}" for line in lines)) from error
+    return checked(JudgeSettings, values, "a judge", "--judge", UsageError)
 
 
 def _suite_names(names: str | None) -> list[str]:
