@@ -12,19 +12,9 @@ from posttrain.config.schema.types import PERCENTILE, AboveZero, Int, Natural, P
 
 TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
 Format = Literal[
-    "auto",
-    "preference",
-    "kto",
-    "prompt_completion",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "problem_answer",
-    "prompt",
-    "text",
-    "hh",
-    "episode",
-]
+    "auto", "preference", "kto", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "prompt",
+    "text", "hh", "episode",
+]  # fmt: skip
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 LABELLED_FORMATS = frozenset({"auto", "kto"})
 

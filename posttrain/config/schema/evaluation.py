@@ -25,44 +25,25 @@ from posttrain.config.schema.types import (
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
 # Regular expressions of metrics, without `eval_` and the name of a validation set. Shorter lengths are better.
 LOWER = (
-    r"(\w+_)?loss",
-    r"entropy",
-    r"(\w+_)?kl",
-    r"jsd",
-    r"clip_ratio(/\w+)?",
-    r"completions/(clipped_ratio|\w+_length)",
-    r"reasoning_(length|tokens)",
-    r"(logps|rewards)/rejected",
-    r"reward_std",
-    r"frac_reward_zero_std",
-    r"resampled_groups",
+    r"(\w+_)?loss", r"entropy", r"(\w+_)?kl", r"jsd", r"clip_ratio(/\w+)?",
+    r"completions/(clipped_ratio|\w+_length)", r"reasoning_(length|tokens)", r"(logps|rewards)/rejected",
+    r"reward_std", r"frac_reward_zero_std", r"resampled_groups",
     r"rewards/(left_out|left_out_ratio|no_verdict_ratio|not_applicable)",
     r"rewards/[^/]+/(std|wrong|ungraded|bad_gold|timeout|crashed|not_applicable|00|01|10|unreadable|requests|\w*tokens)",
     r"router/\w+",
-)
+)  # fmt: skip
 HIGHER = (
-    r"(\w+_)?accuracy",
-    r"margin",
-    r"(\w+_)?reward",
-    r"rewards/(accuracies|margins|chosen)",
-    r"logps/chosen",
-    r"log_odds_(ratio|chosen)",
-    r"rewards/[^/]+/(mean|correct|11)",
-    r"(pass|maj)@\d+",
-    r"reasoning_share",
-)
+    r"(\w+_)?accuracy", r"margin", r"(\w+_)?reward", r"rewards/(accuracies|margins|chosen)", r"logps/chosen",
+    r"log_odds_(ratio|chosen)", r"rewards/[^/]+/(mean|correct|11)", r"(pass|maj)@\d+", r"reasoning_share",
+)  # fmt: skip
 # Regular expressions of the metrics of sampled completions.
 OF_COMPLETIONS = (
-    *(r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+"),
+    r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+",
     "(format|answer)_accuracy",
-)
+)  # fmt: skip
 SHARES = (
-    r"(\w+_)?accuracy",
-    r"rewards/accuracies",
-    r"(pass|maj)@\d+",
-    r"reasoning_share",
-    r"completions/clipped_ratio",
-)
+    r"(\w+_)?accuracy", r"rewards/accuracies", r"(pass|maj)@\d+", r"reasoning_share", r"completions/clipped_ratio",
+)  # fmt: skip
 
 
 class EvaluationDataset(Settings):

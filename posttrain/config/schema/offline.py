@@ -8,23 +8,9 @@ from posttrain.config.schema.base import Conflicts, MethodSettings, Precompute, 
 from posttrain.config.schema.types import AboveZero, BelowOne, Float, NonNegative, OneOrMore
 
 PreferenceLoss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "kto_pair",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+    "sigmoid", "hinge", "ipo", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
 UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]

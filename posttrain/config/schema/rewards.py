@@ -20,15 +20,9 @@ from posttrain.config.schema.types import (
 )
 
 RuleName = Literal[
-    "match_format_exactly",
-    "match_format_approximately",
-    "check_answer",
-    "check_numbers",
-    "math",
-    "gsm8k",
-    "r1_zero",
-    "question_only",
-]
+    "match_format_exactly", "match_format_approximately", "check_answer", "check_numbers", "math", "gsm8k",
+    "r1_zero", "question_only",
+]  # fmt: skip
 
 
 class RewardTerm(Settings):
