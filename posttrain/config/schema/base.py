@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from posttrain.config.schema.types import ModelPath, NonNegative
 
@@ -42,6 +42,11 @@ class Settings(BaseModel):
 def setting(default: Any, description: str) -> Any:
     """A setting that has a default; a required setting is a plain `Field`."""
     return Field(default=default, description=description)
+
+
+def from_text(key: str, **schema: Any) -> BeforeValidator:
+    """Read a string as a mapping with only this key, so that `math` means {type: math}."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
 
 
 # The parts of an example: one sequence, a pair of completions, one completion with a label, or only a prompt.

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import Conflicts, Settings, setting
-from posttrain.config.schema.types import PERCENTILE, AboveZero, Int, Natural, Positive, Share, Text, from_text
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
+from posttrain.config.schema.types import PERCENTILE, AboveZero, Int, Natural, Positive, Share, Text
 
 TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
 Format = Literal[

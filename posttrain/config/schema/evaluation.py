@@ -5,22 +5,11 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import Conflicts, Settings, setting
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.data import Format, check_template
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.types import (
-    Float,
-    Int,
-    Natural,
-    NonNegative,
-    Positive,
-    Text,
-    Texts,
-    Word,
-    ZeroToOne,
-    from_text,
-)
+from posttrain.config.schema.types import Fraction, Int, Natural, NonNegative, Positive, Text, Texts, Word, ZeroToOne
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
 # Regular expressions of metrics, without `eval_` and the name of a validation set. Shorter lengths are better.
@@ -98,9 +87,7 @@ class EvaluationConfig(Settings):
     temperature: NonNegative | None = setting(
         None, "Temperature of validation completions, 0: greedy; null: rollout.temperature."
     )
-    top_p: Annotated[Float, Field(gt=0, le=1)] | None = setting(
-        None, "top_p of validation completions; null: rollout.top_p."
-    )
+    top_p: Fraction | None = setting(None, "top_p of validation completions; null: rollout.top_p.")
     top_k: Natural | None = setting(None, "top_k of validation completions; null: rollout.top_k.")
     min_p: ZeroToOne | None = setting(None, "min_p of validation completions; null: rollout.min_p.")
     max_completion_length: Positive | None = setting(

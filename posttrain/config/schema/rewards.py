@@ -5,19 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from posttrain.config.schema.base import Conflicts, Settings, setting
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.judge import ScoreSettings
-from posttrain.config.schema.types import (
-    FUNCTION,
-    AboveZero,
-    Float,
-    Label,
-    ModelPath,
-    Natural,
-    Positive,
-    Text,
-    from_text,
-)
+from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text
 
 RuleName = Literal[
     "match_format_exactly", "match_format_approximately", "check_answer", "check_numbers", "math", "gsm8k",

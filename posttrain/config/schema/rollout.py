@@ -1,23 +1,11 @@
 """The settings of sampling: the engine, filters and limits."""
 
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import urlsplit
-
-from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.environments import MaxToolCalls, MaxToolResult, MaxTurns
-from posttrain.config.schema.types import (
-    AboveZero,
-    Float,
-    Natural,
-    NonNegative,
-    OneOrMore,
-    Positive,
-    Text,
-    Texts,
-    ZeroToOne,
-)
+from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, Positive, Texts, ZeroToOne
 
 SERVER_ONLY = ("base_url", "servers", "gpus", "push", "timeout", "max_restarts")
 
@@ -30,10 +18,8 @@ class VllmConfig(Settings):
     mode: Literal["colocate", "server"] = setting(
         "colocate", "Mode of vLLM; colocate: in the training process; server: in its own process."
     )
-    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = setting(
-        0.7, "Share of the GPU's memory for vLLM; on a CPU its cache has 2 GiB."
-    )
-    base_url: Annotated[tuple[Text, ...] | None, OneOrMore] = setting(
+    gpu_memory_utilization: Fraction = setting(0.7, "Share of the GPU's memory for vLLM; on a CPU its cache has 2 GiB.")
+    base_url: Texts | None = setting(
         None, "Addresses of running servers, http://HOST:PORT; null: the run starts and stops its own."
     )
     servers: Positive = setting(1, "Number of servers that the run starts on each machine.")
@@ -79,9 +65,7 @@ class RolloutConfig(Settings):
     )
     vllm: VllmConfig = setting(VllmConfig(), "Where and how vLLM runs.")
     temperature: NonNegative = setting(1.0, "Sampling temperature; 0: greedy.")
-    top_p: Annotated[Float, Field(gt=0, le=1)] = setting(
-        1.0, "Nucleus: sample from the likeliest tokens with this total probability; 1: all."
-    )
+    top_p: Fraction = setting(1.0, "Nucleus: sample from the likeliest tokens with this total probability; 1: all.")
     top_k: Natural = setting(0, "Number of likeliest tokens to sample from; 0: all.")
     min_p: ZeroToOne = setting(0.0, "Minimum probability of a token relative to the likeliest one; 0: all.")
     max_completion_length: Positive = setting(512, "Maximum number of tokens of a completion.")

@@ -1,4 +1,4 @@
-"""Types of values: numbers in a range, strings of a form, and short forms of lists and mappings."""
+"""Types of values: numbers in a range, strings of a form, and the short form of a list."""
 
 import re
 from os.path import expanduser
@@ -24,12 +24,8 @@ NonNegative = Annotated[Float, Field(ge=0)]
 AboveZero = Annotated[Float, Field(gt=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 ZeroToOne = Annotated[Float, Field(ge=0, le=1)]
+Fraction = Annotated[Float, Field(gt=0, le=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
-
-
-def from_text(key: str, **schema: Any) -> BeforeValidator:
-    """Read a string as a mapping with only this key, so that `math` means {type: math}."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
 
 
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
