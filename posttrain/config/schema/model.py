@@ -8,8 +8,6 @@ from posttrain.base.words import model_name
 from posttrain.config.schema.base import Settings, setting
 from posttrain.config.schema.types import AboveZero, BelowOne, FolderName, ModelPath, OnOff, Positive, Text
 
-LORA_DROPOUT = 0.05  # the default
-
 ModelDtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -18,7 +16,7 @@ class LoraConfig(Settings):
 
     r: Positive = setting(16, "Rank of the adapters.")
     alpha: AboveZero = setting(32, "Scale of the adapters: their update is multiplied by alpha / r.")
-    dropout: BelowOne = setting(LORA_DROPOUT, "Dropout on the adapters' input; only sft reads it.")
+    dropout: BelowOne = setting(0.05, "Dropout on the adapters' input; only sft reads it.")
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = setting(
         "auto", "Modules with adapters: auto (the family's attention), all-linear, or a list of names."
     )

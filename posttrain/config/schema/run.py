@@ -11,16 +11,10 @@ from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataCon
 from posttrain.config.schema.environments import EnvironmentConfig, check_environments
 from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
-from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.training import (
-    WARMUP_STEPS,
-    CheckpointConfig,
-    DevicesConfig,
-    TrackingConfig,
-    TrainingConfig,
-)
+from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig, TrainingConfig
 from posttrain.config.schema.types import Folder, FolderName, Int, Text, is_name
 
 OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "environment_workers")
@@ -99,9 +93,11 @@ class RunConfig(Settings):
     def unread(self) -> list[str]:
         """Warnings about settings that are not read. These may be meant for other stages or be overridden: no error."""
         method, training, lines = self.method, self.training, []
-        if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
+        adapters = [model.lora for model in self.models if model.lora is not None]
+        if not method.dropout and any(lora.dropout and not lora.is_default("dropout") for lora in adapters):
             lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
-        if training.lr_scheduler_type == "constant" and training.warmup_steps not in (0, WARMUP_STEPS):
+        warms_up = training.warmup_steps != 0 and not training.is_default("warmup_steps")
+        if training.lr_scheduler_type == "constant" and warms_up:
             lines.append("training.warmup_steps is not read: constant has no warm-up, but constant_with_warmup does")
         return lines
 

@@ -17,8 +17,6 @@ from posttrain.config.schema.types import (
     Positive,
 )
 
-WARMUP_STEPS = 0.03  # the default
-
 
 class TrainingConfig(Settings):
     """The optimisation."""
@@ -34,7 +32,7 @@ class TrainingConfig(Settings):
         "cosine", "Schedule of the learning rate; constant has no warm-up."
     )
     warmup_steps: NonNegative = setting(
-        WARMUP_STEPS, "Number of warm-up steps, or a share of all if below 1; offline methods start at a rate of 0."
+        0.03, "Number of warm-up steps, or a share of all if below 1; offline methods start at a rate of 0."
     )
     weight_decay: NonNegative = setting(0.0, "AdamW's weight decay.")
     adam_beta1: BelowOne = setting(0.9, "AdamW's beta1.")
