@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.base.console import PlainConsole
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
@@ -24,6 +25,7 @@ from posttrain.config.reading.explain import checked
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.config.schema.rollout import EngineName
+from posttrain.runs.finding import locate_model
 
 SIDES = typer.Argument(
     metavar="A B…",
@@ -68,7 +70,6 @@ def compare(
     """
     _check(sides, suite, {"--data": data or None, "--max-rows": max_rows, "--num-generations": num_generations})
     settings = _judge_settings(judge)
-    from posttrain.base.console import PlainConsole
     from posttrain.evaluation.comparing.differences import Comparison
     from posttrain.evaluation.comparing.differences import compare as compare_sides
     from posttrain.evaluation.comparing.judged import judge as judge_sides
@@ -139,7 +140,6 @@ def _evaluated(paths: Sequence[str], **arguments: Any) -> dict[str, str]:
     if not models:
         return {}
     from posttrain.cli.eval import eval
-    from posttrain.runs.finding import locate_model
 
     folders = {path: str(locate_model(path)[2]) for path in models}
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]

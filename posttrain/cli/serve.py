@@ -21,6 +21,7 @@ from posttrain.base.terminal import say
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import ModelConfig
 from posttrain.config.options import ServeOptions, TalkOptions, from_flags
+from posttrain.runs.finding import locate_model
 
 KEY = "POSTTRAIN_API_KEY"
 RUNS = Path("runs")
@@ -41,7 +42,6 @@ def serve(
         posttrain serve Qwen/Qwen3-0.6B --adapter sft=runs/sft/final --reward-model runs/reward/final
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
-    from posttrain.runs.finding import locate_model
     from posttrain.serving.listening import Guard, listen
 
     if options.attached:
