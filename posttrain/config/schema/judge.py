@@ -2,12 +2,11 @@
 
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
-from posttrain.config.schema.types import Float, Folder, Int, NonNegative, Positive, Text
+from posttrain.config.schema.types import Float, Folder, Int, NonNegative, Positive, Text, address
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 OWN_FIELDS = frozenset({"model", "messages", "stream", "n"})  # fields of a request that only the client sets
@@ -38,7 +37,8 @@ class JudgeSettings(Settings):
     cache: Folder | None = setting(None, "Folder of stored replies; null: judge/ in the cache folder.")
 
     def check(self) -> Conflicts:
-        if not _is_address(self.base_url):
+        parts = address(self.base_url)
+        if parts is None or "@" in parts.netloc or " " in self.base_url or not self.base_url.isprintable():
             yield "base_url", "must be http://HOST[:PORT][/v1] or https://…, without user, password, query or fragment"
         # The value is not shown: it may be the key itself.
         if self.api_key_env is not None and VARIABLE.fullmatch(self.api_key_env) is None:
@@ -86,13 +86,3 @@ def _groups(pattern: str) -> int:
         return re.compile(pattern).groups
     except re.error:
         return -1
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if the port is not a number
-    except ValueError:
-        return False
-    clean = url.isprintable() and " " not in url and not parts.query + parts.fragment and "@" not in parts.netloc
-    return clean and parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -1,11 +1,10 @@
 """The settings of sampling: the engine, filters and limits."""
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.environments import MaxToolCalls, MaxToolResult, MaxTurns
-from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, Positive, Texts, ZeroToOne
+from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, Positive, Texts, ZeroToOne, address
 
 SERVER_ONLY = ("base_url", "servers", "gpus", "push", "timeout", "max_restarts")
 
@@ -37,7 +36,7 @@ class VllmConfig(Settings):
             if self.mode != "server" and not self.is_default(field):
                 yield field, f"needs mode: server, but mode is {self.mode}"
         if self.base_url is not None:
-            if wrong := next((url for url in self.base_url if not _is_address(url)), None):
+            if wrong := next((url for url in self.base_url if not _is_server(url)), None):
                 yield "base_url", f"has {wrong!r}; give only http://HOST:PORT"
             if not len({*self.base_url}) == len(self.base_url) > 0:
                 yield "base_url", "needs at least one address, and each only once"
@@ -48,13 +47,9 @@ class VllmConfig(Settings):
             yield "gpus", f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each"
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port is not None
-    except ValueError:  # a port that is not a number
-        return False
-    return named and parts.scheme == "http" and parts.path in ("", "/") and not parts.query + parts.fragment
+def _is_server(url: str) -> bool:
+    parts = address(url)
+    return parts is not None and parts.scheme == "http" and parts.port is not None and parts.path in ("", "/")
 
 
 class RolloutConfig(Settings):

@@ -3,6 +3,7 @@
 import re
 from os.path import expanduser
 from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -60,6 +61,16 @@ PATTERNS = {
 def is_name(text: str, pattern: str = FILE_NAME) -> bool:
     """Whether a string can be a name: it is short enough and matches the pattern."""
     return len(text.encode(errors="replace")) <= NAME_BYTES and re.fullmatch(pattern, text) is not None
+
+
+def address(url: str) -> SplitResult | None:
+    """The parts of an address of a server; None if it is not one, or has a query or a fragment."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if the port is not a number
+    except ValueError:
+        return None
+    return parts if parts.scheme in ("http", "https") and parts.hostname and not parts.query + parts.fragment else None
 
 
 def _short_enough(text: str) -> str:
