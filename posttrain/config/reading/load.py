@@ -147,12 +147,12 @@ def _load_stages(
     configs: dict[str, RunConfig] = {}
     notes, unread = list(common.notes), list[str]()
     replaced, wrong = dict[str, list[str]](), dict[str, list[str]]()
-    for name in trees:
-        trees[name], sources[name], where[name] = take_init_from(trees[name])
+    for name, own in trees.items():
+        sources[name], where[name] = take_init_from(own)
         layers = common.copy()
-        for tree in trees[name]:
+        for tree in own:
             layers.lay(tree, every_model=True)
-        for line in _lay_assignments(layers, own_assignments[name], own_flags[name], trees[name]):
+        for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
             replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
         values = interpolate(layers.values, layers.origins)

@@ -70,19 +70,17 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
     return Tree(dict(values or {}), {(): where, **inner})
 
 
-def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
-    """A stage's trees without `init_from`, the last value of `init_from`, and where it was set."""
-    rest, init_from, where = [], None, trees[0].origins.get((), "settings") if trees else ""
+def take_init_from(trees: Sequence[Tree]) -> tuple[str | None, str]:
+    """Remove `init_from` from a stage's trees; returns its last value, and where it was set."""
+    init_from, where = None, trees[0].origins.get((), "settings") if trees else ""
     for tree in trees:
+        tree.origins.pop((), None)
+        at = tree.origins.pop(("init_from",), where)
         if "init_from" in tree.values:
-            init_from, where = tree.values["init_from"], tree.origins.get(("init_from",), where)
-        values = {key: value for key, value in tree.values.items() if key != "init_from"}
-        rest.append(
-            Tree(values, {path: at for path, at in tree.origins.items() if path[:1] not in ((), ("init_from",))})
-        )
+            init_from, where = tree.values.pop("init_from"), at
     if not isinstance(init_from, str | None):
         raise ConfigError(f"{where}: init_from must be the name of one stage")
-    return rest, init_from, where
+    return init_from, where
 
 
 def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
