@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.config.reading.fields import choices, expected, full, kinds_of, known_paths, models_in, step
-from posttrain.config.reading.files import KeyPath, origin_of
+from posttrain.config.reading.files import KeyPath, origin_of, value_at
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.base import Settings, SettingsConflict
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
@@ -117,21 +117,8 @@ def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
             continue  # the name of a union's branch
         path.append(key)
         annotation = inner
-        node = _entry(node, key)
+        node = value_at(node, (key,))
     return tuple(path), annotation
-
-
-def _entry(node: Any, key: str | int) -> Any:
-    if isinstance(node, dict):
-        return node.get(key)
-    return node[key] if isinstance(node, list | tuple) and isinstance(key, int) and key < len(node) else None
-
-
-def value_at(values: Any, path: KeyPath) -> Any:
-    """The value at a path, or None."""
-    for key in path:
-        values = _entry(values, key)
-    return values
 
 
 def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.base.errors import ConfigError
-from posttrain.config.reading.files import KeyPath, Tree, parse_value
+from posttrain.config.reading.files import KeyPath, Tree, parse_value, value_at
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.types import OnOff
@@ -61,7 +61,9 @@ class Layers:
         self.values = merge(self.values, values)
         self.origins |= origins
         self._name_as_ppo()
-        self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
+        replaced = object()
+        gone = {path for path in self.origins if len(path) > 1 and value_at(self.values, path, replaced) is replaced}
+        self.origins = {path: at for path, at in self.origins.items() if path not in gone}
 
     def _name_as_ppo(self) -> None:
         """Rename settings to PPO's names: a layer that does not name the method may use the general names."""
@@ -115,16 +117,6 @@ class Layers:
 def _is_index(key: str) -> bool:
     """Whether a key can be the index of a list. At most 9 digits, because Python refuses to parse thousands."""
     return key.isdecimal() and len(key) < 10
-
-
-def _is_there(values: Any, path: KeyPath) -> bool:
-    """Whether a path still has a value, which an upper layer may have replaced."""
-    try:
-        for key in path:
-            values = values[key]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:

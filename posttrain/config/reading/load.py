@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import MOST_DEPTH, path_of
-from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
-from posttrain.config.reading.files import Tree, read_settings, write_yaml
+from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
+from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.stages import (
