@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 from posttrain.base.errors import ConfigError
 from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.layers import merge
+from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.run import RunConfig
 
 # Limit on the total length of all ${...}: references that double at every step would exhaust memory.
@@ -33,7 +32,8 @@ class _Interpolation:
     def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
         models = values.get("models")
         model = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
-        self.tree = merge(_defaults(RunConfig), values) | model
+        defaults = RunConfig.model_construct(data=DataConfig.model_construct())  # without the required settings
+        self.tree = merge(defaults.model_dump(mode="json"), values) | model
         self.origins = origins
         self.done: dict[KeyPath, Any] = {}
         self.open: list[KeyPath] = []  # the strings being resolved, each needed by the previous one
@@ -118,17 +118,3 @@ def _leaves(node: Any) -> Iterator[Any]:
         return
     for value in node.values() if isinstance(node, dict) else node:
         yield from _leaves(value)
-
-
-def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections. For a section with required settings, the defaults of its other settings."""
-    result: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        default = info.get_default()
-        if isinstance(default, BaseModel):
-            result[name] = default.model_dump(mode="json")
-        elif not info.is_required():
-            result[name] = default
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            result[name] = _defaults(info.annotation)
-    return result
