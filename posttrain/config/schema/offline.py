@@ -114,19 +114,16 @@ class DPOMethod(PreferenceMethod):
 
     def reads(self, setting: str) -> bool:
         losses = set(self.loss_type)
-        match setting:
-            case "beta":
-                return losses != {"sft"}
-            case "label_smoothing":
-                return bool(losses & LABEL_SMOOTHING_LOSSES)
-            case "discopop_tau":
-                return "discopop" in losses
-        return super().reads(setting)
+        read_by_some = {
+            "beta": losses != {"sft"},
+            "label_smoothing": bool(losses & LABEL_SMOOTHING_LOSSES),
+            "discopop_tau": "discopop" in losses,
+        }
+        return read_by_some.get(setting, super().reads(setting))
 
     def check(self) -> Conflicts:
-        losses: set[str] = set(self.loss_type)
-        yield from self._check_losses(losses)
-        yield from self._check_reference(losses)
+        yield from self._check_losses(set(self.loss_type))
+        yield from self._check_reference(set(self.loss_type))
 
     def _check_losses(self, losses: set[str]) -> Conflicts:
         weights = self.loss_weights
