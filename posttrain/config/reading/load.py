@@ -18,15 +18,7 @@ from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
 from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
-from posttrain.config.reading.stages import (
-    WHOLE_RUN,
-    Stage,
-    in_order,
-    refuse_other_models,
-    split,
-    start_from,
-    take_init_from,
-)
+from posttrain.config.reading.stages import WHOLE_RUN, Stage, arranged, split, take_init_from
 from posttrain.config.schema.run import RunConfig
 
 PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
@@ -165,15 +157,8 @@ def _load_stages(
             unread += [f"stage {name}: {line}" if name else line for line in configs[name].unread()]
     if wrong:
         raise _refusal(_with_stages(wrong, trees))
-    stages: dict[str, Stage] = {}
-    for name in in_order(sources, where):
-        config, source = configs[name], sources[name]
-        if source is not None:
-            config = start_from(config, stages[source].config, name, where[name])
-        stages[name] = Stage(name, source, config)
-    refuse_other_models(list(stages.values()))
     notes = [*notes, *_with_stages(replaced, trees), *unread]
-    return Loaded(tuple(stages.values()), list(dict.fromkeys(notes)))
+    return Loaded(arranged(configs, sources, where), list(dict.fromkeys(notes)))
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:

@@ -83,7 +83,21 @@ def take_init_from(trees: Sequence[Tree]) -> tuple[str | None, str]:
     return init_from, where
 
 
-def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
+def arranged(
+    configs: Mapping[str, RunConfig], init_from: Mapping[str, str | None], where: Mapping[str, str]
+) -> tuple[Stage, ...]:
+    """The stages in the order in which they run, each with the models that it trains."""
+    stages: dict[str, Stage] = {}
+    for name in _in_order(init_from, where):
+        config, source = configs[name], init_from[name]
+        if source is not None:
+            config = _start_from(config, stages[source].config, name, where[name])
+        stages[name] = Stage(name, source, config)
+    _refuse_other_models(list(stages.values()))
+    return tuple(stages.values())
+
+
+def _in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
     """The stages in the order of the file, but each after the stage that it starts from. Raises ConfigError for an
     `init_from` that names no stage, and for stages that start from one another in a cycle."""
     for name, source in init_from.items():
@@ -106,7 +120,7 @@ def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> l
     return done
 
 
-def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
+def _start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
     """The settings of a stage that trains the final models of another stage. Raises ConfigError if the stage names
     different models, which would not be trained, or starts from a reward model without being one."""
     if source.method.head == "reward" and stage.method.head != "reward":
@@ -155,7 +169,7 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
     return config.model_copy(update={"data": config.data.model_copy(update={"excluded": tuple(excluded)})})
 
 
-def refuse_other_models(stages: Sequence[Stage]) -> None:
+def _refuse_other_models(stages: Sequence[Stage]) -> None:
     """Raise ConfigError unless each stage has as many models as the first, and the same ones if there are several."""
     first = [model.folder_name for model in stages[0].config.models]
     for stage in stages[1:]:

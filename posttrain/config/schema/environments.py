@@ -36,7 +36,7 @@ class EnvironmentConfig(Settings):
     timeout: AboveZero = setting(30.0, "Maximum seconds of a call of the environment; then its episode ends.")
 
 
-def check_environments(environments: Sequence[EnvironmentConfig], tools: Sequence[str]) -> Conflicts:
+def check_tools(environments: Sequence[EnvironmentConfig], tools: Sequence[str]) -> Conflicts:
     """What environments and tools need of one another."""
     if tools and any(each.contract == "messages" for each in environments):
         yield "tools", "cannot be combined with an environment of contract: messages, which makes no calls"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.schema.environments import EnvironmentConfig, check_environments
+from posttrain.config.schema.environments import EnvironmentConfig, check_tools
 from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import ModelConfig
@@ -291,7 +291,7 @@ class RunConfig(Settings):
             yield given, "cannot be combined with completions of the data (method.on_policy_fraction below 1)"
         if self.data.template == "none":
             yield given, "need a chat template, but data.template is none"
-        yield from check_environments(self.environments, self.tools)
+        yield from check_tools(self.environments, self.tools)
         if self.rollout.stop:
             yield "rollout.stop", f"cannot be combined with {given}: a reply ends with the template's end of turn"
 

@@ -6,13 +6,7 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import Variables, check_template
-from posttrain.config.schema.environments import (
-    EnvironmentConfig,
-    MaxToolCalls,
-    MaxToolResult,
-    MaxTurns,
-    check_environments,
-)
+from posttrain.config.schema.environments import EnvironmentConfig, MaxToolCalls, MaxToolResult, MaxTurns, check_tools
 from posttrain.config.schema.types import FUNCTION, Natural, NonNegative, OneOrMore, Positive, Text, Texts, Word
 
 RULE = r"^[a-z][a-z0-9_]*$"
@@ -98,7 +92,7 @@ class SuiteConfig(Settings):
                 yield "kind", "needs to be generate with environments or tools"
             if self.template not in ("auto", "chat"):
                 yield "template", "needs to be auto or chat with environments or tools"
-            yield from check_environments(self.environments, self.tools)
+            yield from check_tools(self.environments, self.tools)
         if self.rule == OF_ENVIRONMENT and not self.environments:
             yield "rule", "is environment, but there is none: set `environments`"
         if self.template != "auto":
