@@ -1,6 +1,6 @@
 """Layers of settings (preset, file, overrides, flags): short forms are expanded, and layers merged in order."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,8 +153,7 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
         ]
     method = values.get("method")
     if isinstance(method, dict):
-        own = PPO_NAMES.values() if method.get("type") == "ppo" else ()
-        method = _rename(method, "method", ("method",), origins, notes, own)
+        method = _rename(method, "method", ("method",), origins, notes)
     if method is not None:
         values["method"] = spell_out(method)
     return Tree(values, origins)
@@ -170,14 +169,10 @@ def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], not
 
 
 def _rename(
-    values: dict[str, Any],
-    section: str,
-    path: KeyPath,
-    origins: dict[KeyPath, str],
-    notes: list[str],
-    own: Collection[str] = (),
+    values: dict[str, Any], section: str, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]
 ) -> dict[str, Any]:
-    """Rename aliases to posttrain's names. Names in `own` are aliases elsewhere, but are settings of this section."""
+    """Rename aliases to posttrain's names. Some aliases of other methods are settings of PPO."""
+    own = PPO_NAMES.values() if values.get("type") == "ppo" else ()
     aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
     result = {key: value for key, value in values.items() if key not in aliases}
     for alias, target in aliases.items():
@@ -191,7 +186,7 @@ def _rename(
                 raise ConfigError(
                     f"{where}: {alias} means {dotted}, but {key} is also given and is not a mapping; keep one"
                 )
-            node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
+            node[key] = dict(node.get(key) or {})
             node = node[key]
         if target[-1] in node:
             raise ConfigError(f"{where}: {alias} is another name for {dotted}, which is also given; keep one")
