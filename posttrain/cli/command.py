@@ -76,9 +76,9 @@ def with_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(verb, eval_str=True).parameters.values():
-        if is_dataclass(group := parameter.annotation):
-            groups[parameter.name] = group
-            parameters += signature(group, eval_str=True).parameters.values()
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += signature(groups[parameter.name], eval_str=True).parameters.values()
         else:
             parameters.append(parameter)
     made = [_for_typer(parameter) for parameter in parameters]

@@ -35,8 +35,9 @@ def origin_of(path: KeyPath, origins: Mapping[KeyPath, str], default: str = "") 
 def value_at(values: Any, path: KeyPath, default: Any = None) -> Any:
     """The value at a path, or the default if there is none."""
     for key in path:
-        keys = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list | tuple) else ()
-        if key not in keys:
+        if isinstance(values, list | tuple):
+            values = dict(enumerate(values))
+        if not isinstance(values, dict) or key not in values:
             return default
         values = values[key]
     return values
