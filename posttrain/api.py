@@ -18,15 +18,13 @@ from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import runner
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
 from posttrain.config.options import EvalOptions
-from posttrain.config.reading.explain import explain_group
-from posttrain.config.schema import base
+from posttrain.config.reading.explain import checked
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
 from posttrain.evaluation.evaluate import evaluate as evaluate_suites
@@ -46,7 +44,6 @@ from posttrain.runs.summary import RunSummary, read_run
 
 Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
 Suites = Sequence[str | SuiteConfig | Items]
-Group = TypeVar("Group", bound=base.Settings)
 Options = TypeVar("Options", bound=EvalOptions)
 P = ParamSpec("P")
 
@@ -223,7 +220,7 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
     path, name, default = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
     folder, devices, file = Path(options.output or default), options.device or DevicesConfig(), Path(path)
     rollout, settings = _rollout(options), {**options.of_suites, **(options.settings or {})}
-    config = _checked(ModelConfig, {"path": path, "dtype": options.dtype}, "a model")
+    config = checked(ModelConfig, {"path": path, "dtype": options.dtype}, "a model")
     chosen = _chosen(suites, settings, options.data or {}, options.max_rows)
     tasks = _tasks(suites, settings, rollout, options)
     requested, summary = {items.suite.name for items in chosen}, dict[str, Any]()
@@ -284,15 +281,8 @@ def _rollout(options: EvalOptions) -> RolloutConfig:
     """The validated sampling settings. Raises ConfigError if a value is invalid."""
     common = {"engine": options.engine, "top_k": options.top_k, "min_p": options.min_p}
     for setting in options.swept:
-        _checked(RolloutConfig, common | setting, "sampling")
-    return _checked(RolloutConfig, common, "sampling")
-
-
-def _checked(group: type[Group], values: dict[str, Any], noun: str) -> Group:
-    try:
-        return group.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain_group(error, values, group, noun))) from error
+        checked(RolloutConfig, common | setting, "sampling")
+    return checked(RolloutConfig, common, "sampling")
 
 
 def _stages(settings: Settings, overrides: Sequence[str]) -> tuple[Stage, ...]:

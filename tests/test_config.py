@@ -23,8 +23,8 @@ from posttrain.config import (
 )
 from posttrain.config.reading.fields import all_settings, choices
 from posttrain.config.render import EXAMPLES
-from posttrain.config.schema.base import is_name
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
+from posttrain.config.schema.types import is_name
 from posttrain.training.state import as_started
 
 ROOT = Path(__file__).parent.parent / "posttrain"

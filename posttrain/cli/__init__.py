@@ -26,31 +26,12 @@ EPILOG = "--debug, anywhere on the command line, shows an error's stack trace; p
 HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its variants, GRPO, PPO."
 # Verb -> the module that has a function of the same name, in the order of the help.
 VERBS = {
-    "train": "train",
-    "launch": "train",
-    "plan": "train",
-    "sweep": "sweep",
-    "explore": "data",
-    "score": "rows",
-    "grade": "rows",
-    "generate": "rows",
-    "sample": "rows",
-    "eval": "eval",
-    "export": "export",
-    "quantize": "export",
-    "rollouts": "rollouts",
-    "why": "rollouts",
-    "regrade": "rollouts",
-    "report": "report",
-    "compare": "compare",
-    "losses": "rollouts",
-    "serve": "serve",
-    "chat": "serve",
-    "verify-resume": "train",
-    "ui": "serve",
-    "quickstart": "start",
-    "doctor": "start",
-}
+    "train": "train", "launch": "train", "plan": "train", "sweep": "sweep", "explore": "data", "score": "rows",
+    "grade": "rows", "generate": "rows", "sample": "rows", "eval": "eval", "export": "export", "quantize": "export",
+    "rollouts": "rollouts", "why": "rollouts", "regrade": "rollouts", "report": "report", "compare": "compare",
+    "losses": "rollouts", "serve": "serve", "chat": "serve", "verify-resume": "train", "ui": "serve",
+    "quickstart": "start", "doctor": "start",
+}  # fmt: skip
 TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # with a flag for every setting
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
 TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`, never written

@@ -4,9 +4,9 @@ import errno
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -76,12 +76,13 @@ def with_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(verb, eval_str=True).parameters.values():
-        if is_dataclass(group := parameter.annotation):
-            groups[parameter.name] = group
-            parameters += _fields(group)
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += signature(groups[parameter.name], eval_str=True).parameters.values()
         else:
             parameters.append(parameter)
-    converters = {parameter.name: convert for parameter in parameters if (convert := _converter(parameter)) is not None}
+    made = [_for_typer(parameter) for parameter in parameters]
+    converters = {parameter.name: convert for parameter, convert in made if convert is not None}
 
     def command(**values: Any) -> Any:
         values |= {name: convert(values[name]) for name, convert in converters.items()}
@@ -89,7 +90,7 @@ def with_options(verb: Callable[..., Any]) -> Callable[..., Any]:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return verb(**values)
 
-    return disguised(command, verb, [_for_typer(parameter) for parameter in parameters])
+    return disguised(command, verb, [parameter for parameter, _ in made])
 
 
 def disguised(command: Callable[..., Any], verb: Callable[..., Any], parameters: Sequence[Parameter]) -> Any:
@@ -100,50 +101,19 @@ def disguised(command: Callable[..., Any], verb: Callable[..., Any], parameters:
     return command
 
 
-def _fields(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
-
-
-def _flag(parameter: Parameter) -> Flag | None:
-    marks = get_args(parameter.annotation)[1:] if get_origin(parameter.annotation) is Annotated else ()
-    return next((mark for mark in marks if isinstance(mark, Flag)), None)
-
-
-def _repeats(parameter: Parameter) -> bool:
-    return get_origin(get_args(parameter.annotation)[0]) is Sequence
-
-
-def _converter(parameter: Parameter) -> Callable[[Any], Any] | None:
-    """The function that converts typer's value to the parameter's, if they differ."""
-    flag = _flag(parameter)
+def _for_typer(parameter: Parameter) -> tuple[Parameter, Callable[[Any], Any] | None]:
+    """The parameter as typer reads it, and the function that converts typer's value, if they differ."""
+    kind, *marks = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else [None]
+    flag = next((mark for mark in marks if isinstance(mark, Flag)), None)
     if flag is None:
-        return None
-    if _repeats(parameter):
-        return lambda values: tuple(values or ())
-    parse = flag.parse
-    return parse and (lambda text: parse(text) if isinstance(text, str) else text)
-
-
-def _for_typer(parameter: Parameter) -> Parameter:
-    flag = _flag(parameter)
-    if flag is None:
-        return parameter.replace(kind=Parameter.KEYWORD_ONLY)
-    kind, default = get_args(parameter.annotation)[0], parameter.default
-    if _repeats(parameter):
-        kind, default = list[get_args(kind)[0]] | None, default or None
-    elif flag.parse is not None:
-        kind = str | None
+        return parameter.replace(kind=Parameter.KEYWORD_ONLY), None
+    default, parse, convert = parameter.default, flag.parse, None
+    if get_origin(kind) is Sequence:
+        kind, default, convert = list[get_args(kind)[0]] | None, default or None, lambda values: tuple(values or ())
+    elif parse is not None:
+        kind, convert = str | None, lambda text: parse(text) if isinstance(text, str) else text
     names = flag.names.split()
     if not any(name.startswith("--") for name in names):
         names = [f"--{parameter.name.replace('_', '-')}", *names]
     option = typer.Option(*names, help=flag.help, min=flag.min, max=flag.max, metavar=flag.metavar, hidden=flag.hidden)
-    return parameter.replace(kind=Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    return parameter.replace(kind=Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]), convert

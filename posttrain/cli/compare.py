@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
+from posttrain.base.console import PlainConsole
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
@@ -21,10 +21,11 @@ from posttrain.config.options import (
     CompareOptions,
     EvalOptions,
 )
-from posttrain.config.reading.explain import explain_group
+from posttrain.config.reading.explain import checked
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.config.schema.rollout import EngineName
+from posttrain.runs.finding import locate_model
 
 SIDES = typer.Argument(
     metavar="A B…",
@@ -69,7 +70,6 @@ def compare(
     """
     _check(sides, suite, {"--data": data or None, "--max-rows": max_rows, "--num-generations": num_generations})
     settings = _judge_settings(judge)
-    from posttrain.base.console import PlainConsole
     from posttrain.evaluation.comparing.differences import Comparison
     from posttrain.evaluation.comparing.differences import compare as compare_sides
     from posttrain.evaluation.comparing.judged import judge as judge_sides
@@ -120,11 +120,7 @@ def _judge_settings(text: str | None) -> JudgeSettings | None:
         raise UsageError(
             f"--judge is {text!r}; give settings such as '{{base_url: http://localhost:8000/v1, model: m}}'"
         )
-    try:
-        return JudgeSettings.model_validate(values)
-    except ValidationError as error:
-        lines = explain_group(error, values, JudgeSettings, "a judge")
-        raise UsageError("\n".join(f"--judge: {line}" for line in lines)) from error
+    return checked(JudgeSettings, values, "a judge", "--judge", UsageError)
 
 
 def _suite_names(names: str | None) -> list[str]:
@@ -144,7 +140,6 @@ def _evaluated(paths: Sequence[str], **arguments: Any) -> dict[str, str]:
     if not models:
         return {}
     from posttrain.cli.eval import eval
-    from posttrain.runs.finding import locate_model
 
     folders = {path: str(locate_model(path)[2]) for path in models}
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]

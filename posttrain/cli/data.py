@@ -24,8 +24,6 @@ from posttrain.config.schema.datasets import KNOWN, known_set, name_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from posttrain.base.console import PlainConsole
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExploreOptions:
@@ -68,10 +66,8 @@ def explore(
     if options.no_quality and (options.against or options.reward_model or options.report):
         raise UsageError("--no-quality cannot be combined with --against, --reward-model or --report")
     stages = load_stages(config, overrides, flags)
-    from posttrain.base.console import PlainConsole  # these import torch, which takes seconds
-
     with quick_imports():
-        from posttrain.planning.plan import StageTokenizers
+        from posttrain.planning.plan import StageTokenizers  # these import torch, which takes seconds
         from posttrain.runs.files import ready_to_write, save_json
 
     if options.report is not None:
@@ -89,7 +85,7 @@ def explore(
 
 
 def _explored(
-    stage: Stage, tokenizer: "PreTrainedTokenizerBase", options: ExploreOptions, console: "PlainConsole"
+    stage: Stage, tokenizer: "PreTrainedTokenizerBase", options: ExploreOptions, console: PlainConsole
 ) -> dict[str, Any]:
     """Show a stage's data, unless it is printed as JSON. Returns its JSON, with the findings."""
     from posttrain.data import Selection, overview

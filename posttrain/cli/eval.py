@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.base.console import PlainConsole
 from posttrain.base.errors import UsageError
 from posttrain.base.imports import need, quick_imports
 from posttrain.base.options import Flag, values_of
@@ -16,6 +17,7 @@ from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.options import DATA, DEVICE, DTYPE, EvalOptions, from_flags
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import CALIBRATED, LM_EVAL, SuiteConfig
+from posttrain.runs.finding import locate_model
 
 
 def eval(
@@ -54,7 +56,6 @@ def eval(
         posttrain eval evaluations/MODEL --export inspect
     """
     if list_suites:
-        from posttrain.base.console import PlainConsole
         from posttrain.evaluation.suite import suites_table
 
         PlainConsole().print(suites_table())
@@ -162,8 +163,6 @@ def _sources(texts: Sequence[str], suites: Sequence[str]) -> dict[str, str]:
 
 def _folders(models: Sequence[str], output: Path | str | None) -> dict[Path, tuple[str, str]]:
     """The folder of each model's records, with its path and name. Raises UsageError if two share a folder."""
-    from posttrain.runs.finding import locate_model
-
     folders: dict[Path, tuple[str, str]] = {}
     for model in models:
         path, name, folder = locate_model(model)

@@ -14,10 +14,9 @@ from typer.core import TyperCommand
 
 from posttrain.base.errors import UsageError
 from posttrain.cli.command import disguised, with_options
-from posttrain.config import preset_path
 from posttrain.config.reading.fields import Setting, all_settings, choices, options
 from posttrain.config.reading.hints import hint
-from posttrain.config.reading.load import FlagText
+from posttrain.config.reading.load import FlagText, preset_path
 from posttrain.config.render import HEADINGS, described, flow
 from posttrain.config.schema.evaluation import SAMPLING
 

@@ -9,6 +9,7 @@ import typer
 from posttrain.base.errors import UsageError
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say
+from posttrain.runs.finding import runs_below
 
 LONGEST = 100  # maximum characters of a file name that is made of the names of runs
 
@@ -61,8 +62,6 @@ def report(
 
 def _folder(name: str, output_dir: Path) -> Path:
     """The folder of a run or a pipeline. If there is none, raises UsageError with the runs that exist."""
-    from posttrain.runs.finding import runs_below
-
     for folder in (Path(name).expanduser(), output_dir / name):
         if folder.is_dir() and runs_below(folder):
             return folder

@@ -42,15 +42,9 @@ FACTS = (
     "ended", "changed", "tags", "note",
 )  # fmt: skip
 COLUMNS = (
-    Column("name", folds=True),
-    Column("method"),
-    Column("model", folds=True),
-    Column("state"),
-    Column("step", right=True),
-    Column("result", folds=True),
-    Column("size", right=True),
-    Column("started"),
-)
+    Column("name", folds=True), Column("method"), Column("model", folds=True), Column("state"),
+    Column("step", right=True), Column("result", folds=True), Column("size", right=True), Column("started"),
+)  # fmt: skip
 
 
 @app.callback()

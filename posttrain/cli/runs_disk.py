@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from posttrain.base.errors import RunError
 from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted, in_units
-from posttrain.runs.finding import named, short
-
-if TYPE_CHECKING:
-    from posttrain.runs.managing.removing import Plan
+from posttrain.runs.finding import SNAPSHOTS, checked_name, folders_of, named, short, size_of
+from posttrain.runs.managing import copies, removing
+from posttrain.runs.managing.copies import COPY, read_snapshot
+from posttrain.runs.managing.listing import Column, filtered, seconds_of, table_lines
+from posttrain.runs.managing.paths import described as needed_by
+from posttrain.runs.managing.paths import refuse_needed
+from posttrain.runs.managing.removing import Plan, Rule, plan_prune, spare_needed
+from posttrain.runs.summary import RunSummary, summaries_below
 
 RUNS = Path("runs")
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Folder of runs, as in the settings.")]
@@ -43,10 +48,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 
 def settled(output_dir: Path, *runs: str) -> Path:
     """Finish or undo what interrupted commands left in the folder of runs or next to `runs`; returns the folder."""
-    from posttrain.runs.managing.removing import settle_runs
-
     root = output_dir.expanduser()
-    for line in settle_runs(root, [path for run in runs if (path := Path(run).expanduser()).parent.is_dir()]):
+    for line in removing.settle_runs(root, [path for run in runs if (path := Path(run).expanduser()).parent.is_dir()]):
         say(line, error=True)
     return root
 
@@ -58,10 +61,6 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     process uses or (unless --force) another run needs. Links are not followed. Snapshots are kept;
     `posttrain runs rm .snapshots/NAME` deletes one.
     """
-    from posttrain.runs.managing.copies import drop
-    from posttrain.runs.managing.paths import refuse_needed
-    from posttrain.runs.managing.removing import delete
-
     root = settled(output_dir, *runs)
     targets = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
     if not force:  # all of them together, and before the first deletion: one may need another
@@ -72,9 +71,9 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
             say(f"kept {target}")
             continue
         if _snapshot(str(target), root):
-            drop(target)
+            copies.drop(target)
         else:
-            delete(target, force=True)  # `refuse_needed` has checked
+            removing.delete(target, force=True)  # `refuse_needed` has checked
         say(f"deleted {what}")
 
 
@@ -91,9 +90,6 @@ def prune(
     best/ and final/ are kept. Folders that a resume set aside and leftovers of crashes are deleted too. With
     --keep-last 0 a run can no longer be resumed.
     """
-    from posttrain.runs.managing.paths import described as needed_by
-    from posttrain.runs.managing.removing import Rule, plan_prune, spare_needed
-
     root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)
     plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
     if not force:
@@ -121,15 +117,11 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.runs.managing.listing import filtered, seconds_of
-    from posttrain.runs.managing.removing import Rule, left_over, plan_prune, spare_needed
-    from posttrain.runs.summary import summaries_below
-
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
         seconds_of(older_than)
-    plans: list[Plan] = [] if terms else left_over(root)
+    plans: list[Plan] = [] if terms else removing.left_over(root)
     for run in filtered(summaries_below(root), terms):
         if run.state == "running":
             say(f"in progress: {run.folder}", error=True)
@@ -145,8 +137,6 @@ def free(
 
 def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
     """Show what the plans delete, ask, and delete it. A failure for one run does not stop the others."""
-    from posttrain.runs.managing.removing import prune as prune_run
-
     for plan in plans:
         for need in plan.needs:
             say(f"kept: {short(need.path)}, needed by {need}", error=True)
@@ -165,7 +155,7 @@ def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
     freed, failed = 0, 0
     for plan in plans:
         try:
-            freed += prune_run(plan)
+            freed += removing.prune(plan)
         except RunError as error:
             failed += 1
             say(f"not pruned: {error}", error=True)
@@ -179,20 +169,14 @@ def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: Ou
 
     RUN may be the folder of a whole run with its models and stages.
     """
-    from posttrain.runs.managing.copies import take
-
-    folder = take(named(run, settled(output_dir, run), whole=True), name, note)
+    folder = copies.take(named(run, settled(output_dir, run), whole=True), name, note)
     say(f"{short(folder)}: restore it with posttrain runs restore {folder.name}")
 
 
 def snapshots(output_dir: OutputDir = RUNS) -> None:
     """List the snapshots, the latest last."""
-    import shutil
 
-    from posttrain.runs.managing.copies import read_snapshot, snapshots_of
-    from posttrain.runs.managing.listing import Column, table_lines
-
-    stored = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
+    stored = [read_snapshot(path) for path in copies.snapshots_of(settled(output_dir))]
     if not stored:
         say(f"there are no snapshots in {output_dir}")
         return
@@ -211,10 +195,6 @@ def restore(
 
     An existing run in that folder is kept, unless --replace.
     """
-    from posttrain.runs.finding import checked_name
-    from posttrain.runs.managing.copies import read_snapshot
-    from posttrain.runs.managing.copies import restore as restore_run
-
     root = settled(output_dir, snapshot)
     folder = _snapshot(snapshot, root)
     if folder is None:
@@ -225,7 +205,7 @@ def restore(
     if asks and not _confirmed(f"replace {described(target)}?", f"{target} is kept: give --yes to replace it"):
         say(f"kept {target}")
         return
-    say(f"verified and restored: {short(restore_run(folder, target, replace))}")
+    say(f"verified and restored: {short(copies.restore(folder, target, replace))}")
 
 
 def export(
@@ -239,21 +219,15 @@ def export(
 
     tar -xzf unpacks it; the run is then listed, resumed and read like any other.
     """
-    from posttrain.runs.managing.copies import pack_run
-
     target = named(run, settled(output_dir, run), whole=True)
     path = output or Path(f"{target.resolve().name}.tar.gz")
-    done = pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
+    done = copies.pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
     packed = in_units(done.path.stat().st_size)
     say(f"{done.path}: {counted(done.files, 'file')}, {in_units(done.size)}, packed {packed}")
 
 
 def described(target: Path) -> str:
     """Describe a run, a whole run or a snapshot in one line."""
-    from posttrain.runs.finding import folders_of, size_of
-    from posttrain.runs.managing.copies import COPY
-    from posttrain.runs.summary import RunSummary
-
     if (target / COPY).is_dir():
         return f"{target}: snapshot, {in_units(size_of(target))}"
     runs = folders_of(target)
@@ -269,9 +243,6 @@ def _local(time: str) -> str:
 
 def _snapshot(name: str, root: Path) -> Path | None:
     """The snapshot folder that a name or a path means; None if there is none."""
-    from posttrain.runs.finding import SNAPSHOTS
-    from posttrain.runs.managing.copies import COPY
-
     folders = [Path(name), root / name, root / SNAPSHOTS / name]
     return next((path for path in folders if path.parent.name == SNAPSHOTS and (path / COPY).is_dir()), None)
 

@@ -21,6 +21,7 @@ from posttrain.base.terminal import say
 from posttrain.cli.settings import devices_from_flag
 from posttrain.config import ModelConfig, load
 from posttrain.config.options import ServeOptions, TalkOptions, from_flags
+from posttrain.runs.finding import locate_model
 
 KEY = "POSTTRAIN_API_KEY"
 RUNS = Path("runs")
@@ -42,7 +43,6 @@ def serve(
         posttrain serve runs/sft --record agent --config grpo.yaml
         curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
     """
-    from posttrain.runs.finding import locate_model
     from posttrain.serving.listening import Guard, listen
 
     if options.attached:

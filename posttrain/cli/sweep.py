@@ -16,7 +16,7 @@ from posttrain.base.words import counted
 from posttrain.cli.command import Interrupted
 from posttrain.cli.settings import DRY_RUN, Config, Overrides, split_arguments
 from posttrain.config import RunConfig, load
-from posttrain.config.schema.base import EVAL_METRIC
+from posttrain.config.schema.types import EVAL_METRIC
 from posttrain.runs.metrics import of_method
 
 

@@ -58,6 +58,12 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
     return values
 
 
+TEMPERATURES = Flag(
+    "Sampling temperature; several for a sweep.", metavar="T[,T...]", parse=partial(_numbers, "temperature")
+)
+TOP_PS = Flag(
+    "Total probability to sample from; several for a sweep.", metavar="P[,P...]", parse=partial(_numbers, "top_p")
+)
 # Flags that several commands share.
 DATA = Flag("Local rows to use for a suite instead of its source; repeatable.", metavar="[NAME=]FILE")
 DEVICE = Flag("auto, cpu, cuda, a GPU by number (cuda:1), or mps.")
@@ -91,18 +97,8 @@ class EvalOptions:
 
     max_rows: Annotated[int | None, MAX_ROWS] = None
     num_generations: Annotated[int | None, NUM_GENERATIONS] = None
-    temperature: Annotated[
-        float | Sequence[float] | None,
-        Flag("Sampling temperature; several for a sweep.", metavar="T[,T...]", parse=partial(_numbers, "temperature")),
-    ] = None
-    top_p: Annotated[
-        float | Sequence[float] | None,
-        Flag(
-            "Total probability to sample from; several for a sweep.",
-            metavar="P[,P...]",
-            parse=partial(_numbers, "top_p"),
-        ),
-    ] = None
+    temperature: Annotated[float | Sequence[float] | None, TEMPERATURES] = None
+    top_p: Annotated[float | Sequence[float] | None, TOP_PS] = None
     top_k: Annotated[int, Flag("Number of most likely tokens to sample from; 0: all.", min=0)] = 0
     min_p: Annotated[float, MIN_P] = 0.0
     max_completion_length: Annotated[int | None, Flag("Maximum completion length in tokens.", min=1)] = None

@@ -15,17 +15,10 @@ WIDTH = 110
 # pydantic's names of bounds -> JSON Schema's. pydantic writes its own names for bounds that follow a validator.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 HEADINGS = {
-    "run": "The run",
-    "model": "Models",
-    "method": "Method",
-    "data": "Data",
-    "training": "Training",
-    "evaluation": "Evaluation",
-    "checkpoint": "Checkpoints",
-    "tracking": "Tracking",
-    "devices": "Devices",
+    "run": "The run", "model": "Models", "method": "Method", "data": "Data", "training": "Training",
+    "evaluation": "Evaluation", "checkpoint": "Checkpoints", "tracking": "Tracking", "devices": "Devices",
     "rollout": "Rollouts",
-}
+}  # fmt: skip
 
 
 def _class_of(method: str) -> type[AnyMethod]:

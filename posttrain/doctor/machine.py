@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from timeit import repeat
 from typing import Any
 
 from posttrain.base import system
@@ -50,14 +51,12 @@ def usable_cores() -> int:
 
 
 def cores() -> Found:
-    """Usable cores, and available memory if the system reports it."""
-    detail = f"{usable_cores()} of {os.cpu_count()} cores usable"
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return Found(detail)
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return Found(f"{detail}, {in_units(sizes['MemAvailable'])} of {in_units(sizes['MemTotal'])} of memory available")
+    """Usable cores, and available memory."""
+    from psutil import virtual_memory
+
+    memory = virtual_memory()
+    share = f"{in_units(memory.available)} of {in_units(memory.total)} of memory available"
+    return Found(f"{usable_cores()} of {os.cpu_count()} cores usable, {share}")
 
 
 def platform_limits(system: str = sys.platform) -> Found:
@@ -220,14 +219,7 @@ def torch_works() -> Found:
 
 def _speed(a, b) -> float:
     """Floating-point operations per second, in the fastest of a few matrix products."""
-    import torch
-
-    times = []
-    for _ in range(8):
-        began = time.perf_counter()
-        torch.matmul(a, b)
-        times.append(time.perf_counter() - began)
-    return 2 * WIDTH**3 / min(times)
+    return 2 * WIDTH**3 / min(repeat(lambda: a @ b, number=1, repeat=8))
 
 
 def _repeatable(device: str = "cpu") -> None:

@@ -5,13 +5,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich import box
 from rich.table import Table
 
 from posttrain.base.errors import ConfigError, RewardError
 from posttrain.base.files import path_of
-from posttrain.config.reading.explain import explain_group
+from posttrain.config.reading.explain import checked
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.rewards.python import call_function
@@ -40,7 +39,7 @@ def find_suite(name: str) -> SuiteConfig:
 
     Raises ConfigError for an unknown name and for wrong settings."""
     if name.endswith((".yaml", ".yml", ".json")):
-        return _checked(read_settings(path_of(name)).values, name)
+        return checked(SuiteConfig, read_settings(path_of(name)).values, "a suite", name)
     if ":" in name:
         return _from_function(name)
     name = ALIASES.get(name, name)
@@ -49,7 +48,7 @@ def find_suite(name: str) -> SuiteConfig:
         near = get_close_matches(name, [*suite_names(), *ALIASES], n=1)
         meant = f": did you mean {near[0]}?" if near else f"; there are {', '.join(suite_names())}."
         raise ConfigError(f"there is no suite {name}{meant} A suite of your own is a .yaml file or module:function")
-    return _checked(read_settings(path).values, str(path))
+    return checked(SuiteConfig, read_settings(path).values, "a suite", str(path))
 
 
 def _from_function(name: str) -> SuiteConfig:
@@ -61,20 +60,14 @@ def _from_function(name: str) -> SuiteConfig:
         return made
     if not isinstance(made, Mapping):
         raise ConfigError(f"the suite {name} returned {type(made).__name__}; it must return a dict of settings")
-    return _checked({"name": name.partition(":")[2]} | dict(made), name)
+    return checked(SuiteConfig, {"name": name.partition(":")[2]} | dict(made), "a suite", name)
 
 
 def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:
     """A copy of the suite with the `given` settings replaced, validated."""
-    return _checked(suite.model_dump() | dict(given), f"suite {suite.name}") if given else suite
-
-
-def _checked(values: Mapping[str, Any], origin: str) -> SuiteConfig:
-    try:
-        return SuiteConfig.model_validate(values)
-    except ValidationError as error:
-        lines = explain_group(error, values, SuiteConfig, "a suite")
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from error
+    if not given:
+        return suite
+    return checked(SuiteConfig, suite.model_dump() | dict(given), "a suite", f"suite {suite.name}")
 
 
 def suites_table() -> Table:

@@ -6,8 +6,9 @@ learn from the pairs that showing the working helps. PPO and GRPO learn this fro
 """
 
 import json
+import string
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,8 @@ from posttrain.runs.files import save_rows
 __all__ = ["Size", "quickstart"]
 
 HELD_OUT = 0.15  # share of the problems whose pairs are used for validation
+# Stage -> number of evaluations and of lines of metrics. The settings of a stage are in STAGE.yaml beside this file.
+REPORTED = {"sft": (6, 16), "reward": (5, 10), "dpo": (5, 10), "ppo": (4, 10), "grpo": (4, 10)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,101 +143,19 @@ def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
     return f"{len(replies):,} replies, {right:,} right: {len(train):,} pairs to train on, {len(test):,} held out"
 
 
+class _Template(string.Template):
+    """A settings file with `@name` in place of the values that depend on the quickstart."""
+
+    delimiter = "@"
+
+
 def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
     """The YAML settings of each stage, by name. Users can change and train them; other settings have their defaults."""
-    common = f"output_dir: {json.dumps(str(folder))}\nseed: {seed}\ndevices: {{type: cpu}}"
-    return _offline(common, size) | _online(common, size)
-
-
-def _offline(common: str, size: Size) -> dict[str, str]:
-    pairs = """\
-data:
-  source: "${output_dir}/pairs/train.jsonl"
-  template: tags
-  max_length: 128
-  validation: {source: "${output_dir}/pairs/test.jsonl"}"""
-    return {
-        "sft": f"""\
-# Supervised fine-tuning: the model learns to write worked solutions by imitating them.
-name: sft
-{common}
-model: {{path: "${{output_dir}}/model"}}
-method: sft
-data:
-  source:
-    - {{source: "builtin:arithmetic", max_rows: {size.worked}}}   # a worked solution to each problem
-    - {{source: "${{output_dir}}/bare.jsonl"}}                # only the answer, for other problems
-  template: tags                       # the working between two tags, then the solution between two tags
-  max_length: 128
-  validation: {{rows: 200}}
-training:
-  batch_size: 20
-  tokens_per_pack: 2048
-  learning_rate: 2.5e-3                # high, because the model is tiny and starts from random weights
-  adam_beta2: 0.95
-  max_steps: {size.sft_steps}
-evaluation: {{eval_steps: {max(1, size.sft_steps // 6)}}}
-tracking: {{logging_steps: {max(1, size.sft_steps // 16)}}}
-""",
-        "reward": f"""\
-# A reward model: learns from pairs which of two replies is better, and can then score any reply.
-name: reward
-{common}
-model: {{path: "${{output_dir}}/sft/final"}}    # starts from the SFT model, with a new head
-method: reward
-{pairs}
-training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-3, max_steps: {size.reward_steps}}}
-evaluation: {{eval_steps: {max(1, size.reward_steps // 5)}}}
-tracking: {{logging_steps: {max(1, size.reward_steps // 10)}}}
-""",
-        "dpo": f"""\
-# DPO: makes the better reply of each pair more likely and the worse one less likely, without a reward model.
-name: dpo
-{common}
-model: {{path: "${{output_dir}}/sft/final"}}    # initial policy and reference model
-method: {{type: dpo, loss_type: [sigmoid], beta: 1.0}}
-{pairs}
-training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-4, max_steps: {size.dpo_steps}}}
-evaluation: {{eval_steps: {max(1, size.dpo_steps // 5)}}}
-tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
-""",
-    }
-
-
-def _online(common: str, size: Size) -> dict[str, str]:
-    problems = f"""\
-data:
-  source: "builtin:arithmetic"
-  max_rows: {size.problems}
-  template: tags
-  max_length: 128
-  validation: {{rows: 100}}
-rollout: {{max_completion_length: 56}}"""
-    return {
-        "ppo": f"""\
-# PPO: the model samples replies, the reward model scores them, and a value head predicts the expected reward.
-name: ppo
-{common}
-model: {{path: "${{output_dir}}/sft/final"}}    # initial policy, and reference model for the KL penalty
-method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.3}}
-rewards:
-  - {{type: model, path: "${{output_dir}}/reward/final"}}
-{problems}
-training: {{batch_size: 64, tokens_per_pack: 4096, learning_rate: 1.0e-4, max_steps: {size.ppo_steps}}}
-evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
-tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
-""",
-        "grpo": f"""\
-# GRPO: eight replies to a problem; those with above-average rewards become more likely. A rule gives the reward.
-name: grpo
-{common}
-model: {{path: "${{output_dir}}/sft/final"}}
-method: {{type: grpo, num_generations: 8, beta: 0.02}}
-rewards:
-  - {{type: check_numbers}}              # 3 for the right number in the solution tags, otherwise -1.5
-{problems}
-training: {{batch_size: 32, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.grpo_steps}}}
-evaluation: {{eval_steps: {max(1, size.grpo_steps // 4)}}}
-tracking: {{logging_steps: {max(1, size.grpo_steps // 10)}}}
-""",
-    }
+    values = {"folder": json.dumps(str(folder)), "seed": seed, **asdict(size)}
+    files: dict[str, str] = {}
+    for stage, (evaluations, lines) in REPORTED.items():
+        steps = getattr(size, f"{stage}_steps")
+        own = {"steps": steps, "eval_steps": max(1, steps // evaluations), "logging_steps": max(1, steps // lines)}
+        text = (Path(__file__).parent / f"{stage}.yaml").read_text(encoding="utf-8")
+        files[stage] = _Template(text).substitute(values | own)
+    return files

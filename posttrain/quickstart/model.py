@@ -1,7 +1,6 @@
 """The quickstart's model, a small Qwen3 with random weights and a tokenizer made for the task. Also samples a model's
 replies to problems, grades them, makes preference pairs of them, and counts right replies on held-out problems."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.templates import choose_template
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids, text_of
+from posttrain.evaluation.statistics import wilson
 from posttrain.models.load import load_model, load_tokenizer
 
 PAD, STOP = "<pad>", "<stop>"
@@ -184,7 +184,7 @@ def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share `count` / `total`, with the 95 % interval for the true share (Wilson's score interval, 1927)."""
+    """The share `count` / `total`, with the 95 % interval for the true share."""
 
     count: int
     total: int
@@ -195,11 +195,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        z2 = 1.959964**2
-        n, p = self.total, self.value
-        centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        return wilson(self.value, self.total)
 
     def __str__(self) -> str:
         low, high = self.interval

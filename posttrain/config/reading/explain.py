@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from posttrain.base.errors import ConfigError, PosttrainError
 from posttrain.config.reading.fields import choices, expected, full, kinds_of, known_paths, models_in, step
-from posttrain.config.reading.files import KeyPath, origin_of
+from posttrain.config.reading.files import KeyPath, origin_of, value_at
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.base import Settings, SettingsConflict
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
@@ -20,6 +21,8 @@ MISSING: dict[KeyPath, str] = {
     ("data",): "; set the data to train on, e.g. `data: {source: rows.jsonl}`",
     ("data", "source"): "; give a hub id, a file or a folder",
 }
+
+Group = TypeVar("Group", bound=Settings)
 
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
@@ -38,9 +41,21 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
     return [f"{places[p]}{': ' if places[p] else ''}{dotted(p, values)} {messages[p]}" for p in paths]
 
 
-def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
-    """One line for each problem of a separate group of settings; `noun` names it in messages, such as `a suite`."""
-    return [f"{name} {message}" for name, message in problems_of_group(error, values, group, noun).items()]
+def checked(
+    group: type[Group],
+    values: Mapping[str, Any],
+    noun: str,
+    origin: str = "",
+    refusal: type[PosttrainError] = ConfigError,
+) -> Group:
+    """A separate group of settings, which messages call `noun`, such as `a suite`. Raises the `refusal` with one line
+    for each problem, after its `origin`."""
+    try:
+        return group.model_validate(values)
+    except ValidationError as error:
+        problems = problems_of_group(error, values, group, noun)
+        prefix = f"{origin}: " if origin else ""
+        raise refusal("\n".join(f"{prefix}{name} {message}" for name, message in problems.items())) from error
 
 
 def problems_of_group(
@@ -102,21 +117,8 @@ def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
             continue  # the name of a union's branch
         path.append(key)
         annotation = inner
-        node = _entry(node, key)
+        node = value_at(node, (key,))
     return tuple(path), annotation
-
-
-def _entry(node: Any, key: str | int) -> Any:
-    if isinstance(node, dict):
-        return node.get(key)
-    return node[key] if isinstance(node, list | tuple) and isinstance(key, int) and key < len(node) else None
-
-
-def value_at(values: Any, path: KeyPath) -> Any:
-    """The value at a path, or None."""
-    for key in path:
-        values = _entry(values, key)
-    return values
 
 
 def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Each setting of the schema: path, default, description, and its accepted values in words."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import UnionType
@@ -8,10 +9,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from posttrain.config.schema.base import PATTERNS, OnOff
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.types import PATTERNS, OnOff
 
 _BOUNDS = {"ge": "of {} or more", "gt": "above {}", "lt": "below {}", "le": "at most {}"}
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -167,19 +168,13 @@ def expected(annotation: Any) -> str:
     if get_origin(annotation) is tuple and len(models_in(get_args(annotation)[0])) > 1:
         return "a list of mappings, each with its type"
     if get_origin(annotation) is tuple:
-        return f"a list of {_plural(get_args(annotation)[0])}"
+        entries = re.sub(r"^a (whole number|number|mapping)", r"\1s", expected(get_args(annotation)[0]))
+        return f"a list of {entries}"
     if get_origin(annotation) is dict:
         return f"a mapping of names to {'values' if get_args(annotation)[1] is Any else 'text'}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with {', '.join(info.alias or name for name, info in annotation.model_fields.items())}"
     return _WORDS[annotation]
-
-
-def _plural(annotation: Any) -> str:
-    words = expected(annotation)
-    for singular, plural in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings")):
-        words = words.replace(singular, plural, 1) if words.startswith(singular) else words
-    return words
 
 
 def _bounds(constraints: list[Any]) -> str:

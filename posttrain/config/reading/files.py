@@ -32,6 +32,17 @@ def origin_of(path: KeyPath, origins: Mapping[KeyPath, str], default: str = "") 
     return next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), default)
 
 
+def value_at(values: Any, path: KeyPath, default: Any = None) -> Any:
+    """The value at a path, or the default if there is none."""
+    for key in path:
+        if isinstance(values, list | tuple):
+            values = dict(enumerate(values))
+        if not isinstance(values, dict) or key not in values:
+            return default
+        values = values[key]
+    return values
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are strings."""
 

@@ -4,17 +4,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 from posttrain.base.errors import ConfigError
 from posttrain.config.reading.files import KeyPath, origin_of
 from posttrain.config.reading.layers import merge
+from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.run import RunConfig
 
 # Limit on the total length of all ${...}: references that double at every step would exhaust memory.
 MOST_CHARACTERS = 1_000_000
-_REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
-_OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
+_REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?:(?P<name>[^{}$]*)\})?")
 
 
 def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
@@ -34,7 +32,8 @@ class _Interpolation:
     def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
         models = values.get("models")
         model = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
-        self.tree = merge(_defaults(RunConfig), values) | model
+        defaults = RunConfig.model_construct(data=DataConfig.model_construct())  # without the required settings
+        self.tree = merge(defaults.model_dump(mode="json"), values) | model
         self.origins = origins
         self.done: dict[KeyPath, Any] = {}
         self.open: list[KeyPath] = []  # the strings being resolved, each needed by the previous one
@@ -63,24 +62,18 @@ class _Interpolation:
     def text(self, path: KeyPath, text: str) -> Any:
         """A string with its references resolved."""
         whole = _REFERENCE.fullmatch(text)
-        if whole and not whole["slashes"]:
+        if whole and whole["name"] is not None and not whole["slashes"]:
             return self.spend(path, text, self.named(path, text, whole["name"]))
-        parts, at = [], 0
-        for opening in _OPENING.finditer(text):
-            if opening.start() < at:
-                continue
-            slashes = opening["slashes"]
-            parts += [text[at : opening.start()], slashes[: len(slashes) // 2]]
-            at = opening.end()
-            if len(slashes) % 2:
-                parts.append("${")
-                continue
-            reference = _REFERENCE.match(text, opening.start())
-            if reference is None:
+
+        def replaced(found: re.Match[str]) -> str:
+            half, is_literal = divmod(len(found["slashes"]), 2)
+            if is_literal:
+                return "\\" * half + found[0].removeprefix(found["slashes"])
+            if found["name"] is None:
                 raise self.wrong(path, text, "the name of a setting and a } must follow ${")
-            parts.append(str(self.spend(path, text, self.named(path, text, reference["name"]))))
-            at = reference.end()
-        return "".join([*parts, text[at:]])
+            return "\\" * half + str(self.spend(path, text, self.named(path, text, found["name"])))
+
+        return _REFERENCE.sub(replaced, text)
 
     def named(self, path: KeyPath, text: str, name: str) -> Any:
         """The resolved value of the setting `name`."""
@@ -113,7 +106,7 @@ class _Interpolation:
 def escaped(node: Any) -> Any:
     """Escape `${` in all strings, so that they read back equal."""
     if isinstance(node, str):
-        return _OPENING.sub(lambda found: found["slashes"] * 2 + r"\${", node)
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
     if isinstance(node, dict):
         return {key: escaped(value) for key, value in node.items()}
     return [escaped(value) for value in node] if isinstance(node, list) else node
@@ -125,17 +118,3 @@ def _leaves(node: Any) -> Iterator[Any]:
         return
     for value in node.values() if isinstance(node, dict) else node:
         yield from _leaves(value)
-
-
-def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections. For a section with required settings, the defaults of its other settings."""
-    result: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        default = info.get_default()
-        if isinstance(default, BaseModel):
-            result[name] = default.model_dump(mode="json")
-        elif not info.is_required():
-            result[name] = default
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            result[name] = _defaults(info.annotation)
-    return result

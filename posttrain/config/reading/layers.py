@@ -1,15 +1,15 @@
 """Layers of settings (preset, file, overrides, flags): short forms are expanded, and layers merged in order."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.base.errors import ConfigError
-from posttrain.config.reading.files import KeyPath, Tree, parse_value
-from posttrain.config.schema.base import OnOff
+from posttrain.config.reading.files import KeyPath, Tree, parse_value, value_at
 from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
+from posttrain.config.schema.types import OnOff
 
 # Names of other systems -> names here, by section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -61,7 +61,9 @@ class Layers:
         self.values = merge(self.values, values)
         self.origins |= origins
         self._name_as_ppo()
-        self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
+        replaced = object()
+        gone = {path for path in self.origins if len(path) > 1 and value_at(self.values, path, replaced) is replaced}
+        self.origins = {path: at for path, at in self.origins.items() if path not in gone}
 
     def _name_as_ppo(self) -> None:
         """Rename settings to PPO's names: a layer that does not name the method may use the general names."""
@@ -117,16 +119,6 @@ def _is_index(key: str) -> bool:
     return key.isdecimal() and len(key) < 10
 
 
-def _is_there(values: Any, path: KeyPath) -> bool:
-    """Whether a path still has a value, which an upper layer may have replaced."""
-    try:
-        for key in path:
-            values = values[key]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
-
-
 def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
     """Merge two mappings: nested mappings are merged; the upper layer replaces other values, including lists."""
     if path == ("method",) and upper.get("type", lower.get("type")) != lower.get("type") and "type" in lower:
@@ -161,8 +153,7 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
         ]
     method = values.get("method")
     if isinstance(method, dict):
-        own = PPO_NAMES.values() if method.get("type") == "ppo" else ()
-        method = _rename(method, "method", ("method",), origins, notes, own)
+        method = _rename(method, "method", ("method",), origins, notes)
     if method is not None:
         values["method"] = spell_out(method)
     return Tree(values, origins)
@@ -178,14 +169,10 @@ def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], not
 
 
 def _rename(
-    values: dict[str, Any],
-    section: str,
-    path: KeyPath,
-    origins: dict[KeyPath, str],
-    notes: list[str],
-    own: Collection[str] = (),
+    values: dict[str, Any], section: str, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]
 ) -> dict[str, Any]:
-    """Rename aliases to posttrain's names. Names in `own` are aliases elsewhere, but are settings of this section."""
+    """Rename aliases to posttrain's names. Some aliases of other methods are settings of PPO."""
+    own = PPO_NAMES.values() if values.get("type") == "ppo" else ()
     aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
     result = {key: value for key, value in values.items() if key not in aliases}
     for alias, target in aliases.items():
@@ -199,7 +186,7 @@ def _rename(
                 raise ConfigError(
                     f"{where}: {alias} means {dotted}, but {key} is also given and is not a mapping; keep one"
                 )
-            node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
+            node[key] = dict(node.get(key) or {})
             node = node[key]
         if target[-1] in node:
             raise ConfigError(f"{where}: {alias} is another name for {dotted}, which is also given; keep one")

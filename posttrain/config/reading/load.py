@@ -14,19 +14,11 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import MOST_DEPTH, path_of
-from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
-from posttrain.config.reading.files import Tree, read_settings, write_yaml
+from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
+from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
-from posttrain.config.reading.stages import (
-    WHOLE_RUN,
-    Stage,
-    in_order,
-    refuse_other_models,
-    split,
-    start_from,
-    take_init_from,
-)
+from posttrain.config.reading.stages import WHOLE_RUN, Stage, arranged, split, take_init_from
 from posttrain.config.schema.run import RunConfig
 
 PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
@@ -91,17 +83,7 @@ def load(
         (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
         for path, value in (flags or {}).items()
     ]
-    if stages:
-        return _load_stages(common, stages, assignments, from_flags)
-    for path, _, where in assignments + from_flags:
-        if path.split(".")[0] == "stages":
-            raise ConfigError(f"{where}: the settings have no stages")
-    replaced = _lay_assignments(common, assignments, from_flags)
-    result = _check(common)
-    if isinstance(result, RunConfig):
-        notes = [*common.notes, *replaced, *result.unread()]
-        return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
-    raise _refusal(result)
+    return _load_stages(common, stages or {"": []}, assignments, from_flags)
 
 
 def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[str, Sequence[Tree]]) -> bool:
@@ -128,7 +110,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _lay_assignments(
-    layers: Layers, assignments: list[Assignment], from_flags: list[Assignment], own: Sequence[Tree] = ()
+    layers: Layers, assignments: list[Assignment], from_flags: list[Assignment], own: Sequence[Tree]
 ) -> list[str]:
     """Merge overrides and flags over the layers. Returns a note for each flag that replaces an explicit value, which is
     one from an override or from `own`, a stage's own settings. All other settings of a file count as defaults."""
@@ -149,40 +131,34 @@ def _lay_assignments(
 def _load_stages(
     common: Layers, trees: dict[str, list[Tree]], assignments: list[Assignment], from_flags: list[Assignment]
 ) -> Loaded:
-    """Merge each stage's settings over the common ones, and the command line's over both."""
-    for_all, for_one = _by_stage(assignments, trees)
-    flags_for_all, flags_for_one = _by_stage(from_flags, trees)
+    """Merge each stage's settings over the common ones, and the command line's over both. Settings without stages are
+    one stage without a name."""
+    own_assignments, own_flags = _by_stage(assignments, trees), _by_stage(from_flags, trees)
     sources: dict[str, str | None] = {}
     where: dict[str, str] = {}
     configs: dict[str, RunConfig] = {}
-    notes, replaced, wrong = list(common.notes), dict[str, list[str]](), dict[str, list[str]]()
-    for name in trees:
-        trees[name], sources[name], where[name] = take_init_from(
-            [*trees[name], *for_one[name][0], *flags_for_one[name][0]]
-        )
+    notes, unread = list(common.notes), list[str]()
+    replaced, wrong = dict[str, list[str]](), dict[str, list[str]]()
+    for name, own in trees.items():
+        sources[name], where[name] = take_init_from(own)
         layers = common.copy()
-        for tree in trees[name]:
+        for tree in own:
             layers.lay(tree, every_model=True)
-        assignments, from_flags = for_all + for_one[name][1], flags_for_all + flags_for_one[name][1]
-        for line in _lay_assignments(layers, assignments, from_flags, trees[name]):
+        for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
             replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
-        result = _check(layers)
-        if isinstance(result, RunConfig):
-            configs[name] = result
-            notes += [f"stage {name}: {line}" for line in result.unread()]
-        for line in [] if isinstance(result, RunConfig) else result:
-            wrong.setdefault(line, []).append(name)
+        values = interpolate(layers.values, layers.origins)
+        try:
+            configs[name] = RunConfig.model_validate(values)
+        except ValidationError as error:
+            for line in explain(error, values, layers.origins):
+                wrong.setdefault(line, []).append(name)
+        else:
+            unread += [f"stage {name}: {line}" if name else line for line in configs[name].unread()]
     if wrong:
         raise _refusal(_with_stages(wrong, trees))
-    stages: dict[str, Stage] = {}
-    for name in in_order(sources, where):
-        config, source = configs[name], sources[name]
-        if source is not None:
-            config = start_from(config, stages[source].config, name, where[name])
-        stages[name] = Stage(name, source, config)
-    refuse_other_models(list(stages.values()))
-    return Loaded(tuple(stages.values()), notes + _with_stages(replaced, trees))
+    notes = [*notes, *_with_stages(replaced, trees), *unread]
+    return Loaded(arranged(configs, sources, where), list(dict.fromkeys(notes)))
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
@@ -190,36 +166,29 @@ def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
     return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
 
 
-def _by_stage(
-    assignments: list[Assignment], stages: Mapping[str, object]
-) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
-    """Split assignments into those for all stages and those for each stage (`init_from` as a tree, and the rest)."""
-    for_all: list[Assignment] = []
-    for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
+def _by_stage(assignments: list[Assignment], stages: Mapping[str, list[Tree]]) -> dict[str, list[Assignment]]:
+    """The assignments of each stage: those for all stages, then its own. Its `init_from` is added to its trees."""
+    by_stage: dict[str, list[Assignment]] = {
+        name: [entry for entry in assignments if entry[0].split(".")[0] != "stages"] for name in stages
+    }
     for path, value, where in assignments:
         first, *rest = path.split(".")
         if first != "stages":
-            for_all.append((path, value, where))
-        elif len(rest) < 2:
+            continue
+        if "" in stages:
+            raise ConfigError(f"{where}: the settings have no stages")
+        if len(rest) < 2:
             raise ConfigError(f"{where}: give one setting of a stage, such as stages.{next(iter(stages))}.seed=1")
-        elif rest[0] not in stages:
-            raise ConfigError(f"{where}: there is no stage {rest[0]}; {did_you_mean(rest[0], stages)}")
-        elif rest[1] in WHOLE_RUN:
-            raise ConfigError(f"{where}: {rest[1]} belongs to the whole run; write {rest[1]}=...")
-        elif rest[1:] == ["init_from"]:
-            for_one[rest[0]][0].append(Tree({"init_from": None if value == "null" else value}, {("init_from",): where}))
+        name, *own = rest
+        if name not in stages:
+            raise ConfigError(f"{where}: there is no stage {name}; {did_you_mean(name, stages)}")
+        if own[0] in WHOLE_RUN:
+            raise ConfigError(f"{where}: {own[0]} belongs to the whole run; write {own[0]}=...")
+        if own == ["init_from"]:
+            stages[name].append(Tree({"init_from": None if value == "null" else value}, {("init_from",): where}))
         else:
-            for_one[rest[0]][1].append((".".join(rest[1:]), value, where))
-    return for_all, for_one
-
-
-def _check(layers: Layers) -> RunConfig | list[str]:
-    """The resulting settings, or a line for each problem."""
-    values = interpolate(layers.values, layers.origins)
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        return explain(error, values, layers.origins)
+            by_stage[name].append((".".join(own), value, where))
+    return by_stage
 
 
 def _refusal(lines: list[str]) -> ConfigError:

@@ -7,9 +7,9 @@ from typing import Any
 from posttrain.base.errors import ConfigError
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import KeyPath, Tree
-from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
 from posttrain.config.schema.data import HeldOutRows
 from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.types import NAME_BYTES, WORD, is_name
 
 # Names that a stage cannot have, because the folder that contains the stages' folders uses them for other things.
 RESERVED = ("best", "final", "base", "comparison")
@@ -70,22 +70,34 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
     return Tree(dict(values or {}), {(): where, **inner})
 
 
-def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
-    """A stage's trees without `init_from`, the last value of `init_from`, and where it was set."""
-    rest, init_from, where = [], None, trees[0].origins.get((), "settings")
+def take_init_from(trees: Sequence[Tree]) -> tuple[str | None, str]:
+    """Remove `init_from` from a stage's trees; returns its last value, and where it was set."""
+    init_from, where = None, trees[0].origins.get((), "settings") if trees else ""
     for tree in trees:
+        tree.origins.pop((), None)
+        at = tree.origins.pop(("init_from",), where)
         if "init_from" in tree.values:
-            init_from, where = tree.values["init_from"], tree.origins.get(("init_from",), where)
-        values = {key: value for key, value in tree.values.items() if key != "init_from"}
-        rest.append(
-            Tree(values, {path: at for path, at in tree.origins.items() if path[:1] not in ((), ("init_from",))})
-        )
+            init_from, where = tree.values.pop("init_from"), at
     if not isinstance(init_from, str | None):
         raise ConfigError(f"{where}: init_from must be the name of one stage")
-    return rest, init_from, where
+    return init_from, where
 
 
-def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
+def arranged(
+    configs: Mapping[str, RunConfig], init_from: Mapping[str, str | None], where: Mapping[str, str]
+) -> tuple[Stage, ...]:
+    """The stages in the order in which they run, each with the models that it trains."""
+    stages: dict[str, Stage] = {}
+    for name in _in_order(init_from, where):
+        config, source = configs[name], init_from[name]
+        if source is not None:
+            config = _start_from(config, stages[source].config, name, where[name])
+        stages[name] = Stage(name, source, config)
+    _refuse_other_models(list(stages.values()))
+    return tuple(stages.values())
+
+
+def _in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
     """The stages in the order of the file, but each after the stage that it starts from. Raises ConfigError for an
     `init_from` that names no stage, and for stages that start from one another in a cycle."""
     for name, source in init_from.items():
@@ -108,7 +120,7 @@ def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> l
     return done
 
 
-def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
+def _start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
     """The settings of a stage that trains the final models of another stage. Raises ConfigError if the stage names
     different models, which would not be trained, or starts from a reward model without being one."""
     if source.method.head == "reward" and stage.method.head != "reward":
@@ -157,7 +169,7 @@ def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig
     return config.model_copy(update={"data": config.data.model_copy(update={"excluded": tuple(excluded)})})
 
 
-def refuse_other_models(stages: Sequence[Stage]) -> None:
+def _refuse_other_models(stages: Sequence[Stage]) -> None:
     """Raise ConfigError unless each stage has as many models as the first, and the same ones if there are several."""
     first = [model.folder_name for model in stages[0].config.models]
     for stage in stages[1:]:

@@ -1,32 +1,22 @@
 """Base classes of settings: they are frozen, refuse unknown keys, and have checks that name the field."""
 
-import re
-from collections.abc import Mapping
-from os.path import expanduser
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from posttrain.base.terminal import CONTROLS
+from posttrain.config.schema.types import ModelPath, NonNegative
+
+Conflict = tuple[str, str]  # the field to change (its dotted path), and a message
+Conflicts = Iterator[Conflict]
 
 
 class SettingsConflict(ValueError):
     """Raised for settings that conflict although each is valid. Every problem has the path of the field to change."""
 
-    def __init__(self, problems: list[tuple[str, str]]):
+    def __init__(self, problems: list[Conflict]):
         self.problems = problems
         super().__init__("; ".join(f"{path}: {message}" for path, message in problems))
-
-
-class Problems:
-    """Collects the conflicts within a group of settings, to report all of them at once."""
-
-    def __init__(self) -> None:
-        self.conflicts: list[tuple[str, str]] = []
-
-    def add(self, path: str, message: str) -> None:
-        """Add a message about the field at `path` (dotted, relative to the group)."""
-        self.conflicts.append((path, message))
 
 
 class Settings(BaseModel):
@@ -34,15 +24,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    def check(self, problems: Problems) -> None:
-        """Add the conflicts among the settings to `problems`."""
+    def check(self) -> Conflicts:
+        """Yield the conflicts among the settings, with paths relative to the group; all are reported at once."""
+        yield from ()
 
     @model_validator(mode="after")
     def _has_no_conflicts(self) -> Self:
-        problems = Problems()
-        self.check(problems)
-        if problems.conflicts:
-            raise SettingsConflict(problems.conflicts)
+        if conflicts := list(self.check()):
+            raise SettingsConflict(conflicts)
         return self
 
     def is_default(self, name: str) -> bool:
@@ -50,20 +39,18 @@ class Settings(BaseModel):
         return getattr(self, name) == type(self).model_fields[name].default
 
 
-def _not_bool(value: Any) -> Any:
-    # Python counts True as 1; `max_steps: true` is a mistake, not one step.
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
+def setting(default: Any, description: str) -> Any:
+    """A setting that has a default; a required setting is a plain `Field`."""
+    return Field(default=default, description=description)
 
 
-Int = Annotated[int, BeforeValidator(_not_bool)]
-Float = Annotated[float, BeforeValidator(_not_bool)]
+def from_text(key: str, **schema: Any) -> BeforeValidator:
+    """Read a string as a mapping with only this key, so that `math` means {type: math}."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
+
 
 # The parts of an example: one sequence, a pair of completions, one completion with a label, or only a prompt.
 KindName = Literal["sft", "pair", "unpaired", "prompt"]
-
-
 MODELS = frozenset({"ref_model", "teacher"})  # settings that name a model to compare the policy with
 
 
@@ -71,9 +58,8 @@ class MethodSettings(Settings):
     """Settings of a method, and facts about it: class variables and properties that shared code reads. The method's
     computation is in its recipe (posttrain/recipes/)."""
 
-    router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Weight of the load-balancing loss of a mixture of experts; null: the model's value; 0: none.",
+    router_aux_loss_coef: NonNegative | None = setting(
+        None, "Weight of the load-balancing loss of a mixture of experts; null: the model's value; 0: none."
     )
 
     # The data of the method.
@@ -197,16 +183,6 @@ class MethodSettings(Settings):
         return self.kind == "pair"
 
 
-def from_text(key: str, **schema: Any) -> BeforeValidator:
-    """Read a string as a mapping with only this key, so that `math` means {type: math}."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, **schema)
-
-
-Positive = Annotated[Int, Field(ge=1)]
-Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
-OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Text = Annotated[str, Field(min_length=1)]
-ModelPath = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
 RefModel = Annotated[
     ModelPath | None,
     Field(description="Hub id or folder of another reference; null: the model itself before training."),
@@ -214,43 +190,3 @@ RefModel = Annotated[
 Precompute = Annotated[
     bool, Field(description="Compute the reference's log-probabilities before training, and cache them.")
 ]
-
-
-class OnOff:
-    """Marks a group of settings that may also be `true` (its defaults) or `false` (none). Layers expand these short
-    forms (posttrain/config/reading/layers.py); flags, messages and docs read the mark."""
-
-
-# Patterns of string settings, and their descriptions in messages. `.` and `..` mean other folders and cannot be names.
-NAME_BYTES = 200  # file systems allow 255; the rest is for suffixes such as .tmp-12345
-LINE = rf"^[^{CONTROLS}]+$"
-FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
-WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
-PERCENTILE = r"^p([1-9]\d?|100)$"
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
-PATTERNS = {
-    LINE: "without control characters",
-    FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
-    WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
-    PERCENTILE: "such as p90",
-    FUNCTION: "such as module:function",
-    EVAL_METRIC: "that begins with eval_ or is auto",
-}
-
-
-def is_name(text: str, pattern: str = FILE_NAME) -> bool:
-    """Whether a string can be a name: it is short enough and matches the pattern."""
-    return len(text.encode(errors="replace")) <= NAME_BYTES and re.fullmatch(pattern, text) is not None
-
-
-def _short_enough(text: str) -> str:
-    if len(text.encode()) > NAME_BYTES:
-        raise ValueError(f"more than {NAME_BYTES} bytes")
-    return text
-
-
-Folder = Annotated[str, Field(pattern=LINE)]  # a folder's path
-FolderName = Annotated[str, Field(pattern=FILE_NAME), AfterValidator(_short_enough)]
-Label = Annotated[str, Field(pattern=LINE), AfterValidator(_short_enough)]  # a name in metrics and logs
-Word = Annotated[str, Field(pattern=WORD), AfterValidator(_short_enough)]

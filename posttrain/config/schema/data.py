@@ -7,23 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import PERCENTILE, Float, Int, Positive, Problems, Settings, Share, Text, from_text
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
+from posttrain.config.schema.types import PERCENTILE, AboveZero, Int, Natural, Positive, Share, Text
 
 TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
 Format = Literal[
-    "auto",
-    "preference",
-    "kto",
-    "prompt_completion",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "problem_answer",
-    "prompt",
-    "text",
-    "hh",
-    "episode",
-]
+    "auto", "preference", "kto", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "prompt",
+    "text", "hh", "episode",
+]  # fmt: skip
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 LABELLED_FORMATS = frozenset({"auto", "kto"})
 
@@ -32,11 +23,9 @@ class SourceConfig(Settings):
     """One source of a mixed training set."""
 
     source: Text = Field(description="Known data set, hub id, file, folder or `builtin:arithmetic`.")
-    split: Text = Field(default="train", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Number of rows to use, from the start; null: all.")
-    weight: Annotated[Float, Field(gt=0)] = Field(
-        default=1.0, description="Weight of the source: 2 repeats its rows, 0.5 takes a random half."
-    )
+    split: Text = setting("train", "Split of a hub data set.")
+    max_rows: Positive | None = setting(None, "Number of rows to use, from the start; null: all.")
+    weight: AboveZero = setting(1.0, "Weight of the source: 2 repeats its rows, 0.5 takes a random half.")
 
 
 SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type=Text | SourceConfig)]
@@ -45,20 +34,21 @@ SourceEntry = Annotated[SourceConfig, from_text("source", json_schema_input_type
 class ValidationConfig(Settings):
     """The validation rows: exactly one of `ratio`, `rows` and `source` is set."""
 
-    ratio: Share | None = Field(default=None, description="Share of the training rows to hold out.")
-    rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
-    source: Text | None = Field(default=None, description="Hub id, file or folder of separate rows.")
-    split: Text = Field(default="test", description="Split of `source`.")
-    max_rows: Positive | None = Field(default=None, description="Number of rows of `source` to use, from the start.")
+    ratio: Share | None = setting(None, "Share of the training rows to hold out.")
+    rows: Positive | None = setting(None, "Number of training rows to hold out.")
+    source: Text | None = setting(None, "Hub id, file or folder of separate rows.")
+    split: Text = setting("test", "Split of `source`.")
+    max_rows: Positive | None = setting(None, "Number of rows of `source` to use, from the start.")
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         named = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
         if len(named) != 1:
-            problems.add(
-                named[-1] if named else "", f"needs one of ratio, rows and source, not {' and '.join(named) or 'none'}"
+            yield (
+                named[-1] if named else "",
+                f"needs one of ratio, rows and source, not {' and '.join(named) or 'none'}",
             )
         if self.source is None and (self.max_rows is not None or self.split != "test"):
-            problems.add("split" if self.split != "test" else "max_rows", "has no effect without source")
+            yield "split" if self.split != "test" else "max_rows", "has no effect without source"
 
 
 class HeldOutRows(Settings):
@@ -67,29 +57,27 @@ class HeldOutRows(Settings):
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
         description="Source of the other stage, or the list of its sources."
     )
-    split: Text = Field(default="train", description="Split of the source.")
-    max_rows: Positive | None = Field(default=None, description="Number of rows that the other stage uses; null: all.")
-    skip_rows: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Number of rows that the other stage skips at the start."
-    )
-    ratio: Share | None = Field(default=None, description="Share of its rows that the other stage holds out.")
-    rows: Positive | None = Field(default=None, description="Number of its rows that the other stage holds out.")
-    seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = Field(
-        default=None, description="Random seed of the other stage; null: the seed of this stage."
+    split: Text = setting("train", "Split of the source.")
+    max_rows: Positive | None = setting(None, "Number of rows that the other stage uses; null: all.")
+    skip_rows: Natural = setting(0, "Number of rows that the other stage skips at the start.")
+    ratio: Share | None = setting(None, "Share of its rows that the other stage holds out.")
+    rows: Positive | None = setting(None, "Number of its rows that the other stage holds out.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = setting(
+        None, "Random seed of the other stage; null: the seed of this stage."
     )
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if (self.ratio is None) == (self.rows is None):
-            problems.add("rows", "or ratio is needed, but not both")
+            yield "rows", "or ratio is needed, but not both"
 
 
 class TagsConfig(Settings):
     """The tags of `template: tags`."""
 
-    reasoning_start: Text = Field(default="<start_working_out>", description="Tag before the reasoning.")
-    reasoning_end: Text = Field(default="<end_working_out>", description="Tag after the reasoning.")
-    solution_start: Text = Field(default="<SOLUTION>", description="Tag before the answer.")
-    solution_end: Text = Field(default="</SOLUTION>", description="Tag after the answer.")
+    reasoning_start: Text = setting("<start_working_out>", "Tag before the reasoning.")
+    reasoning_end: Text = setting("<end_working_out>", "Tag after the reasoning.")
+    solution_start: Text = setting("<SOLUTION>", "Tag before the answer.")
+    solution_end: Text = setting("</SOLUTION>", "Tag after the answer.")
 
 
 # Variables that transformers passes to every chat template, and names of Jinja and of the template's environment.
@@ -132,12 +120,10 @@ Date = Annotated[str, BeforeValidator(_date)]
 Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
 
 
-def check_template(problems: Problems, template: str) -> None:
+def check_template(template: str) -> Conflicts:
     """Report a template that is neither a name nor a file."""
     if template not in TEMPLATES and not template.endswith(".jinja"):
-        problems.add(
-            "template", f"is {template!r}; it must be one of {', '.join(TEMPLATES)}, or a file that ends in .jinja"
-        )
+        yield "template", f"is {template!r}; it must be one of {', '.join(TEMPLATES)}, or a file that ends in .jinja"
 
 
 class DataConfig(Settings):
@@ -146,45 +132,36 @@ class DataConfig(Settings):
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
         description="Known data set, hub id, file, folder, `builtin:...`, or a list of {source, split, weight, ...}."
     )
-    split: Text = Field(default="train", description="Split of a hub data set.")
-    format: Format = Field(default="auto", description="Format of the rows; auto: inferred from the columns.")
-    columns: dict[str, Text] = Field(default={}, description="Column names in the data, e.g. {chosen: better}.")
-    max_rows: Positive | None = Field(
-        default=None, description="Number of rows to use, e.g. 200 for a quick test; null: all."
+    split: Text = setting("train", "Split of a hub data set.")
+    format: Format = setting("auto", "Format of the rows; auto: inferred from the columns.")
+    columns: dict[str, Text] = setting({}, "Column names in the data, e.g. {chosen: better}.")
+    max_rows: Positive | None = setting(None, "Number of rows to use, e.g. 200 for a quick test; null: all.")
+    skip_rows: Natural = setting(0, "Number of rows to skip at the start, e.g. those that another stage trains on.")
+    shuffle: bool = setting(True, "Whether to shuffle the rows; false: the file's order.")
+    validation: ValidationConfig | None = setting(
+        None, "Validation rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
-    skip_rows: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Number of rows to skip at the start, e.g. those that another stage trains on."
+    excluded: tuple[HeldOutRows, ...] = setting(
+        (), "Rows never trained on because other stages hold them out; filled in from the stages of a file."
     )
-    shuffle: bool = Field(default=True, description="Whether to shuffle the rows; false: the file's order.")
-    validation: ValidationConfig | None = Field(
-        default=None, description="Validation rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
+    template: Text = setting(
+        "chat", "Template: chat (the model's own), another name, none, or a .jinja file; saved with the model."
     )
-    excluded: tuple[HeldOutRows, ...] = Field(
-        default=(),
-        description="Rows never trained on because other stages hold them out; filled in from the stages of a file.",
+    tags: TagsConfig = setting(TagsConfig(), "The tags of `template: tags`.")
+    chat_template_kwargs: Variables = setting(
+        {}, "Variables of the chat template, e.g. {enable_thinking: false}; saved with the model."
     )
-    template: Text = Field(
-        default="chat",
-        description="Template: chat (the model's own), another name, none, or a .jinja file; saved with the model.",
+    date: Date | None = setting(
+        None, "Date that the chat template may write, e.g. 2026-01-31; null: the day on which the run starts."
     )
-    tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
-    chat_template_kwargs: Variables = Field(
-        default={}, description="Variables of the chat template, e.g. {enable_thinking: false}; saved with the model."
+    system_prompt: str | None = setting(None, "System prompt for conversations that have none.")
+    strip_think: bool = setting(False, "Whether to remove <think>...</think> from completions.")
+    max_length: Positive = setting(1024, "Maximum number of tokens of prompt and completion.")
+    max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = setting(
+        "auto", "Maximum prompt tokens, or a percentile (p90); auto: p90 for online methods, otherwise null."
     )
-    date: Date | None = Field(
-        default=None,
-        description="Date that the chat template may write, e.g. 2026-01-31; null: the day on which the run starts.",
-    )
-    system_prompt: str | None = Field(default=None, description="System prompt for conversations that have none.")
-    strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")
-    max_length: Positive = Field(default=1024, description="Maximum number of tokens of prompt and completion.")
-    max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
-        default="auto",
-        description="Maximum prompt tokens, or a percentile (p90); auto: p90 for online methods, otherwise null.",
-    )
-    overlong: Literal["drop", "truncate", "error"] = Field(
-        default="drop",
-        description="Treatment of examples above the limits: drop (and count), truncate, or stop with an error.",
+    overlong: Literal["drop", "truncate", "error"] = setting(
+        "drop", "Treatment of examples above the limits: drop (and count), truncate, or stop with an error."
     )
 
     @property
@@ -192,20 +169,20 @@ class DataConfig(Settings):
         """Whether some of the training rows are held out for validation."""
         return self.validation is not None and self.validation.source is None
 
-    def check(self, problems: Problems) -> None:
-        check_template(problems, self.template)
+    def check(self) -> Conflicts:
+        yield from check_template(self.template)
         if not self.is_default("tags") and self.template != "tags":
-            problems.add("tags", f"are read by template: tags only, not by {self.template}")
+            yield "tags", f"are read by template: tags only, not by {self.template}"
         if self.chat_template_kwargs and self.template == "none":
-            problems.add("chat_template_kwargs", "have no effect with template: none")
+            yield "chat_template_kwargs", "have no effect with template: none"
         if isinstance(self.max_prompt_length, int) and self.max_prompt_length >= self.max_length:
-            problems.add(
+            yield (
                 "max_prompt_length",
                 f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
             )
         if self.max_length < 2:
-            problems.add("max_length", "is 1, but an example needs a token to predict from and a target")
+            yield "max_length", "is 1, but an example needs a token to predict from and a target"
         if not isinstance(self.source, str) and self.split != "train":
-            problems.add("split", "must be given in each entry of source, because source is a list")
+            yield "split", "must be given in each entry of source, because source is a list"
         if not isinstance(self.source, str) and self.skip_rows != 0:
-            problems.add("skip_rows", "must not be set if source is a list")
+            yield "skip_rows", "must not be set if source is a list"

@@ -5,107 +5,88 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A data set on the hub. `repo` is owner/name, `subset` the default subset.
+    """A data set on the hub. `source` is its hub id: owner/name or owner/name/subset, with the default subset.
 
     `columns` maps the fields of `format` to the data's columns, and `splits` maps train and test to the data set's
     splits. `files` lists the files of a split if the repository does not.
     """
 
-    repo: str
+    source: str
     about: str
-    format: str
     columns: dict[str, str] = field(default_factory=dict)
-    subset: str | None = None
+    format: str = "problem_answer"
     splits: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     @property
-    def source(self) -> str:
-        """The hub id: owner/name or owner/name/subset."""
-        return f"{self.repo}/{self.subset}" if self.subset else self.repo
+    def repo(self) -> str:
+        """owner/name."""
+        return "/".join(self.source.split("/")[:2])
+
+    @property
+    def subset(self) -> str | None:
+        """The default subset."""
+        return self.source.removeprefix(self.repo)[1:] or None
 
 
 KNOWN: dict[str, KnownSet] = {
-    "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "pairs of helpful and harmless dialogues", "hh"),
-    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions; pairs ranked by GPT-4", "preference"),
+    "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "pairs of helpful and harmless dialogues", format="hh"),
+    "ultrafeedback": KnownSet(
+        "trl-lib/ultrafeedback_binarized", "instructions; pairs ranked by GPT-4", format="preference"
+    ),
     "orca-dpo-pairs": KnownSet(
         "HuggingFaceH4/orca_dpo_pairs",
         "OpenOrca instructions with pairs of replies",
-        "preference",
+        format="preference",
         splits={"train": "train_prefs", "test": "test_prefs"},
     ),
     "stack-exchange-paired": KnownSet(
         "lvwerra/stack-exchange-paired",
         "Stack Exchange questions; pairs ranked by votes",
-        "preference",
         {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        "preference",
         files={"train": "data/rl/*.parquet", "test": "data/evaluation/*.parquet"},
     ),
     "openmathreasoning-mini": KnownSet(
         "unsloth/OpenMathReasoning-mini",
         "competition problems with long reasoning",
-        "problem_answer",
         {"solution": "generated_solution", "answer": "expected_answer"},
         splits={"train": "cot"},
     ),
     "dapo-math-17k": KnownSet(
-        "open-r1/DAPO-Math-17k-Processed",
+        "open-r1/DAPO-Math-17k-Processed/en",
         "competition problems with a short answer, no working",
-        "problem_answer",
         {"problem": "prompt", "answer": "solution"},
-        subset="en",
     ),
-    "gsm8k": KnownSet(
-        "openai/gsm8k",
-        "grade-school word problems with working",
-        "problem_answer",
-        {"problem": "question"},
-        subset="main",
-    ),
-    "math": KnownSet(
-        "DigitalLearningGmbH/MATH-lighteval",
-        "competition problems of five levels with working",
-        "problem_answer",
-        subset="default",
-    ),
-    "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: only a test split", "problem_answer"),
+    "gsm8k": KnownSet("openai/gsm8k/main", "grade-school word problems with working", {"problem": "question"}),
+    "math": KnownSet("DigitalLearningGmbH/MATH-lighteval/default", "competition problems of five levels with working"),
+    "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: only a test split"),
     "openmathreasoning": KnownSet(
         "nvidia/OpenMathReasoning",
         "competition problems with long reasoning, 50 GB; splits are fetched one by one",
-        "problem_answer",
         {"solution": "generated_solution", "answer": "expected_answer"},
         files={"train": "data/cot-*"} | {name: f"data/{name}-*" for name in ("cot", "tir", "genselect")},
     ),
     "aime24": KnownSet(
-        "HuggingFaceH4/aime_2024",
-        "30 problems of the AIME 2024: for testing",
-        "problem_answer",
-        splits={"test": "train"},
+        "HuggingFaceH4/aime_2024", "30 problems of the AIME 2024: for testing", splits={"test": "train"}
     ),
-    "aime25": KnownSet("math-ai/aime25", "30 problems of the AIME 2025: for testing", "problem_answer"),
+    "aime25": KnownSet("math-ai/aime25", "30 problems of the AIME 2025: for testing"),
     "amc": KnownSet(
         "AI-MO/aimo-validation-amc",
         "83 problems from the AMC 12 in 2022 and 2023: for testing",
-        "problem_answer",
         splits={"test": "train"},
     ),
-    "minerva-math": KnownSet(
-        "math-ai/minervamath", "272 university problems: for testing", "problem_answer", {"problem": "question"}
-    ),
+    "minerva-math": KnownSet("math-ai/minervamath", "272 university problems: for testing", {"problem": "question"}),
     "olympiadbench": KnownSet(
-        "Hothan/OlympiadBench",
+        "Hothan/OlympiadBench/OE_TO_maths_en_COMP",
         "674 olympiad problems in English, text only: for testing",
-        "problem_answer",
         {"problem": "question", "answer": "final_answer"},
-        subset="OE_TO_maths_en_COMP",
         splits={"test": "train"},
     ),
     "svamp": KnownSet(
-        "MU-NLPC/Calc-svamp",
+        "MU-NLPC/Calc-svamp/default",
         "1,000 simple word problems: for testing",
-        "problem_answer",
         {"problem": "question", "answer": "result"},
-        subset="default",
     ),
 }
 

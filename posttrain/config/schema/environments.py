@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from posttrain.config.schema.base import Float, Positive, Problems, Settings, Text
+from posttrain.config.schema.base import Conflicts, Settings, setting
+from posttrain.config.schema.types import AboveZero, Positive, Text
 
 MaxTurns = Annotated[
     Positive | None,
@@ -28,20 +29,17 @@ class EnvironmentConfig(Settings):
         description="Class, FILE.py:CLASS or module:CLASS, or one built in: calculator, guess, python, search, mcp, "
         "openenv or skyrl.",
     )
-    args: dict[str, Any] = Field(default={}, description="Arguments of the class.")
-    contract: Literal["tools", "messages"] = Field(
-        default="tools",
-        description="Contract; tools: public methods are tools, as in TRL; messages: `step` answers a message.",
+    args: dict[str, Any] = setting({}, "Arguments of the class.")
+    contract: Literal["tools", "messages"] = setting(
+        "tools", "Contract; tools: public methods are tools, as in TRL; messages: `step` answers a message."
     )
-    timeout: Annotated[Float, Field(gt=0)] = Field(
-        default=30.0, description="Maximum seconds of a call of the environment; then its episode ends."
-    )
+    timeout: AboveZero = setting(30.0, "Maximum seconds of a call of the environment; then its episode ends.")
 
 
-def check_environments(problems: Problems, environments: Sequence[EnvironmentConfig], tools: Sequence[str]) -> None:
+def check_tools(environments: Sequence[EnvironmentConfig], tools: Sequence[str]) -> Conflicts:
     """What environments and tools need of one another."""
     if tools and any(each.contract == "messages" for each in environments):
-        problems.add("tools", "cannot be combined with an environment of contract: messages, which makes no calls")
+        yield "tools", "cannot be combined with an environment of contract: messages, which makes no calls"
     names = [each.name for each in environments]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        problems.add("environments", f"has two called {twice!r}; give one of them a different `name`")
+        yield "environments", f"has two called {twice!r}; give one of them a different `name`"

@@ -5,52 +5,34 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word, from_text
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.data import Format, check_template
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.types import Fraction, Int, Natural, NonNegative, Positive, Text, Texts, Word, ZeroToOne
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
 # Regular expressions of metrics, without `eval_` and the name of a validation set. Shorter lengths are better.
 LOWER = (
-    r"(\w+_)?loss",
-    r"entropy",
-    r"(\w+_)?kl",
-    r"jsd",
-    r"clip_ratio(/\w+)?",
-    r"completions/(clipped_ratio|\w+_length)",
-    r"reasoning_(length|tokens)",
-    r"(logps|rewards)/rejected",
-    r"reward_std",
-    r"frac_reward_zero_std",
-    r"resampled_groups",
+    r"(\w+_)?loss", r"entropy", r"(\w+_)?kl", r"jsd", r"clip_ratio(/\w+)?",
+    r"completions/(clipped_ratio|\w+_length)", r"reasoning_(length|tokens)", r"(logps|rewards)/rejected",
+    r"reward_std", r"frac_reward_zero_std", r"resampled_groups",
     r"rewards/(left_out|left_out_ratio|no_verdict_ratio|not_applicable)",
     r"rewards/[^/]+/(std|wrong|ungraded|bad_gold|timeout|crashed|not_applicable|00|01|10|unreadable|requests|\w*tokens)",
     r"router/\w+",
-)
+)  # fmt: skip
 HIGHER = (
-    r"(\w+_)?accuracy",
-    r"margin",
-    r"(\w+_)?reward",
-    r"rewards/(accuracies|margins|chosen)",
-    r"logps/chosen",
-    r"log_odds_(ratio|chosen)",
-    r"rewards/[^/]+/(mean|correct|11)",
-    r"(pass|maj)@\d+",
-    r"reasoning_share",
-)
+    r"(\w+_)?accuracy", r"margin", r"(\w+_)?reward", r"rewards/(accuracies|margins|chosen)", r"logps/chosen",
+    r"log_odds_(ratio|chosen)", r"rewards/[^/]+/(mean|correct|11)", r"(pass|maj)@\d+", r"reasoning_share",
+)  # fmt: skip
 # Regular expressions of the metrics of sampled completions.
 OF_COMPLETIONS = (
-    *(r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+"),
+    r"reward(_std)?", r"rewards/.+", r"completions/\w+", "frac_reward_zero_std", r"reasoning_\w+", r"(pass|maj)@\d+",
     "(format|answer)_accuracy",
-)
+)  # fmt: skip
 SHARES = (
-    r"(\w+_)?accuracy",
-    r"rewards/accuracies",
-    r"(pass|maj)@\d+",
-    r"reasoning_share",
-    r"completions/clipped_ratio",
-)
+    r"(\w+_)?accuracy", r"rewards/accuracies", r"(pass|maj)@\d+", r"reasoning_share", r"completions/clipped_ratio",
+)  # fmt: skip
 
 
 class EvaluationDataset(Settings):
@@ -58,33 +40,33 @@ class EvaluationDataset(Settings):
 
     name: Word = Field(description="Name in metrics: eval_{name}_loss.")
     source: Text = Field(description="Known data set, hub id, file or folder.")
-    split: Text = Field(default="test", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Number of rows to use, from the start; null: all.")
-    format: Format | None = Field(default=None, description="Format of the rows; null: data.format.")
-    columns: dict[str, Text] | None = Field(
-        default=None, description="Column names in the data; null: those of data.columns, unless `format` is set."
+    split: Text = setting("test", "Split of a hub data set.")
+    max_rows: Positive | None = setting(None, "Number of rows to use, from the start; null: all.")
+    format: Format | None = setting(None, "Format of the rows; null: data.format.")
+    columns: dict[str, Text] | None = setting(
+        None, "Column names in the data; null: those of data.columns, unless `format` is set."
     )
-    template: Text | None = Field(default=None, description="Template; null: data.template.")
-    rewards: tuple[Reward, ...] | None = Field(
-        default=None, description="Rewards for completions of its prompts; null: those of the run."
+    template: Text | None = setting(None, "Template; null: data.template.")
+    rewards: tuple[Reward, ...] | None = setting(
+        None, "Rewards for completions of its prompts; null: those of the run."
     )
-    num_batches: Positive | None = Field(default=None, description="Number of batches; null: evaluation.num_batches.")
-    with_replacement: bool | None = Field(
-        default=None, description="Whether every evaluation samples new rows; null: evaluation.with_replacement."
+    num_batches: Positive | None = setting(None, "Number of batches; null: evaluation.num_batches.")
+    with_replacement: bool | None = setting(
+        None, "Whether every evaluation samples new rows; null: evaluation.with_replacement."
     )
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if self.template is not None:
-            check_template(problems, self.template)
-        check_rewards(problems, self.rewards or ())
+            yield from check_template(self.template)
+        yield from check_rewards(self.rewards or ())
 
 
 class SuiteEntry(Settings):
     """A suite to evaluate on during training; just a name means {suite: NAME}."""
 
     suite: Text = Field(description="Built-in suite, YAML file or module:function; its metric is eval_{name}.")
-    source: Text | None = Field(default=None, description="File or folder of rows; null: the suite's own source.")
-    max_rows: Positive | None = Field(default=None, description="Number of items, evenly spaced; null: all.")
+    source: Text | None = setting(None, "File or folder of rows; null: the suite's own source.")
+    max_rows: Positive | None = setting(None, "Number of items, evenly spaced; null: all.")
 
 
 Suite = Annotated[SuiteEntry, from_text("suite", json_schema_input_type=Text | SuiteEntry)]
@@ -93,54 +75,46 @@ Suite = Annotated[SuiteEntry, from_text("suite", json_schema_input_type=Text | S
 class EvaluationConfig(Settings):
     """Evaluation during training."""
 
-    eval_steps: Int = Field(default=100, description="Number of steps between evaluations; -1: never.")
-    at_start: bool = Field(default=True, description="Whether to also evaluate before the first step.")
-    num_batches: Positive | None = Field(default=None, description="Number of batches per evaluation; null: all rows.")
-    with_replacement: bool = Field(
-        default=False, description="Whether every evaluation samples new rows for num_batches; false: the first rows."
+    eval_steps: Int = setting(100, "Number of steps between evaluations; -1: never.")
+    at_start: bool = setting(True, "Whether to also evaluate before the first step.")
+    num_batches: Positive | None = setting(None, "Number of batches per evaluation; null: all rows.")
+    with_replacement: bool = setting(
+        False, "Whether every evaluation samples new rows for num_batches; false: the first rows."
     )
-    num_generations: Positive = Field(
-        default=1, description="Number of completions per validation prompt; above 1, pass@k is measured too."
+    num_generations: Positive = setting(
+        1, "Number of completions per validation prompt; above 1, pass@k is measured too."
     )
-    temperature: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None, description="Temperature of validation completions, 0: greedy; null: rollout.temperature."
+    temperature: NonNegative | None = setting(
+        None, "Temperature of validation completions, 0: greedy; null: rollout.temperature."
     )
-    top_p: Annotated[Float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="top_p of validation completions; null: rollout.top_p."
+    top_p: Fraction | None = setting(None, "top_p of validation completions; null: rollout.top_p.")
+    top_k: Natural | None = setting(None, "top_k of validation completions; null: rollout.top_k.")
+    min_p: ZeroToOne | None = setting(None, "min_p of validation completions; null: rollout.min_p.")
+    max_completion_length: Positive | None = setting(
+        None, "Maximum tokens of validation completions; null: rollout.max_completion_length."
     )
-    top_k: Annotated[Int, Field(ge=0)] | None = Field(
-        default=None, description="top_k of validation completions; null: rollout.top_k."
+    stop: Texts | None = setting(
+        None, "Stop strings of validation completions, besides the stop token; null: rollout.stop."
     )
-    min_p: Annotated[Float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="min_p of validation completions; null: rollout.min_p."
-    )
-    max_completion_length: Positive | None = Field(
-        default=None, description="Maximum tokens of validation completions; null: rollout.max_completion_length."
-    )
-    stop: Annotated[tuple[Text, ...], OneOrMore] | None = Field(
-        default=None, description="Stop strings of validation completions, besides the stop token; null: rollout.stop."
-    )
-    datasets: tuple[EvaluationDataset, ...] = Field(
-        default=(), description="Further data sets to evaluate on: a list of {name, source, split, ...}."
+    datasets: tuple[EvaluationDataset, ...] = setting(
+        (), "Further data sets to evaluate on: a list of {name, source, split, ...}."
     )
 
     suites: Annotated[
         tuple[Suite, ...], BeforeValidator(lambda suites: [suites] if isinstance(suites, str | dict) else suites)
-    ] = Field(
-        default=(), description="Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}."
-    )
+    ] = setting((), "Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}.")
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         steps = self.eval_steps
         if steps != -1 and steps < 1:
-            problems.add("eval_steps", f"is {steps}; give 1 or more, or -1 for never")
+            yield "eval_steps", f"is {steps}; give 1 or more, or -1 for never"
         names = {dataset.name for dataset in self.datasets}
         if len(names) != len(self.datasets):
-            problems.add("datasets", "use a name twice; their metrics would overwrite each other")
+            yield "datasets", "use a name twice; their metrics would overwrite each other"
         sets = [("", self), *((f"datasets.{index}.", dataset) for index, dataset in enumerate(self.datasets))]
         for path, settings in sets:
             if settings.with_replacement and (settings.num_batches or self.num_batches) is None:
-                problems.add(f"{path}with_replacement", "is true, but num_batches is null; give the number to sample")
+                yield f"{path}with_replacement", "is true, but num_batches is null; give the number to sample"
 
     def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
         """The sampling settings of an evaluation: those of training, overridden by the settings of this group."""

@@ -4,23 +4,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.schema.offline import (
-    CPOMethod,
-    DPOMethod,
-    KTOMethod,
-    ORPOMethod,
-    RewardMethod,
-    SFTMethod,
-    SimPOMethod,
-)
-from posttrain.config.schema.online import (
-    PPO_NAMES,
-    DistillMethod,
-    GRPOMethod,
-    PPOMethod,
-    ReinforcePlusPlusMethod,
-    RLOOMethod,
-)
+from posttrain.config.schema import offline, online
+from posttrain.config.schema.online import PPO_NAMES
 
 
 def spell_out(method: Any) -> Any:
@@ -35,19 +20,10 @@ def spell_out(method: Any) -> Any:
 
 
 AnyMethod = (
-    SFTMethod
-    | RewardMethod
-    | DPOMethod
-    | ORPOMethod
-    | CPOMethod
-    | SimPOMethod
-    | KTOMethod
-    | PPOMethod
-    | GRPOMethod
-    | RLOOMethod
-    | ReinforcePlusPlusMethod
-    | DistillMethod
-)
+    offline.SFTMethod | offline.RewardMethod | offline.DPOMethod | offline.ORPOMethod | offline.CPOMethod
+    | offline.SimPOMethod | offline.KTOMethod | online.PPOMethod | online.GRPOMethod | online.RLOOMethod
+    | online.ReinforcePlusPlusMethod | online.DistillMethod
+)  # fmt: skip
 METHODS: dict[str, type[AnyMethod]] = {method.name(): method for method in get_args(AnyMethod)}
 METHOD_NAMES = (*METHODS, "ipo")
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

@@ -4,26 +4,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from posttrain.config.schema.base import Float, MethodSettings, OneOrMore, Precompute, Problems, RefModel
+from posttrain.config.schema.base import Conflicts, MethodSettings, Precompute, RefModel, setting
+from posttrain.config.schema.types import AboveZero, BelowOne, Float, NonNegative, OneOrMore
 
 PreferenceLoss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "kto_pair",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+    "sigmoid", "hinge", "ipo", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
 UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -45,17 +32,17 @@ class SFTMethod(MethodSettings):
     learning_rates = (2e-5, 2e-4)
     measured = ("entropy", "mean_token_accuracy")
 
-    type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
-    completion_only_loss: bool | None = Field(
-        default=None, description="Whether to train only on the completion; null: if the data has a prompt."
+    type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
+    completion_only_loss: bool | None = setting(
+        None, "Whether to train only on the completion; null: if the data has a prompt."
     )
-    assistant_only_loss: bool = Field(
-        default=False, description="Whether to train on all assistant turns of a conversation, and on nothing else."
+    assistant_only_loss: bool = setting(
+        False, "Whether to train on all assistant turns of a conversation, and on nothing else."
     )
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if self.completion_only_loss and self.assistant_only_loss:
-            problems.add(
+            yield (
                 "assistant_only_loss",
                 "conflicts with completion_only_loss: true, which trains only on the last assistant turn",
             )
@@ -70,10 +57,9 @@ class RewardMethod(MethodSettings):
     learning_rates = (1e-5, 1e-4)
     measured = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
-    type: Literal["reward"] = Field(default="reward", description="Reward model.")
-    center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None,
-        description="Weight of (chosen + rejected)^2, which keeps rewards near 0; usually 0.01; null: none.",
+    type: Literal["reward"] = setting("reward", "Reward model.")
+    center_rewards_coefficient: NonNegative | None = setting(
+        None, "Weight of (chosen + rejected)^2, which keeps rewards near 0; usually 0.01; null: none."
     )
 
     @classmethod
@@ -97,28 +83,21 @@ class DPOMethod(PreferenceMethod):
     learning_rates = (1e-6, 1e-6)
     starts_as_reference = True
 
-    type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO and its variants.")
-    loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
-        default=("sigmoid",), description="Loss, or a list of losses whose sum is minimised."
+    type: Literal["dpo"] = setting("dpo", "Preference optimisation on pairs: DPO and its variants.")
+    loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = setting(
+        ("sigmoid",), "Loss, or a list of losses whose sum is minimised."
     )
-    loss_weights: tuple[Annotated[Float, Field(ge=0)], ...] | None = Field(
-        default=None, description="Weights of the losses in the list; null: 1 each."
+    loss_weights: tuple[NonNegative, ...] | None = setting(None, "Weights of the losses in the list; null: 1 each.")
+    beta: AboveZero = setting(0.1, "Strength of the regularisation towards the reference; IPO's tau.")
+    label_smoothing: BelowOne = setting(0.0, "Share of pairs assumed to have flipped labels.")
+    f_divergence_type: Divergence = setting("reverse_kl", "Divergence from the reference (f-DPO).")
+    f_alpha_divergence_coef: Float = setting(0.5, "The alpha of alpha_divergence.")
+    discopop_tau: AboveZero = setting(0.05, "Temperature of the discopop loss.")
+    use_ref_model: bool = setting(
+        True, "Whether a second model may be the reference; false: adapter off, or precomputed scores."
     )
-    beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="Strength of the regularisation towards the reference; IPO's tau."
-    )
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to have flipped labels."
-    )
-    f_divergence_type: Divergence = Field(default="reverse_kl", description="Divergence from the reference (f-DPO).")
-    f_alpha_divergence_coef: Float = Field(default=0.5, description="The alpha of alpha_divergence.")
-    discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
-    use_ref_model: bool = Field(
-        default=True,
-        description="Whether a second model may be the reference; false: adapter off, or precomputed scores.",
-    )
-    reference_free: bool = Field(
-        default=False, description="Whether the reference's log-probabilities are set to 0; not all losses allow it."
+    reference_free: bool = setting(
+        False, "Whether the reference's log-probabilities are set to 0; not all losses allow it."
     )
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
@@ -135,75 +114,66 @@ class DPOMethod(PreferenceMethod):
 
     def reads(self, setting: str) -> bool:
         losses = set(self.loss_type)
-        match setting:
-            case "beta":
-                return losses != {"sft"}
-            case "label_smoothing":
-                return bool(losses & LABEL_SMOOTHING_LOSSES)
-            case "discopop_tau":
-                return "discopop" in losses
-        return super().reads(setting)
+        read_by_some = {
+            "beta": losses != {"sft"},
+            "label_smoothing": bool(losses & LABEL_SMOOTHING_LOSSES),
+            "discopop_tau": "discopop" in losses,
+        }
+        return read_by_some.get(setting, super().reads(setting))
 
-    def check(self, problems: Problems) -> None:
-        losses: set[str] = set(self.loss_type)
-        self._check_losses(problems, losses)
-        self._check_reference(problems, losses)
+    def check(self) -> Conflicts:
+        yield from self._check_losses(set(self.loss_type))
+        yield from self._check_reference(set(self.loss_type))
 
-    def _check_losses(self, problems: Problems, losses: set[str]) -> None:
+    def _check_losses(self, losses: set[str]) -> Conflicts:
         weights = self.loss_weights
         if len(losses) != len(self.loss_type):
-            problems.add("loss_type", "names a loss twice; give it a weight in loss_weights instead")
+            yield "loss_type", "names a loss twice; give it a weight in loss_weights instead"
         if weights is not None and len(weights) != len(self.loss_type):
-            problems.add(
-                "loss_weights", f"has {len(weights)} weights for {len(self.loss_type)} losses; give one for each"
-            )
+            yield "loss_weights", f"has {len(weights)} weights for {len(self.loss_type)} losses; give one for each"
         if weights is not None and not any(weights):
-            problems.add("loss_weights", "are all 0; nothing would be trained")
+            yield "loss_weights", "are all 0; nothing would be trained"
         if self.label_smoothing != 0 and not losses & LABEL_SMOOTHING_LOSSES:
-            problems.add(
+            yield (
                 "label_smoothing",
                 f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
             )
         if self.label_smoothing >= 0.5 and "robust" in losses:
-            problems.add(
+            yield (
                 "label_smoothing",
                 f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
             )
         if self.label_smoothing <= 0 and "exo_pair" in losses:
-            problems.add(
-                "label_smoothing", "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)"
-            )
+            yield "label_smoothing", "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)"
         if not self.is_default("discopop_tau") and "discopop" not in losses:
-            problems.add("discopop_tau", f"is read by discopop only, not by {names(losses)}; leave it out")
+            yield "discopop_tau", f"is read by discopop only, not by {names(losses)}; leave it out"
         if self.f_divergence_type != "reverse_kl" and not losses <= F_DIVERGENCE_LOSSES:
-            problems.add(
+            yield (
                 "f_divergence_type",
                 f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
                 f"{names(losses - F_DIVERGENCE_LOSSES)}",
             )
         if self.f_divergence_type != "reverse_kl" and losses == {"sft"}:
-            problems.add("f_divergence_type", "is not read by sft, which has no reference; leave it out")
+            yield "f_divergence_type", "is not read by sft, which has no reference; leave it out"
         if not self.is_default("f_alpha_divergence_coef") and self.f_divergence_type != "alpha_divergence":
-            problems.add(
+            yield (
                 "f_alpha_divergence_coef",
                 f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
             )
 
-    def _check_reference(self, problems: Problems, losses: set[str]) -> None:
+    def _check_reference(self, losses: set[str]) -> Conflicts:
         if not self.use_ref_model and self.ref_model is not None:
-            problems.add("ref_model", "names a reference, but with use_ref_model: false it is the policy itself")
+            yield "ref_model", "names a reference, but with use_ref_model: false it is the policy itself"
         if not self.reference_free:
             return
         if needing := losses - REFERENCE_FREE_LOSSES:
-            problems.add("reference_free", f"is true, but {names(needing)} cannot do without a reference")
+            yield "reference_free", f"is true, but {names(needing)} cannot do without a reference"
         if self.precompute_ref_log_probs:
-            problems.add(
-                "precompute_ref_log_probs", "is true, but with reference_free: true there is no reference to compute"
-            )
+            yield "precompute_ref_log_probs", "is true, but with reference_free: true there is no reference to compute"
         if self.ref_model is not None:
-            problems.add("ref_model", "names a reference, but reference_free is true")
+            yield "ref_model", "names a reference, but reference_free is true"
         if self.f_divergence_type != "reverse_kl":
-            problems.add("f_divergence_type", "measures the divergence from a reference, but reference_free is true")
+            yield "f_divergence_type", "measures the divergence from a reference, but reference_free is true"
 
 
 class ORPOMethod(PreferenceMethod):
@@ -213,15 +183,10 @@ class ORPOMethod(PreferenceMethod):
     learning_rates = (8e-6, 8e-5)
     measured = (*PreferenceMethod.measured, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
-    type: Literal["orpo"] = Field(
-        default="orpo", description="Odds ratio preference optimisation, without a reference."
-    )
-    beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="Weight of the odds-ratio term relative to the likelihood; the paper's lambda."
-    )
-    completion_only_loss: bool = Field(
-        default=False,
-        description="Whether the likelihood term covers only the chosen completion; false: also its prompt.",
+    type: Literal["orpo"] = setting("orpo", "Odds ratio preference optimisation, without a reference.")
+    beta: AboveZero = setting(0.1, "Weight of the odds-ratio term relative to the likelihood; the paper's lambda.")
+    completion_only_loss: bool = setting(
+        False, "Whether the likelihood term covers only the chosen completion; false: also its prompt."
     )
 
 
@@ -232,17 +197,13 @@ class CPOMethod(PreferenceMethod):
     measured = (*PreferenceMethod.measured, "nll_loss")
     loss_setting = "loss_type"
 
-    type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, without a reference.")
-    loss_type: ContrastiveLoss = Field(default="sigmoid", description="Loss that compares chosen and rejected.")
-    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Scale of the comparison; IPO's tau.")
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to have flipped labels."
-    )
-    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Weight of the chosen completion's negative log-likelihood per token."
-    )
-    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(default=0.5, description="Margin of loss_type: simpo.")
-    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+    type: Literal["cpo"] = setting("cpo", "Contrastive preference optimisation, without a reference.")
+    loss_type: ContrastiveLoss = setting("sigmoid", "Loss that compares chosen and rejected.")
+    beta: AboveZero = setting(0.1, "Scale of the comparison; IPO's tau.")
+    label_smoothing: BelowOne = setting(0.0, "Share of pairs assumed to have flipped labels.")
+    cpo_alpha: NonNegative = setting(1.0, "Weight of the chosen completion's negative log-likelihood per token.")
+    simpo_gamma: NonNegative = setting(0.5, "Margin of loss_type: simpo.")
+    alpha: Float = setting(0.0, "AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
 
     @property
     def loss_name(self) -> str:
@@ -252,11 +213,11 @@ class CPOMethod(PreferenceMethod):
     def losses(cls, run: MethodSettings) -> list[tuple[str, dict[str, Any]]]:
         return [(cls(**chosen).loss_name, chosen) for _, chosen in super().losses(run)]
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if self.label_smoothing != 0 and self.loss_type not in ("sigmoid", "simpo"):
-            problems.add("label_smoothing", f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out")
+            yield "label_smoothing", f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out"
         if not self.is_default("simpo_gamma") and self.loss_type != "simpo":
-            problems.add("simpo_gamma", f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out")
+            yield "simpo_gamma", f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out"
 
 
 class SimPOMethod(PreferenceMethod):
@@ -265,20 +226,14 @@ class SimPOMethod(PreferenceMethod):
     learning_rates = (1e-6, 1e-6)
     measured = (*PreferenceMethod.measured, "nll_loss")
 
-    type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, without a reference.")
-    beta: Annotated[Float, Field(gt=0)] = Field(
-        default=2.0, description="Scale of the rewards, which are log-probabilities per token."
+    type: Literal["simpo"] = setting("simpo", "Simple preference optimisation, without a reference.")
+    beta: AboveZero = setting(2.0, "Scale of the rewards, which are log-probabilities per token.")
+    simpo_gamma: NonNegative = setting(1.0, "Target margin of the rewards; about half of beta.")
+    label_smoothing: BelowOne = setting(0.0, "Share of pairs assumed to have flipped labels.")
+    cpo_alpha: NonNegative = setting(
+        0.0, "Weight of the chosen completion's negative log-likelihood per token (CPO-SimPO)."
     )
-    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Target margin of the rewards; about half of beta."
-    )
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to have flipped labels."
-    )
-    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
-        default=0.0, description="Weight of the chosen completion's negative log-likelihood per token (CPO-SimPO)."
-    )
-    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+    alpha: Float = setting(0.0, "AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
 
 
 class KTOMethod(MethodSettings):
@@ -291,17 +246,11 @@ class KTOMethod(MethodSettings):
     starts_as_reference = True
     loss_setting = "loss_type"
 
-    type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
-    loss_type: UnpairedLoss = Field(default="kto", description="Loss: kto, bco or apo_zero_unpaired.")
-    beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="Strength of the regularisation towards the reference."
-    )
-    desirable_weight: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Weight of desirable completions, to balance classes of unequal size."
-    )
-    undesirable_weight: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Weight of undesirable completions."
-    )
+    type: Literal["kto"] = setting("kto", "Single completions labelled desirable or undesirable.")
+    loss_type: UnpairedLoss = setting("kto", "Loss: kto, bco or apo_zero_unpaired.")
+    beta: AboveZero = setting(0.1, "Strength of the regularisation towards the reference.")
+    desirable_weight: NonNegative = setting(1.0, "Weight of desirable completions, to balance classes of unequal size.")
+    undesirable_weight: NonNegative = setting(1.0, "Weight of undesirable completions.")
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
 
@@ -309,9 +258,9 @@ class KTOMethod(MethodSettings):
     def joins_completions(self) -> bool:
         return self.loss_type == "kto"  # kto estimates its KL from the completions of other examples
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if self.desirable_weight + self.undesirable_weight <= 0:
-            problems.add("desirable_weight", "and undesirable_weight are both 0; nothing would be trained")
+            yield "desirable_weight", "and undesirable_weight are both 0; nothing would be trained"
 
 
 def names(values: set[str] | frozenset[str]) -> str:

@@ -5,30 +5,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from posttrain.config.schema.base import (
-    FUNCTION,
-    Float,
-    Int,
-    Label,
-    ModelPath,
-    Positive,
-    Problems,
-    Settings,
-    Text,
-    from_text,
-)
+from posttrain.config.schema.base import Conflicts, Settings, from_text, setting
 from posttrain.config.schema.judge import ScoreSettings
+from posttrain.config.schema.types import FUNCTION, AboveZero, Float, Label, ModelPath, Natural, Positive, Text
 
 RuleName = Literal[
-    "match_format_exactly",
-    "match_format_approximately",
-    "check_answer",
-    "check_numbers",
-    "math",
-    "gsm8k",
-    "r1_zero",
-    "question_only",
-]
+    "match_format_exactly", "match_format_approximately", "check_answer", "check_numbers", "math", "gsm8k",
+    "r1_zero", "question_only",
+]  # fmt: skip
 
 
 class RewardTerm(Settings):
@@ -36,8 +20,8 @@ class RewardTerm(Settings):
 
     loads_model: ClassVar[bool] = False
 
-    weight: Float = Field(default=1.0, description="Weight of the reward in the sum; 0: logged, not trained on.")
-    name: Label | None = Field(default=None, description="Name in metrics and logs; null: the type.")
+    weight: Float = setting(1.0, "Weight of the reward in the sum; 0: logged, not trained on.")
+    name: Label | None = setting(None, "Name in metrics and logs; null: the type.")
 
 
 class RuleReward(RewardTerm):
@@ -51,7 +35,7 @@ class LengthReward(RewardTerm):
 
     type: Literal["length"] = Field(description="Penalty on the distance to a target length.")
     target: Positive = Field(description="Target length of the completion in tokens.")
-    scale: Annotated[Float, Field(gt=0)] = Field(default=0.0003, description="Penalty per token of difference.")
+    scale: AboveZero = setting(0.0003, "Penalty per token of difference.")
 
 
 class OverlongReward(RewardTerm):
@@ -59,21 +43,21 @@ class OverlongReward(RewardTerm):
 
     type: Literal["overlong"] = Field(description="Soft penalty on completions near the length limit.")
     cache: Positive = Field(description="Number of tokens before the limit over which the penalty grows.")
-    max_completion_length: Positive | None = Field(
-        default=None, description="Length from which the penalty is -1; null: rollout.max_completion_length."
+    max_completion_length: Positive | None = setting(
+        None, "Length from which the penalty is -1; null: rollout.max_completion_length."
     )
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if self.max_completion_length is not None and self.cache > self.max_completion_length:
-            problems.add("cache", f"is {self.cache}, above max_completion_length, {self.max_completion_length}")
+            yield "cache", f"is {self.cache}, above max_completion_length, {self.max_completion_length}"
 
 
 class RepetitionReward(RewardTerm):
     """`max_penalty` times the share of n-grams of tokens that repeat an earlier one (Yeo et al. 2025)."""
 
     type: Literal["repetition"] = Field(description="Repetition penalty.")
-    ngram_size: Positive = Field(default=3, description="Length of an n-gram in tokens.")
-    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Penalty if every n-gram repeats.")
+    ngram_size: Positive = setting(3, "Length of an n-gram in tokens.")
+    max_penalty: Annotated[Float, Field(le=0)] = setting(-1.0, "Penalty if every n-gram repeats.")
 
 
 class ModelReward(RewardTerm):
@@ -82,13 +66,13 @@ class ModelReward(RewardTerm):
     loads_model = True
     model_config = ConfigDict(populate_by_name=True)
     type: Literal["model"] = Field(description="A reward model.")
-    path: ModelPath | None = Field(default=None, description="Hub id or folder of the reward model.")
+    path: ModelPath | None = setting(None, "Hub id or folder of the reward model.")
     from_stage: Text | None = Field(default=None, alias="from", description="Stage that trains the reward model.")
-    strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
+    strip_thinking: bool = setting(False, "Whether to score only what follows the last </think>.")
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         if (self.path is None) == (self.from_stage is None):
-            problems.add("path", "or `from`, the stage that trains the reward model: give one of the two")
+            yield "path", "or `from`, the stage that trains the reward model: give one of the two"
 
 
 class PythonReward(RewardTerm):
@@ -96,19 +80,17 @@ class PythonReward(RewardTerm):
 
     type: Literal["python"] = Field(description="A Python function.")
     function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="The function, as module:function.")
-    timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Timeout of a call in seconds, after which its completions receive no reward."
+    timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = setting(
+        None, "Timeout of a call in seconds, after which its completions receive no reward."
     )
-    retries: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Number of retries of a call that raised or timed out."
-    )
+    retries: Natural = setting(0, "Number of retries of a call that raised or timed out.")
 
 
 class JudgeReward(RewardTerm, ScoreSettings):
     """A language model behind an OpenAI-compatible API, which scores each completion."""
 
     type: Literal["judge"] = Field(description="A judge model.")
-    strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
+    strip_thinking: bool = setting(False, "Whether to score only what follows the last </think>.")
 
 
 Reward = Annotated[
@@ -126,11 +108,11 @@ def term_name(reward: Reward) -> str:
     return reward.name or reward.type
 
 
-def check_rewards(problems: Problems, rewards: Sequence[Reward]) -> None:
+def check_rewards(rewards: Sequence[Reward]) -> Conflicts:
     """Report rewards that would overwrite each other in metrics, and a list in which none is trained on."""
     if rewards and not any(reward.weight for reward in rewards):
-        problems.add("rewards.0.weight", f"is 0: {ALL_ZERO}")
+        yield "rewards.0.weight", f"is 0: {ALL_ZERO}"
     named = [term_name(reward) for reward in rewards]
     for index, name in enumerate(named):
         if name in named[:index]:
-            problems.add(f"rewards.{index}.name", f"would be {name!r}, which is the name of an earlier reward")
+            yield f"rewards.{index}.name", f"would be {name!r}, which is the name of an earlier reward"

@@ -6,21 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.schema.base import Folder, FolderName, Int, Problems, Settings, Text, is_name
+from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.schema.environments import EnvironmentConfig, check_environments
+from posttrain.config.schema.environments import EnvironmentConfig, check_tools
 from posttrain.config.schema.evaluation import OF_COMPLETIONS, SAMPLING, EvaluationConfig, lower_is_better
 from posttrain.config.schema.methods import Method
-from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.training import (
-    WARMUP_STEPS,
-    CheckpointConfig,
-    DevicesConfig,
-    TrackingConfig,
-    TrainingConfig,
-)
+from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig, TrainingConfig
+from posttrain.config.schema.types import Folder, FolderName, Int, Text, is_name
 
 OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "environment_workers")
 
@@ -31,82 +26,78 @@ BEHAVIOR_VERSION: Literal[2] = 2
 class RunConfig(Settings):
     """Every setting of a run."""
 
-    name: FolderName | None = Field(
-        default=None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
+    name: FolderName | None = setting(None, "Name of the run folder; null: {method}-{model}-{timestamp}.")
+    output_dir: Folder = setting("runs", "Folder that contains the run folders.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = setting(0, "Random seed for shuffling, initialisation and dropout.")
+    behavior_version: Literal[1, 2] = setting(
+        BEHAVIOR_VERSION, "Version of the rules for reading data and settings; a run keeps the version it started with."
     )
-    output_dir: Folder = Field(default="runs", description="Folder that contains the run folders.")
-    seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
-        default=0, description="Random seed for shuffling, initialisation and dropout."
+    rewards: tuple[Reward, ...] = setting(
+        (), "Rewards for completions, weighted and summed; only online methods train on them."
     )
-    behavior_version: Literal[1, 2] = Field(
-        default=BEHAVIOR_VERSION,
-        description="Version of the rules for reading data and settings; a run keeps the version it started with.",
+    environments: tuple[EnvironmentConfig, ...] = setting(
+        (), "Environments in which a model acts over several turns; only for online methods."
     )
-    rewards: tuple[Reward, ...] = Field(
-        default=(), description="Rewards for completions, weighted and summed; only online methods train on them."
-    )
-    environments: tuple[EnvironmentConfig, ...] = Field(
-        default=(), description="Environments in which a model acts over several turns; only for online methods."
-    )
-    tools: tuple[Text, ...] = Field(
-        default=(), description="Functions that a model may call, FILE.py:FUNCTION; only for online methods."
-    )
+    tools: tuple[Text, ...] = setting((), "Functions that a model may call, FILE.py:FUNCTION; only for online methods.")
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."
     )
     method: Method = Field(description="Training method and its settings.")
     data: DataConfig = Field(description="Data: sources, formats, templates and limits.")
-    training: TrainingConfig = Field(default=TrainingConfig(), description="The optimisation.")
-    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation during training.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints and the best model.")
-    tracking: TrackingConfig = Field(default=TrackingConfig(), description="Logging and trackers.")
-    devices: DevicesConfig = Field(default=DevicesConfig(), description="Devices to train on.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling of completions.")
+    training: TrainingConfig = setting(TrainingConfig(), "The optimisation.")
+    evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation during training.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Checkpoints and the best model.")
+    tracking: TrackingConfig = setting(TrackingConfig(), "Logging and trackers.")
+    devices: DevicesConfig = setting(DevicesConfig(), "Devices to train on.")
+    rollout: RolloutConfig = setting(RolloutConfig(), "Sampling of completions.")
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> Conflicts:
         folders = [model.folder_name for model in self.models]
         for index, folder in enumerate(folders):
             if not is_name(folder):
-                problems.add(
+                yield (
                     f"models.{index}.path",
                     f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
                 )
             if folder in folders[:index]:
-                problems.add(
-                    f"models.{index}.path", f"would use the same folder {folder!r} as an earlier model; give it a name"
+                yield (
+                    f"models.{index}.path",
+                    f"would use the same folder {folder!r} as an earlier model; give it a name",
                 )
         for index, model in enumerate(self.models):
             if model.load_in_4bit and model.lora is None:
-                problems.add(
+                yield (
                     f"models.{index}.load_in_4bit",
                     "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
                 )
-            self._check_trained_ends(problems, index, model)
-        self._check_lengths(problems)
-        self._check_online(problems)
-        self._check_environments(problems)
-        self._check_evaluation(problems)
+            yield from self._check_trained_ends(index, model)
+        yield from self._check_lengths()
+        yield from self._check_online()
+        yield from self._check_environments()
+        yield from self._check_evaluation()
 
-    def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
+    def _check_trained_ends(self, index: int, model: ModelConfig) -> Conflicts:
         """Check `new_tokens` and `lora.modules_to_save`, and refuse settings that use the published weights instead."""
         new, saved, sharded = model.new_tokens, model.lora and model.lora.modules_to_save, "devices.strategy: fsdp"
         if len(set(new)) < len(new) or not all(token.strip() for token in new):
-            problems.add(f"models.{index}.new_tokens", "repeats a token or contains a blank one")
+            yield f"models.{index}.new_tokens", "repeats a token or contains a blank one"
         refused = {
             "model.load_in_4bit: true": model.load_in_4bit,
             f"{sharded} and model.lora" if new else sharded: self.devices.strategy == "fsdp" and model.lora is not None,
             "rollout.engine: vllm, which loads the published model": self.samples and self.rollout.engine == "vllm",
         }
         name = "new_tokens" if new else "lora.modules_to_save"
-        for setting in (setting for setting, is_set in refused.items() if (new or saved) and is_set):
-            problems.add(f"models.{index}.{name}", f"cannot be combined with {setting}")
+        for other in (other for other, is_set in refused.items() if (new or saved) and is_set):
+            yield f"models.{index}.{name}", f"cannot be combined with {other}"
 
     def unread(self) -> list[str]:
         """Warnings about settings that are not read. These may be meant for other stages or be overridden: no error."""
         method, training, lines = self.method, self.training, []
-        if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
+        adapters = [model.lora for model in self.models if model.lora is not None]
+        if not method.dropout and any(lora.dropout and not lora.is_default("dropout") for lora in adapters):
             lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
-        if training.lr_scheduler_type == "constant" and training.warmup_steps not in (0, WARMUP_STEPS):
+        warms_up = training.warmup_steps != 0 and not training.is_default("warmup_steps")
+        if training.lr_scheduler_type == "constant" and warms_up:
             lines.append("training.warmup_steps is not read: constant has no warm-up, but constant_with_warmup does")
         return lines
 
@@ -154,7 +145,7 @@ class RunConfig(Settings):
             return False  # suites measure scores
         return known
 
-    def _check_measured(self, problems: Problems, metric: str) -> None:
+    def _check_measured(self, metric: str) -> Conflicts:
         """Refuse a metric that only other methods or settings measure. An unknown name may be the metric of a suite."""
         sets = ["eval_"] if self.data.validation is not None else []
         sets += ["eval_" if d.name == "validation" else f"eval_{d.name}_" for d in self.evaluation.datasets]
@@ -169,7 +160,7 @@ class RunConfig(Settings):
             and lower_is_better(metric) is not None
             and not any(re.fullmatch(f"{re.escape(each)}({known})", metric) for each in sets)
         ):
-            problems.add(
+            yield (
                 "checkpoint.best_metric",
                 f"is {metric}, which {method.type} does not measure with these settings; choose one of "
                 + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
@@ -185,92 +176,93 @@ class RunConfig(Settings):
         """Maximum tokens of an example, which a pack must have room for."""
         return self.data.max_length * (2 if self.method.joins_completions else 1)
 
-    def _check_lengths(self, problems: Problems) -> None:
+    def _check_lengths(self) -> Conflicts:
         kind = self.method.kind
         pairs = kind == "pair"
         with_another = self.method.joins_completions and not pairs
         example = "a pair" if pairs else "an example with another completion" if with_another else "an example"
         if self.training.tokens_per_pack < self.longest_example:
-            problems.add(
+            yield (
                 "training.tokens_per_pack",
                 f"is {self.training.tokens_per_pack}, but {example} may have {self.longest_example} tokens "
                 f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
             )
         if with_another and self.training.batch_size <= 1:
-            problems.add(
+            yield (
                 "training.batch_size",
                 "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
                 "give 2 or more",
             )
         if pairs and self.data.format not in PAIR_FORMATS:
-            problems.add(
+            yield (
                 "data.format",
                 f"is {self.data.format}, which has no pairs of completions; {self.method.type} needs one of "
                 f"{', '.join(sorted(PAIR_FORMATS))}",
             )
         if kind == "unpaired" and self.data.format not in LABELLED_FORMATS:
-            problems.add(
+            yield (
                 "data.format",
                 f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, "
                 "label), or auto",
             )
         if kind != "unpaired" and self.data.format == "kto":
-            problems.add(
+            yield (
                 "data.format",
                 f"is kto, whose labels {self.method.type} does not read; to train on all completions alike set "
                 "prompt_completion or messages",
             )
         if kind != "prompt" and self.data.format == "prompt":
-            problems.add("data.format", f"is prompt, which has no completions for {self.method.type} to learn from")
+            yield "data.format", f"is prompt, which has no completions for {self.method.type} to learn from"
         if self.method.type == "sft" and self.method.completion_only_loss and self.data.format == "text":
-            problems.add("method.completion_only_loss", "is true, but data.format: text has no prompt and completion")
+            yield "method.completion_only_loss", "is true, but data.format: text has no prompt and completion"
 
-    def _check_online(self, problems: Problems) -> None:
+    def _check_online(self) -> Conflicts:
         method, rollout = self.method, self.rollout
         online = method.samples_completions
         if not self.samples:
             if not self.is_default("rollout"):
-                problems.add(
+                yield (
                     "rollout",
                     f"applies only where completions are sampled: in online methods, and with {method.type} only for "
                     "evaluation with rewards",
                 )
             return
         if not self.rewards and method.needs_rewards and not self.environments:
-            problems.add("rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
+            yield "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]"
         if method.head != "lm":
-            problems.add(
+            yield (
                 "rewards" if self.rewards else "evaluation.datasets",
                 "need completions, which a reward model does not generate; leave the rewards out",
             )
         if not online and not self._validates:
-            problems.add(
+            yield (
                 "rewards",
                 f"with {method.type} only score completions of validation prompts: set data.validation, e.g. "
                 "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
             )
         if self._validates and not self._rewarded:
-            problems.add(
+            yield (
                 "rewards",
                 f"are needed to evaluate {method.type} on validation prompts: give some, e.g. "
                 "rewards: [{type: math}], or remove data.validation",
             )
-        check_rewards(problems, self.rewards)
+        yield from check_rewards(self.rewards)
         if online and rollout.temperature <= 0:
-            problems.add(
-                "rollout.temperature", f"is 0: all completions of a prompt would be the same; {method.type} must sample"
+            yield (
+                "rollout.temperature",
+                f"is 0: all completions of a prompt would be the same; {method.type} must sample",
             )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
         for section, length in lengths.items():
             if length >= self.data.max_length:
-                problems.add(
+                yield (
                     f"{section}.max_completion_length",
                     f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
                 )
         minibatches, prompts = getattr(method, "num_minibatches", 1), self.training.batch_size
         if minibatches > prompts:
-            problems.add(
+            yield (
                 "method.num_minibatches",
                 f"is {minibatches}, but a step has only {prompts} prompts (training.batch_size); lower it",
             )
@@ -280,78 +272,72 @@ class RunConfig(Settings):
         """Whether the model acts over several turns."""
         return bool(self.environments or self.tools)
 
-    def _check_environments(self, problems: Problems) -> None:
+    def _check_environments(self) -> Conflicts:
         if not self.acts:
             for field in OF_EPISODES:
                 if not self.rollout.is_default(field):
-                    problems.add(f"rollout.{field}", "has no effect without environments or tools")
+                    yield f"rollout.{field}", "has no effect without environments or tools"
             of_sets = {f"evaluation.datasets.{n}.format": each for n, each in enumerate(self.evaluation.datasets)}
-            for setting, data in {"data.format": self.data, **of_sets}.items():
+            for path, data in {"data.format": self.data, **of_sets}.items():
                 if data.format == "episode":
-                    problems.add(setting, "is episode, which needs environments that give the messages")
+                    yield path, "is episode, which needs environments that give the messages"
             if getattr(self.method, "advantage_level", "trajectory") == "turn":
-                problems.add("method.advantage_level", "is turn, but without environments or tools there is one turn")
+                yield "method.advantage_level", "is turn, but without environments or tools there is one turn"
             if getattr(self.method, "num_trees", None) is not None:
-                problems.add("method.num_trees", "is set, but without environments or tools nothing branches")
+                yield "method.num_trees", "is set, but without environments or tools nothing branches"
             return
-        setting = "environments" if self.environments else "tools"
+        given = "environments" if self.environments else "tools"
         if not self.method.samples_completions:
-            problems.add(setting, f"are for methods that sample completions, which {self.method.type} does not")
+            yield given, f"are for methods that sample completions, which {self.method.type} does not"
         elif self.method.reads_completions:
-            problems.add(setting, "cannot be combined with completions of the data (method.on_policy_fraction below 1)")
+            yield given, "cannot be combined with completions of the data (method.on_policy_fraction below 1)"
         if self.data.template == "none":
-            problems.add(setting, "need a chat template, but data.template is none")
-        check_environments(problems, self.environments, self.tools)
+            yield given, "need a chat template, but data.template is none"
+        yield from check_tools(self.environments, self.tools)
         if self.rollout.stop:
-            problems.add(
-                "rollout.stop", f"cannot be combined with {setting}: a reply ends with the template's end of turn"
-            )
+            yield "rollout.stop", f"cannot be combined with {given}: a reply ends with the template's end of turn"
 
-    def _check_evaluation(self, problems: Problems) -> None:
+    def _check_evaluation(self) -> Conflicts:
         checkpoint = self.checkpoint
         if checkpoint.best_metric not in ("auto", None) and not self.evaluates:
-            problems.add(
+            yield (
                 "checkpoint.best_metric",
                 "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
                 "evaluation.eval_steps above 0; or set it to null",
             )
         best = self.best_metric
         if best is not None and self.lower_is_better(best) is None:
-            problems.add(
+            yield (
                 "checkpoint.best_metric",
                 f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
                 "choose a known metric, e.g. eval_loss",
             )
         if best is not None and self.evaluates:
-            self._check_measured(problems, best)
+            yield from self._check_measured(best)
         if checkpoint.early_stopping_patience is not None and best is None:
-            problems.add(
-                "checkpoint.early_stopping_patience", "needs checkpoint.best_metric: which metric should get better?"
-            )
+            yield "checkpoint.early_stopping_patience", "needs checkpoint.best_metric: which metric should get better?"
         if self.evaluation.num_batches is not None and not self._has_validation:
-            problems.add(
-                "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
-            )
+            yield "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
         evaluation = self.evaluation
         if evaluation.suites and self.method.head != "lm":
-            problems.add(
+            yield (
                 "evaluation.suites",
                 f"need a model that generates, but {self.method.type} trains one that scores: leave them out",
             )
         for name in ("num_generations", *SAMPLING):
             if not (self.samples and self._validates) and not evaluation.is_default(name):
-                problems.add(
+                yield (
                     f"evaluation.{name}",
                     "has no effect: it needs completions of validation prompts; set rewards and data.validation",
                 )
         if evaluation.num_generations != 1 and evaluation.sampling(self.rollout).temperature <= 0:
-            problems.add(
+            yield (
                 "evaluation.num_generations",
                 f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
             )
         for index, dataset in enumerate(evaluation.datasets):
             if dataset.template == "chat" and self.data.template not in ("chat", "none"):
-                problems.add(
+                yield (
                     f"evaluation.datasets.{index}.template",
                     f"is chat, the tokenizer's own template, which data.template: {self.data.template} replaces; save "
                     "the tokenizer's template to a file and give that file here",
