@@ -16,8 +16,8 @@ from typing import Any
 from posttrain.reports.chart import HOVER
 from posttrain.reports.design import CSS
 from posttrain.reports.markup import Child, Markup, cards, el, join, number, table
-from posttrain.runs.atomic import cannot_write, write_file
-from posttrain.runs.files import flat
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import flat, make_folder_of
 
 MOST_BYTES = 2_000_000
 # Maximum characters of a string; tables have at most a tenth as many rows. A page above MOST_BYTES uses the next limit.
@@ -103,10 +103,7 @@ def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Map
         html = _page(title, numbers or {}, shown, limit)
         if len(html.encode(errors="backslashreplace")) < MOST_BYTES:
             break
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    make_folder_of(path)
     write_file(path, html.encode(errors="backslashreplace"))
 
 

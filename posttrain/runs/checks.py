@@ -5,7 +5,7 @@ A failed check ends the run.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.config.schema.base import MethodSettings
@@ -47,8 +47,7 @@ class Finding:
 
     def facts(self) -> dict[str, Any]:
         """The check's entry in run.json, which is stored under the check's name; non-finite values become None."""
-        facts = {"value": self.value, "limit": self.limit, "unit": self.unit, "seen": self.seen, "failed": self.failed}
-        known = {name: value for name, value in facts.items() if value not in (None, "")}
+        known = {name: value for name, value in asdict(self).items() if name != "check" and value not in (None, "")}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
 
 

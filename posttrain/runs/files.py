@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from posttrain.base.errors import DamagedError, RunError
-from posttrain.runs.atomic import cannot_write, open_itself, write_file
+from posttrain.runs.atomic import open_itself, write_file, writing
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
@@ -50,7 +50,7 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Values without a JSON type, such as the dates and bytes of Parquet, become strings, and a lone surrogate becomes a
     JSON escape. Raises RunError if the file cannot be written.
     """
-    _make_folder_of(path)
+    make_folder_of(path)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     write_file(path, "".join(lines).encode(errors="backslashreplace"))
 
@@ -71,18 +71,15 @@ def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = Fa
             raise RunError(f"cannot write {path}: it is not a regular file; give the name of one")
     if os.path.lexists(path) and not overwrite:
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
-    _make_folder_of(path)
-    try:
+    make_folder_of(path)
+    with writing(path):
         tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
-def _make_folder_of(path: Path) -> None:
-    try:
+def make_folder_of(path: Path) -> None:
+    """Create the folder that will contain the file `path`. Raises RunError if that is not possible."""
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
@@ -166,10 +163,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
-    try:
+    with writing(path):
         save_file(ready, path)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error) from error
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

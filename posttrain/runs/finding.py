@@ -122,11 +122,8 @@ def remove_run(folder: Path) -> None:
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
     check_run_folder(folder)
     refuse_occupied(folder, overwrite=True)
-    lock = FolderLock(folder)
-    try:
+    with held([folder]):
         remove_folder(folder)
-    finally:
-        lock.release()
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -20,7 +20,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER
 from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
-from posttrain.runs.atomic import cannot_write
+from posttrain.runs.atomic import writing
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import last_metrics
@@ -54,10 +54,8 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         path = folder / LOCK
-        try:
+        with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | SAFE, 0o666)
-        except OSError as error:
-            raise cannot_write(path, error) from error
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.release()
             raise RunError(f"{path} is not a file: remove it")

@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -20,7 +20,7 @@ from posttrain.base.files import settle
 from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
-from posttrain.runs.atomic import cannot_write, recover, write_file
+from posttrain.runs.atomic import recover, write_file, writing
 from posttrain.runs.checks import Finding
 from posttrain.runs.files import read_regular, save_json
 from posttrain.runs.folder import (
@@ -72,12 +72,10 @@ class Run:
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
         refuse_occupied(folder, overwrite)
-        try:
+        with writing(folder):
             if folder.parent.is_dir() and not folder.exists():
                 settle(folder.parent, folder.name)  # restores a run that a killed command had moved aside
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         lock = FolderLock(folder)
         try:
             refuse_occupied(folder, overwrite)  # again: another process may have come first
@@ -175,15 +173,14 @@ class Run:
         check is new or fails; later values are written with the next checkpoint and at the end.
         """
         checks = self._facts.setdefault("checks", {})
-        before, facts = checks.get(finding.check), finding.facts()
-        if before is not None and before["failed"] and not finding.failed:
-            before = None
-        times = (before or {}).get("times", 0) + 1
-        earlier, value = (before or {}).get("value"), facts.get("value")
-        if before is not None and not facts["failed"] and earlier is not None and value is not None and earlier > value:
-            facts = before
-        checks[finding.check] = {**facts, "times": times}
-        if before is None or facts["failed"]:
+        before, facts = checks.get(finding.check, {}), finding.facts()
+        if before.get("failed") and not finding.failed:
+            before = {}
+        earlier, value = before.get("value"), facts.get("value")
+        larger = earlier is not None and value is not None and earlier > value
+        kept = before if larger and not finding.failed else facts
+        checks[finding.check] = {**kept, "times": before.get("times", 0) + 1}
+        if not before or finding.failed:
             save_json(self.folder / "run.json", self._facts)
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
@@ -307,15 +304,8 @@ class Follower(Run):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._save: Callable[[BaseException], None] = lambda error: None
-
-    @property
-    def state(self) -> State:
-        return "running"
-
-    @property
-    def resumed(self) -> bool:
-        return False
+        self._facts = {"state": "running", "resumes": []}
+        self._save_after = lambda error: None
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -325,24 +315,16 @@ class Follower(Run):
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
         return self.folder / f"checkpoint-{step}"
 
-    def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        self._save = save
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             log.error("%s", reason_of(error), exc_info=error)
-            self._save(error)
+            self._save_after(error)
 
 
 @contextmanager
 def own_log(folder: Path, rank: int) -> Iterator[None]:
     """Send the output of this process to `logs/rank-N.log` in the run folder."""
-    with ExitStack() as resources:
-        (folder / LOGS).mkdir(exist_ok=True)
-        file = resources.enter_context((folder / LOGS / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1))
-        resources.enter_context(redirect_stdout(file))
-        resources.enter_context(redirect_stderr(file))
+    path = folder / LOGS / f"rank-{rank}.log"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         yield

@@ -57,8 +57,8 @@ class StoredRun:
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
-    def _rows(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
-        """The rows of a query. Raises RunError if the file cannot be read."""
+    def query(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
+        """The rows of any query. Raises RunError if the file cannot be read."""
         try:
             return self._connection.execute(query, values).fetchall()
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -66,15 +66,11 @@ class StoredRun:
 
     def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
         """The rows with arrays and JSON decoded. Raises RunError for a damaged row."""
-        rows = self._rows(query, values)
+        rows = self.query(query, values)
         try:
             return [_read(row) for row in rows]
         except ValueError as error:  # half of a number, a value of another type, or invalid JSON
             raise RunError(f"{self._path} is damaged: {error}") from error
-
-    def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-        """The rows of any query. Raises RunError if the file cannot be read."""
-        return list(map(tuple, self._rows(query, values)))
 
     def steps(self) -> list[int]:
         return [row["step"] for row in self._read_rows("SELECT DISTINCT step FROM prompts ORDER BY step")]

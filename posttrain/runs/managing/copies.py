@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
-from posttrain.runs.atomic import cannot_write, remove_folder, write_folder
+from posttrain.runs.atomic import remove_folder, write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
 from posttrain.runs.files import is_regular, load_json, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
@@ -174,17 +174,13 @@ def _facts(snapshot: Path) -> dict[str, Any]:
     kinds = {"run": str, "made": str, "note": str, "files": dict}
     valid = isinstance(facts, dict) and facts.get("format") == FORMAT
     valid = valid and all(isinstance(facts.get(name), kind) for name, kind in kinds.items())
-    valid = valid and _is_time(facts["made"])
+    try:
+        valid = valid and bool(datetime.fromisoformat(facts["made"]))
+    except ValueError:
+        valid = False
     if not valid or Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
         raise RunError(f"{snapshot / FACTS} is damaged or from another version of posttrain")
     return facts
-
-
-def _is_time(text: str) -> bool:
-    try:
-        return bool(datetime.fromisoformat(text))
-    except ValueError:
-        return False
 
 
 @dataclass(slots=True)
@@ -214,7 +210,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     temporary, home = beside(path, "tmp"), target.resolve()  # `target` itself may be a link
     done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
-    with held(runs):
+    with held(runs), writing(path, full="free some space, or give another path with --output"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             settle(path.parent, path.name)  # removes what a killed export left
@@ -224,8 +220,6 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except OSError as error:
-            raise cannot_write(path, error, "free some space, or give another path with --output") from error
         finally:
             temporary.unlink(missing_ok=True)
     return done
