@@ -54,7 +54,6 @@ def chart(
     show a legend; `ends`: with last values. `most`: maximum points of a line. `zero`: values that the y axis includes.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
-    named = [_key(line, ends, len(shown) > 1 or line.label != "train") for line in shown if ends or len(shown) > 1]
     if not shown:
         return Drawing(title, size, [], "no values yet")
     width, height = size
@@ -67,7 +66,7 @@ def chart(
     if x_label == "step":
         marks = [value for value in marks if value == int(value)] or [math.ceil(x.low)]
     parts = _axes(x, y, width, height, marks)
-    points = []
+    points, named, described = [], [], []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
         if smooth and not line.dashed:
@@ -78,14 +77,18 @@ def chart(
             el("path", d=f"M{x(at) - 3:.1f} {y(low):.1f}h6m-3 0V{y(high):.1f}m-3 0h6", class_=style)
             for at, (low, high) in zip(line.xs, line.bars, strict=False)
         ]
+        at = [float(f"{value:.7g}") for value in xs]
         values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
-        points.append(
-            {"label": line.label, "c": line.colour % COLOURS, "x": [float(f"{v:.7g}") for v in xs], "y": values}
-        )
+        points.append({"label": line.label, "c": line.colour % COLOURS, "x": at, "y": values})
+        first, last = (next(filter(math.isfinite, values)) for values in (line.ys, reversed(line.ys)))
+        described.append(f"{line.label} from {first:.4g} to {last:.4g}")
+        if keys and (ends or len(shown) > 1):
+            label = line.label if len(shown) > 1 or line.label != "train" else ""
+            named.append(Key(label, f"{last:.4g}" if ends else "", line.colour % COLOURS, line.dashed))
     facts = {"scale": [x.low, x.high, x.start, x.end], "width": width, "label": x_label, "lines": points}
     cross = el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9)
     return Drawing(
-        title, size, parts, "; ".join(map(_described, shown)), named if keys else (), hover=[cross],
+        title, size, parts, "; ".join(described), named, hover=[cross],
         attributes={"data_points": json.dumps(facts | {"smooth": smooth > 0}), "data_at": go},
     )  # fmt: skip
 
@@ -162,16 +165,6 @@ def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: s
             stretches.append([])
     drawn = [f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}h.01" for points in stretches if points]
     return el("path", d="".join(drawn), class_=style)
-
-
-def _key(line: Line, ends: bool, named: bool) -> Key:
-    last = next((value for value in reversed(line.ys) if math.isfinite(value)), math.nan)
-    return Key(line.label if named else "", f"{last:.4g}" if ends else "", line.colour % COLOURS, line.dashed)
-
-
-def _described(line: Line) -> str:
-    finite = [value for value in line.ys if math.isfinite(value)]
-    return f"{line.label} from {finite[0]:.4g} to {finite[-1]:.4g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,7 @@ class Drawing:
 
 
 def write_drawings(path: Path, drawings: Sequence[Drawing], columns: int = 2) -> None:
-    """Write the drawings in `columns` columns to an SVG file, atomically."""
-    write_file(path, picture(drawings, columns))
-
-
-def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
-    """The content of an SVG file with the drawings in `columns` columns, their titles and legends above them."""
+    """Write the drawings in `columns` columns, their titles and legends above them, to an SVG file, atomically."""
     parts, top, whole = [], MARGIN, 0.0
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -101,7 +96,7 @@ def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
         "svg", el("style", Markup(STYLE)), ground, join(parts, "\n"), xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {whole:g} {top}", width=f"{whole:g}", height=top, role="img", aria_label=described,
     )  # fmt: skip
-    return svg.encode(errors="backslashreplace")
+    write_file(path, svg.encode(errors="backslashreplace"))
 
 
 def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
