@@ -31,7 +31,7 @@ from posttrain.ui.parts import FAVICON, POLICY, Query, framed, parse
 from posttrain.ui.rollouts_page import rollouts_page
 from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page
-from posttrain.ui.viewer import Act, Render, Viewer, perform, rendered
+from posttrain.ui.viewer import Act, Render, Viewer, attempt
 
 SWITCH_S = 0.0005  # seconds between thread switches: a page must not wait for the index's thread at every database row
 READING_S = 10.0  # seconds to read runs before the first page is served; the rest is read meanwhile
@@ -72,7 +72,17 @@ def application(viewer: Viewer, token: str | None = None, local: bool = True) ->
     for path, page in PAGES.items():
         add_page(app, viewer, path, page)
     app.add_route("/favicon.ico", lambda _: FileResponse(FAVICON, media_type="image/svg+xml"))
-    add_report(app, viewer)
+
+    @app.get("/report")
+    def report(run: str = "") -> Response:
+        """The report of a run, which cannot access these pages."""
+        listed = viewer.runs.find(run)
+        file = listed and listed.folder / "report.html"
+        if file is None or not is_regular(file):
+            text = "This run has no report yet: it is written when the run ends, or by `posttrain report RUN`."
+            return PlainTextResponse(text, 404)
+        return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
+
     chat.mount(app, viewer)
     app.add_middleware(Guard, token=token, local=local)
     return app
@@ -100,30 +110,17 @@ def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) 
         if act is None:
             return PlainTextResponse("This page has no such action.", 400)
         address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
-        error = perform(act, viewer, address)
+        error = attempt(act, viewer, address)
         if error is None and seen is None:
             return RedirectResponse(address, 303)
         headers["Content-Location"] = address
-    content = rendered(page.render, viewer, address)
+    content = attempt(page.render, viewer, address)
     version = str(hash(content))
     if seen == version and request.method != "POST":
         return Response(status_code=204)
     shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
     html = framed(path, shown, page.seconds) if seen is None else shown
     return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
-
-
-def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
-    """Serve `/report?run=NAME`: the report of a run, which cannot access these pages."""
-
-    @app.get("/report")
-    def report(run: str = "") -> Response:
-        listed = viewer.runs.find(run)
-        file = listed and listed.folder / "report.html"
-        if file is None or not is_regular(file):
-            text = "This run has no report yet: it is written when the run ends, or by `posttrain report RUN`."
-            return PlainTextResponse(text, 404)
-        return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:

@@ -35,11 +35,6 @@ LOGPROBS = (
     " Log-probabilities (nats) come from the engine (sampler), the policy before and after the step (old, new), and "
     "the reference model (ref)."
 )
-# Quantity by which tokens can be coloured -> whether it has a sign.
-COLOURINGS = {
-    "push": True, "advantage": True, "ratio": True, "sampler − trainer": True, "entropy": False,
-    "policy − reference": True, "clipped": False,
-}  # fmt: skip
 
 
 def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> Markup:
@@ -96,8 +91,9 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     group = group_receipt(stored, step, prompt)
     completion = group.completion(rollout)
     numbers, tokens = completion.numbers, completion.tokens.tolist()
-    colours = {name: values for name, values in _colours(numbers).items() if values is not None}
+    colours = _colours(numbers)
     colouring = query.choice("colour", tuple(colours))
+    values, has_sign = colours[colouring]
     decoder = decoder_of(run.folder)
     texts = [(text or "") if decoder else f"{text} " for text in token_texts(tokens, decoder, group.tokens.tolist())]
     pushed = [int(at) for at in np.argsort(-np.abs(numbers.push), kind="stable")[:MOST] if numbers.push[at]]
@@ -115,8 +111,8 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
             el("details", _prompt_title(group), el("pre", group.text)),
             _turns(completion, query) if completion.turns else None,
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
-            heat(texts, colours[colouring], COLOURINGS[colouring], numbers, pushed, chosen, query),
-            _legend(colouring, colours[colouring], COLOURINGS[colouring], numbers),
+            heat(texts, values, has_sign, numbers, pushed, chosen, query),
+            _legend(colouring, values, has_sign, numbers),
             _responsible(completion, texts, pushed, chosen, query),
         ]
     )
@@ -221,20 +217,21 @@ def _responsible(
     return join([el("h3", title), table(header, rows, numbers=(0, *range(3, 3 + len(columns)))), about])
 
 
-def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
-    """The values of each quantity in COLOURINGS; None if it is not stored."""
-    return {
-        "push": numbers.push,
-        "advantage": numbers.advantage,
-        "ratio": None if numbers.ratio is None else np.log(np.maximum(numbers.ratio, 1e-30)),
-        "sampler − trainer": numbers.mismatch,
-        "entropy": numbers.stored.get("entropy"),
-        "policy − reference": numbers.reference,
-        "clipped": numbers.clipped.astype(float),
+def _colours(numbers: TokenNumbers) -> dict[str, tuple[np.ndarray, bool]]:
+    """The stored quantities by which tokens can be coloured: the values, and whether they have a sign."""
+    quantities = {
+        "push": (numbers.push, True),
+        "advantage": (numbers.advantage, True),
+        "ratio": (None if numbers.ratio is None else np.log(np.maximum(numbers.ratio, 1e-30)), True),
+        "sampler − trainer": (numbers.mismatch, True),
+        "entropy": (numbers.stored.get("entropy"), False),
+        "policy − reference": (numbers.reference, True),
+        "clipped": (numbers.clipped.astype(float), False),
     }
+    return {name: (values, has_sign) for name, (values, has_sign) in quantities.items() if values is not None}
 
 
-def _metrics(series: Series, step: int) -> Markup | None:
+def _metrics(series: Series, step: int) -> Markup:
     metrics = series.at(step)
     if not metrics:
         return message("The metrics of this step have not been logged.")

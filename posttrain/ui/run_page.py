@@ -24,9 +24,22 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     if run is None:
         text = f"There is no run {name}." if name else "Choose a run."
         return join([message(text), run_links(viewer.runs.all(), PATH)])
-    series = viewer.series(run.folder)
-    above = [_head(run), _cards(run, series), _alarms(series), _curves(run, series, query)]
-    return join([*above, _checks(run), _data(run), _log(run)])
+    series, data = viewer.series(run.folder), data_messages(run.folder)
+    alarms = [message(alarm, "warning") for alarm in alarms_of(series)]
+    checks = [[el("span", each.outcome, class_=f"badge {each.outcome}"), each.what, each.found] for each in run.checks]
+    lines = run.log_tail(1 << 16).splitlines()[-LOG_LINES:]
+    log = el("pre", "\n".join(lines), class_="log", tabindex="0")
+    return join(
+        [
+            _head(run),
+            _cards(run),
+            [el("h2", "Alarms"), *alarms] if alarms else None,
+            _curves(run, series, query),
+            [el("h2", "Checks"), table(["", "check", "found"], checks)] if checks else None,
+            [el("h2", "Data"), el("pre", data)] if data else None,
+            [el("h2", "Log"), log if lines else message("There is no training.log yet.")],
+        ]
+    )
 
 
 def replay_command(run: RunSummary) -> str:
@@ -47,7 +60,7 @@ def _head(run: RunSummary) -> Markup:
     kind = "error" if run.state in ("failed", "damaged") else "warning"
     why = message(run.explanation, kind) if run.explanation else None
     killed = message(KILLED, "warning") if run.state == "killed" else None
-    above = el("p", *(part for each in links for part in (each, " · ")), copy, written)
+    above = el("p", join(links, " · "), " · ", copy, written)
     return join([title, about, note, above, why, killed])
 
 
@@ -57,7 +70,7 @@ KILLED = (
 )
 
 
-def _cards(run: RunSummary, series: Series) -> Markup:
+def _cards(run: RunSummary) -> Markup:
     facts = {
         run.metric or "result": number(run.result),
         "step": f"{run.step:,}" + (f" / {run.total:,}" if run.total else ""),
@@ -67,11 +80,6 @@ def _cards(run: RunSummary, series: Series) -> Markup:
         "started": f"{run.started_at:%m-%d %H:%M}" if run.started_at else "",
     }
     return cards({name: value for name, value in facts.items() if value})
-
-
-def _alarms(series: Series) -> Markup | None:
-    lines = [message(alarm, "warning") for alarm in alarms_of(series)]
-    return join([el("h2", "Alarms"), *lines]) if lines else None
 
 
 def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
@@ -90,21 +98,3 @@ def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
     hint = el("p", "Click a curve to open the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
-
-
-def _checks(run: RunSummary) -> Markup | None:
-    rows = [
-        [el("span", check.outcome, class_=f"badge {check.outcome}"), check.what, check.found] for check in run.checks
-    ]
-    return join([el("h2", "Checks"), table(["", "check", "found"], rows)]) if rows else None
-
-
-def _data(run: RunSummary) -> Markup | None:
-    text = data_messages(run.folder)
-    return join([el("h2", "Data"), el("pre", text)]) if text else None
-
-
-def _log(run: RunSummary) -> Markup:
-    lines = run.log_tail(1 << 16).splitlines()[-LOG_LINES:]
-    text = el("pre", "\n".join(lines), class_="log", tabindex="0")
-    return join([el("h2", "Log"), text if lines else message("There is no training.log yet.")])

@@ -96,9 +96,13 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     mark = toggle(run.name, at, query.but(PATH, chosen=others if at is not None else more))
     steps = f"{run.step:,}" + (f" / {run.total:,}" if run.total else "")
     result = el("span", number(run.result, 3), " ", el("small", run.metric)) if run.metric else "–"
-    name = [el("a", run.name, href=address("/run", run=run.name), class_="name"), tag_list(run)]
+    name = [el("a", run.name, href=address("/run", run=run.name), class_="name")]
+    if marks := f"{run.hashtags}{' note' if run.note else ''}".strip():
+        name += [" ", el("small", marks, title=run.note or None)]
     started = el("span", f"{run.started_at:%Y-%m-%d %H:%M}" if run.started_at else "", class_="nowrap")
-    state = [badge(run.state, run.explanation), alarm_list(run.alarms)]
+    alarms = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in run.alarms.items()}
+    advised = [el("details", el("summary", shown), el("p", advice(name))) for name, shown in alarms.items()]
+    state = [badge(run.state, run.explanation), advised]
     model = el("span", run.model, class_="clip", title=run.model)
     size = in_units(run.size)
     return [mark, name, state, run.method, model, result, spark(curve), steps, run.eta, size, started]
@@ -119,18 +123,6 @@ def run_links(rows: Sequence[RunSummary], path: str) -> Markup | None:
 def badge(state: str, problem: str = "") -> Markup:
     shown = el("span", state, class_=f"badge {state if state in STATES else ''}")
     return el("details", el("summary", shown), el("p", problem)) if problem else shown
-
-
-def tag_list(run: RunSummary) -> Markup:
-    """The tags of a run, with its note as a tooltip."""
-    marks = f"{run.hashtags}{' note' if run.note else ''}".strip()
-    return join([" ", el("small", marks, title=run.note or None)] if marks else [])
-
-
-def alarm_list(alarms: dict[str, int]) -> Markup:
-    """The alarms of a run as badges that open advice from the guide."""
-    badges = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in alarms.items()}
-    return join(el("details", el("summary", shown), el("p", advice(name))) for name, shown in badges.items())
 
 
 def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Markup | None:

@@ -156,10 +156,8 @@ class Index:
                     _remove(connection, step)
             for done, step in enumerate(new):
                 self.progress = done, len(new)
-                rollouts = stored.rollouts(step)
-                prompts = {prompt["prompt_index"]: prompt for prompt in stored.prompts(step)}
                 with connection:  # one transaction: a step is indexed with all its rollouts or not at all
-                    _add(connection, step, current[step], prompts, rollouts)
+                    _add(connection, step, current[step], stored)
                 time.sleep(REST_S)
 
 
@@ -183,13 +181,9 @@ def _remove(connection: sqlite3.Connection, step: int) -> None:
         connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
 
 
-def _add(
-    connection: sqlite3.Connection,
-    step: int,
-    fingerprint: str,
-    prompts: Mapping[int, Mapping[str, Any]],
-    rollouts: Sequence[Mapping[str, Any]],
-) -> None:
+def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: StoredRun) -> None:
+    rollouts = stored.rollouts(step)
+    prompts = {prompt["prompt_index"]: prompt for prompt in stored.prompts(step)}
     _remove(connection, step)
     ids = {}
     for index, prompt in prompts.items():

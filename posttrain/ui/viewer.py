@@ -19,7 +19,8 @@ from posttrain.evaluation.comparing.sources import Source, make_sides, read_sour
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
 from posttrain.reports.markup import Markup, message
 from posttrain.reports.series import Series, sparkline
-from posttrain.runs.checkpoint import MODELS
+from posttrain.runs.checkpoint import MODELS, list_checkpoints
+from posttrain.runs.finding import is_model
 from posttrain.runs.folder import NOTES
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.metrics import headline_metrics
@@ -33,7 +34,6 @@ WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a run is read again if 
 SERIES, SMALL = 24, 10_000  # cache sizes: full curves of runs; sparklines and summaries of evaluations
 WARM = 100  # runs whose sparklines are read at startup
 PATIENCE_S = 0.2  # seconds to wait for the index: a small run is indexed in this time and can be searched at once
-MODEL_FILES = ("config.json", "adapter_config.json")
 MOST_MODELS = 200  # maximum number of models in a list of choices
 MOST_CHECKPOINTS = 3  # newest checkpoints listed per run
 BESIDE = "evaluations"  # folder next to the folder of runs, where `posttrain eval` writes for models outside runs
@@ -103,11 +103,11 @@ class Runs(Listing[RunSummary]):
             if stamp[0] is not None:  # otherwise the run was removed meanwhile
                 known[run.folder] = before if before and before[0] == stamp else (stamp, run)
         self._known = known
-        return sorted((run for _, run in known.values()), key=_by_time, reverse=True)
 
+        def moment(run: RunSummary) -> tuple[float, str]:
+            return run.started_at.timestamp() if run.started_at else 0.0, run.name
 
-def _by_time(run: RunSummary) -> tuple[float, str]:
-    return run.started_at.timestamp() if run.started_at else 0.0, run.name
+        return sorted((run for _, run in known.values()), key=moment, reverse=True)
 
 
 def curve_metrics(method: str) -> list[str]:
@@ -229,18 +229,9 @@ Act = Callable[[Viewer, Query], None]  # the action of a button; the page shows 
 Result = TypeVar("Result")
 
 
-def rendered(render: Render, viewer: Viewer, address: str) -> Markup:
-    """The content of a page at an address. An error is shown as a message on the page."""
-    return _guarded(render, viewer, address)
-
-
-def perform(act: Act, viewer: Viewer, address: str) -> Markup | None:
-    """Perform the action of a button with the values of an address. An error is returned as a message."""
-    return _guarded(act, viewer, address)
-
-
-def _guarded(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
-    """The result of `work`, or the message of its error. The stack trace of an unexpected error is logged."""
+def attempt(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
+    """The content of a page at an address, or what an action of a button returns with the values of the address. An
+    error is returned as a message; the stack trace of an unexpected one is logged."""
     try:
         return work(viewer, parse(address))
     except PosttrainError as error:
@@ -255,25 +246,12 @@ def models_below(viewer: Viewer) -> dict[str, str]:
     checkpoints and quantised models; then those in quantized_models/. Stops at MOST_MODELS models of runs."""
     models: dict[str, str] = {}
     for run in viewer.runs.all():
-        for folder in _models_of(run.folder):
-            models[f"{run.name}/{folder.relative_to(run.folder)}"] = str(folder)
+        at, checkpoints = run.folder, list_checkpoints(run.folder)[::-1][:MOST_CHECKPOINTS]
+        folders = [at / "final", at / "best", *checkpoints, *sorted(at.glob("quantized_*/*"))]
+        for folder in filter(is_model, folders):
+            models[f"{run.name}/{folder.relative_to(at)}"] = str(folder)
             if len(models) >= MOST_MODELS:
                 return models
-    for folder in filter(_is_model, sorted((viewer.root / "quantized_models").glob("*"))):
+    for folder in filter(is_model, sorted((viewer.root / "quantized_models").glob("*"))):
         models[str(folder.relative_to(viewer.root))] = str(folder)
     return models
-
-
-def _models_of(run: Path) -> list[Path]:
-    checkpoints = sorted(run.glob("checkpoint-*"), key=_step, reverse=True)[:MOST_CHECKPOINTS]
-    folders = [run / "final", run / "best", *checkpoints, *sorted(run.glob("quantized_*/*"))]
-    return list(filter(_is_model, folders))
-
-
-def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in MODEL_FILES)
-
-
-def _step(folder: Path) -> int:
-    step = folder.name.rpartition("-")[2]
-    return int(step) if step.isdecimal() else -1
