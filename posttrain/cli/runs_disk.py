@@ -92,10 +92,10 @@ def prune(
     --keep-last 0 a run can no longer be resumed.
     """
     from posttrain.runs.managing.paths import described as needed_by
-    from posttrain.runs.managing.removing import Rule, plan_prune, spare_needed
+    from posttrain.runs.managing.removing import plan_prune, spare_needed
 
-    root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)
-    plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
+    root = settled(output_dir, *runs)
+    plans = [plan_prune(run, keep_last, keep_best) for run in [named(run, root) for run in runs]]
     if not force:
         spare_needed(plans, [root])
         for plan in plans:
@@ -122,10 +122,10 @@ def free(
         posttrain runs free state=failed --keep-last 0
     """
     from posttrain.runs.managing.listing import filtered, seconds_of
-    from posttrain.runs.managing.removing import Rule, left_over, plan_prune, spare_needed
+    from posttrain.runs.managing.removing import left_over, plan_prune, spare_needed
     from posttrain.runs.summary import summaries_below
 
-    root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
+    root = output_dir.expanduser()
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
         seconds_of(older_than)
@@ -135,7 +135,7 @@ def free(
             say(f"in progress: {run.folder}", error=True)
             continue
         try:
-            plans.append(plan_prune(run.folder, rule))
+            plans.append(plan_prune(run.folder, keep_last, keep_best))
         except (RunError, OSError) as error:
             say(f"skipped: {error}", error=True)
     if not force:

@@ -22,7 +22,7 @@ from posttrain.runs.managing.copies import take
 from posttrain.runs.managing.facts import facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered
 from posttrain.runs.managing.paths import described, refuse_needed, rename
-from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
+from posttrain.runs.managing.removing import Plan, delete, plan_prune, prune, spare_needed
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
@@ -283,7 +283,7 @@ class RunsApp(App[None]):
                         self._say(f"freed {in_units(prune(plan))}")
 
     def _prunable(self, run: Path) -> Plan:
-        plan = plan_prune(run, Rule())
+        plan = plan_prune(run)
         spare_needed([plan], [self.root])
         if plan.needs:
             raise RunError(f"{run} is not pruned: {described(plan.needs)}")
