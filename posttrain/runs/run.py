@@ -34,7 +34,7 @@ from posttrain.runs.folder import (
     refuse_occupied,
 )
 from posttrain.runs.logs import RunLog
-from posttrain.runs.metrics import MetricsFile, read_metrics
+from posttrain.runs.metrics import MetricsFile
 from posttrain.runs.provenance import environment, now, redact_yaml
 
 LOGS = "logs"  # folder for the output of the ranks after the first
@@ -133,11 +133,6 @@ class Run:
         return self.folder / "final"
 
     @property
-    def checkpoints(self) -> list[Path]:
-        """The checkpoint folders, oldest first, not verified (`newest_complete` verifies)."""
-        return checkpoint.list_checkpoints(self.folder)
-
-    @property
     def config_yaml(self) -> str:
         """The content of `config.yaml`."""
         return read_regular(self.folder / "config.yaml").decode()
@@ -210,10 +205,6 @@ class Run:
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Also pass every further line of metrics to `follower`."""
         self._followers.append(follower)
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
-        return read_metrics(self.folder)
 
     # Checkpoints
 

@@ -54,8 +54,9 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
     acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
     if explored is None:
         return join([settings.title, acts, waiting])
-    body = [_cards(explored), _lengths(explored), _dropped(explored), _checks(viewer, settings), _rows(explored, query)]
-    return join([settings.title, acts, *body])
+    dropped = [part for name, report in explored["reports"].items() for part in _dropped(name, report)]
+    about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, settings)]
+    return join([settings.title, acts, _cards(explored), _lengths(explored), *about_rows, _rows(explored, query)])
 
 
 def read(viewer: Viewer, query: Query) -> None:
@@ -159,13 +160,8 @@ def _lengths(shown: Mapping[str, Any]) -> Markup:
     return join([el("h2", "Lengths"), sizes, el("div", figure, class_="charts")])
 
 
-def _dropped(shown: Mapping[str, Any]) -> Markup:
-    """The dropped and truncated rows and the notes, for each set."""
-    parts = [part for name, report in shown["reports"].items() for part in _dropped_of(name, report)]
-    return join([el("h2", "Dropped"), *(parts or [message("Every row is used as it is.")])])
-
-
-def _dropped_of(name: str, report: Mapping[str, Any]) -> list[Markup]:
+def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
+    """The dropped and truncated rows of a set, and the notes about it."""
     limit = f"{report['max_length']:,} tokens"
     if report["max_prompt_length"] is not None:
         limit += f", {report['max_prompt_length']:,} of the prompt"
@@ -205,20 +201,17 @@ def _checks(viewer: Viewer, settings: Settings) -> Markup:
         return join([title, el("p", button, el("span", about, class_="quiet"))])
     if output.code:
         return join([title, message(output.text or "The checks failed without a message.", "error"), el("p", button)])
-    findings = _parsed(output.text)["findings"]
-
-    def finding(what: str, rows: Sequence[Any], total: int, examples: Sequence[str]) -> list[str]:
-        return [what, f"{len(rows):,}", f"{len(rows) / total:.1%}" if total else "–", "; ".join(examples)]
-
-    rows = [
-        finding(
-            what, same["rows"], same["of"], [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]
-        )
-        for what, same in findings["duplicates"].items()
-    ]
+    findings, found = _parsed(output.text)["findings"], []
+    for what, same in findings["duplicates"].items():
+        examples = [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]
+        found.append((what, len(same["rows"]), same["of"], examples))
     for name, suite in findings["contamination"].items():
         examples = [f"{question} in row {row}" for question, _, row in suite["hits"][:EXAMPLES]]
-        rows.append(finding(f"questions of {name} in train", suite["hits"], suite["checked"], examples))
+        found.append((f"questions of {name} in train", len(suite["hits"]), suite["checked"], examples))
+    rows = [
+        [what, f"{count:,}", f"{count / total:.1%}" if total else "–", "; ".join(examples)]
+        for what, count, total, examples in found
+    ]
     notes = el("ul", *(el("li", note) for note in findings["notes"]), class_="notes")
     return join([title, table(["finding", "rows", "share", "examples"], rows, numbers=(1, 2)), notes])
 

@@ -7,11 +7,11 @@ from posttrain.reports.chart import chart
 from posttrain.reports.curves import PANELS, lines_of
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.reports.report import alarms_of, data_messages
-from posttrain.reports.series import AXES, Series
+from posttrain.reports.series import Series
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, address, choice, form, hidden, slider
-from posttrain.ui.runs_page import SMOOTH, badge, run_links
+from posttrain.ui.parts import Query, address
+from posttrain.ui.runs_page import badge, curve_controls, run_links
 from posttrain.ui.viewer import Viewer
 
 PATH = "/run"
@@ -83,16 +83,13 @@ def _cards(run: RunSummary) -> Markup:
 
 
 def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
-    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    axis, smooth, controls = curve_controls(PATH, query, "run")
     go = address("/rollouts", run=run.name) + "&step=" if run.has_rollouts and axis == "step" else None
     charts = [
-        chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
+        chart(lines, panel.title, x_label=axis, smooth=smooth, share=panel.share, go=go)
         for panel in PANELS
         if (lines := list(lines_of(panel, series, axis)))
     ]
-    controls = form(
-        PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
-    )
     text = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
     damaged = message(text, "warning") if series.damaged else None
     hint = el("p", "Click a curve to open the rollouts of that step.", class_="quiet") if go and charts else None

@@ -125,12 +125,17 @@ def badge(state: str, problem: str = "") -> Markup:
     return el("details", el("summary", shown), el("p", problem)) if problem else shown
 
 
+def curve_controls(path: str, query: Query, *kept: str) -> tuple[str, float, Markup]:
+    """The chosen axis and smoothing of curves, and the form that changes them and keeps other parameters."""
+    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    controls = [choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, *kept)]
+    return axis, float(smooth), form(path, *controls)
+
+
 def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Markup | None:
     if not chosen:
         return None
-    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
-    kept = hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all")
-    controls = form(PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), kept)
+    axis, smooth, controls = curve_controls(PATH, query, "chosen", "sort", "reverse", "find", "state", "method", "all")
     curves = [viewer.series(run.folder) for run in chosen]
     charts = []
     for panel in PANELS:
@@ -141,7 +146,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
                 for at, (run, series) in enumerate(zip(chosen, curves, strict=True))
                 if name in series.names
             ]
-            charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
+            charts.append(chart(lines, name, x_label=axis, smooth=smooth, share=panel.share, keys=False))
     keys = el("p", *(_key(run, at, chosen, query) for at, run in enumerate(chosen)), class_="keys")
     return el(
         "section",

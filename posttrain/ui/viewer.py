@@ -94,12 +94,12 @@ class Runs(Listing[RunSummary]):
 
     def spark(self, run: RunSummary) -> list[float]:
         """The curve of a run's headline metric, reduced to a few points."""
-        return self._spark(run.folder, _stamp(run.folder), run.method)
+        return self._spark(run.folder, _stamp(run.folder, WATCHED), run.method)
 
     def _read(self) -> list[RunSummary]:
         known = {}
         for run in summaries_below(self.root):
-            stamp, before = _stamp(run.folder), self._known.get(run.folder)
+            stamp, before = _stamp(run.folder, WATCHED), self._known.get(run.folder)
             if stamp[0] is not None:  # otherwise the run was removed meanwhile
                 known[run.folder] = before if before and before[0] == stamp else (stamp, run)
         self._known = known
@@ -116,10 +116,10 @@ def curve_metrics(method: str) -> list[str]:
     return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
 
 
-def _stamp(folder: Path) -> tuple[object, ...]:
-    """A value that changes when one of the watched files of a run changes."""
+def _stamp(folder: Path, names: Sequence[str]) -> tuple[tuple[int, int, int] | None, ...]:
+    """For each file, a value that changes when the file changes, with the time (ns) of the change at its end."""
     stamps = []
-    for name in WATCHED:
+    for name in names:
         try:
             facts = (folder / name).stat()
             stamps.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
@@ -154,23 +154,17 @@ class Evaluations(Listing[Evaluation]):
         """Compare each evaluation with the first. Raises RunError if they have no suite in common."""
         return self._comparison(tuple((each.name, each.folder, _changed(each.folder)) for each in evaluations))
 
-    def _compare(self, evaluations: Sequence[tuple[str, Path, float]]) -> Comparison:
+    def _compare(self, evaluations: Sequence[tuple[str, Path, int]]) -> Comparison:
         sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in evaluations])
         return compare(sides, CompareOptions(resamples=RESAMPLES))
 
 
-def _changed(folder: Path) -> float:
-    """The time when an evaluation last changed (Unix time in seconds)."""
-    times = [0.0]
-    for name in (SUMMARY, ANSWERS, DATABASE):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
+def _changed(folder: Path) -> int:
+    """The time when an evaluation last changed (Unix time in nanoseconds)."""
+    return max((stamp[-1] for stamp in _stamp(folder, (SUMMARY, ANSWERS, DATABASE)) if stamp), default=0)
 
 
-def _evaluation(changed: float, home: Path, folder: Path) -> Evaluation:
+def _evaluation(changed: int, home: Path, folder: Path) -> Evaluation:
     """The evaluation in `folder`, which is below `home`. `changed` is only a part of the cache key."""
     parts = list(folder.relative_to(home).parts) or [folder.name]
     of_run = len(parts) > 2 and parts[-2] == "evaluation"  # RUN/evaluation/MODEL
