@@ -145,9 +145,8 @@ def diff(
     table.show_header = True
     for kind, (rows, equal) in differences(*folders).items():
         table.add_row(f"{kind}: {len(rows)} differ, {equal} are equal", "", "", "", style="bold")
-        for row in rows:
-            change = "" if row.change is None else f"{row.change:+.4g}"
-            table.add_row(f"  {row.name}", row.one, row.other, change)
+        for name, value, other_value, change in rows:
+            table.add_row(f"  {name}", value, other_value, "" if change is None else f"{change:+.4g}")
     PlainConsole().print(table)
 
 

@@ -242,10 +242,10 @@ def export(
     from posttrain.runs.managing.copies import pack_run
 
     target = named(run, settled(output_dir, run), whole=True)
-    path = output or Path(f"{target.resolve().name}.tar.gz")
-    done = pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
-    packed = in_units(done.path.stat().st_size)
-    say(f"{done.path}: {counted(done.files, 'file')}, {in_units(done.size)}, packed {packed}")
+    path = (output or Path(f"{target.resolve().name}.tar.gz")).expanduser()
+    sizes = pack_run(target, path, not no_checkpoints, overwrite)
+    packed = in_units(path.stat().st_size)
+    say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {packed}")
 
 
 def described(target: Path) -> str:

@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,53 +29,44 @@ OWN = ("set", "sort", "row", "first")  # parameters of the address that are not 
 CHECK = ("--json", "--rows", "0")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings whose data is shown, and the page's title. `of_run`: they belong to a run in the folder."""
-
-    title: Markup
-    text: str
-    of_run: bool
-
-
 def data_page(viewer: Viewer, query: Query) -> Markup:
     settings = _settings(viewer, query)
     if settings is None:
         return _choice(viewer, query.one("run"))
-    arguments = _arguments(query)
-    commands = viewer.commands
+    (title, text), arguments, commands = settings, _arguments(query), viewer.commands
     # Without a click, data is read only for a run in this folder: an address can name any data, and another site's page
     # can link to any address.
-    allowed = settings.of_run or commands.has_run("explore", settings.text)
-    if allowed and commands.find("explore", settings.text, arguments) is None:
-        commands.start("explore", settings.text, arguments)
-    explored, waiting = _output(commands.find("explore", settings.text, arguments))
+    allowed = query.one("run") or commands.has_run("explore", text)
+    if allowed and commands.find("explore", text, arguments) is None:
+        commands.start("explore", text, arguments)
+    explored, waiting = _output(commands.find("explore", text, arguments))
     acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
     if explored is None:
-        return join([settings.title, acts, waiting])
+        return join([title, acts, waiting])
     dropped = [part for name, report in explored["reports"].items() for part in _dropped(name, report)]
-    about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, settings)]
-    return join([settings.title, acts, _cards(explored), _lengths(explored), *about_rows, _rows(explored, query)])
+    about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, text)]
+    return join([title, acts, _cards(explored), _lengths(explored), *about_rows, _rows(explored, query)])
 
 
 def read(viewer: Viewer, query: Query) -> None:
     """Start reading the rows that an address names. Raises ConfigError if the settings cannot be read."""
-    viewer.commands.start("explore", _required(viewer, query).text, _arguments(query))
+    viewer.commands.start("explore", _required(viewer, query), _arguments(query))
 
 
 def check(viewer: Viewer, query: Query) -> None:
     """Start the checks for duplicates, evaluation questions and length bias. Raises ConfigError as `read` does."""
-    viewer.commands.start("explore", _required(viewer, query).text, CHECK)
+    viewer.commands.start("explore", _required(viewer, query), CHECK)
 
 
-def _required(viewer: Viewer, query: Query) -> Settings:
+def _required(viewer: Viewer, query: Query) -> str:
     if (settings := _settings(viewer, query)) is None:
         raise ConfigError("there is no such run")
-    return settings
+    return settings[1]
 
 
-def _settings(viewer: Viewer, query: Query) -> Settings | None:
-    """The settings of a run in the folder, or those in the address. Raises ConfigError if they cannot be read."""
+def _settings(viewer: Viewer, query: Query) -> tuple[Markup, str] | None:
+    """The page's title, and the text of the settings of a run in the folder or of those in the address. Raises
+    ConfigError if they cannot be read."""
     name = query.one("run")
     if name:
         run = viewer.runs.find(name)
@@ -87,7 +77,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"the settings of {name} cannot be read: {error}") from error
         to_run = link(run.name, address("/run", run=run.name))
-        return Settings(el("h1", to_run, " ", el("small", f"data: {run.data}")), text, True)
+        return el("h1", to_run, " ", el("small", f"data: {run.data}")), text
     if not any(key not in OWN for key, _ in query.pairs):
         return None
     made = draft(query, viewer.root)
@@ -95,7 +85,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
         lines = [*made.problems.values(), *made.elsewhere]
         raise ConfigError("\n".join(["these settings are incomplete:", *lines]))
     back = address("/new", **{key: value for key, value in query.pairs if key not in OWN})
-    return Settings(el("h1", link("New run", back), " ", el("small", f"data: {made.name}")), made.text, False)
+    return el("h1", link("New run", back), " ", el("small", f"data: {made.name}")), made.text
 
 
 def _choice(viewer: Viewer, name: str) -> Markup:
@@ -189,9 +179,9 @@ def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
     return parts
 
 
-def _checks(viewer: Viewer, settings: Settings) -> Markup:
+def _checks(viewer: Viewer, text: str) -> Markup:
     """The results of the checks for duplicates, evaluation questions and length bias, after a click on Check."""
-    output = viewer.commands.find("explore", settings.text, CHECK)
+    output = viewer.commands.find("explore", text, CHECK)
     title = el("h2", "Checks of the rows")
     if output is not None and output.code is None:
         return join([title, message("The rows are being checked …")])

@@ -183,17 +183,8 @@ def _facts(snapshot: Path) -> dict[str, Any]:
     return facts
 
 
-@dataclass(slots=True)
-class Archived:
-    """An archive, with the number and the size of the files in it."""
-
-    path: Path
-    files: int = 0
-    size: int = 0  # bytes of the files, uncompressed
-
-
-def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> Archived:
-    """Write a run, or a whole run, to an archive whose only folder has the run's name.
+def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> list[int]:
+    """Write a run, or a whole run, to an archive whose only folder has the run's name; returns the bytes of each file.
 
     Without `checkpoints`, folders that only a resume reads are omitted. Links are archived as links, except the link
     `base` to a model beside the run, which is archived as files. Raises RunError if a process runs in the run, for
@@ -208,7 +199,6 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     if path.resolve().is_relative_to(target.resolve()):
         raise RunError(f"{path} is inside the run: give another path with --output")
     temporary, home = beside(path, "tmp"), target.resolve()  # `target` itself may be a link
-    done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
     with held(runs), writing(path, full="free some space, or give another path with --output"):
         try:
@@ -216,17 +206,17 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
             settle(path.parent, path.name)  # removes what a killed export left
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    _add(archive, home, home.name, home, checkpoints, done)
+                    sizes = list(_add(archive, home, home.name, home, checkpoints))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    return done
+    return sizes
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool, done: Archived) -> None:
-    """Add a path under a name; folders with their content, sorted by name."""
+def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool) -> Iterator[int]:
+    """Add a path under a name; folders with their content, sorted by name. Yields the bytes of each file."""
 
     def is_for_resume(path: Path) -> bool:
         return path.is_dir() and (path.name.startswith("checkpoint-") or path.name.endswith(".set-aside"))
@@ -238,11 +228,10 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoint
         archive.addfile(_without_owner(archive.gettarinfo(str(path.resolve()), name)))
         for entry in sorted(path.iterdir()):
             if entry.name != LOCK and not is_garbage(entry) and (checkpoints or not is_for_resume(entry)):
-                _add(archive, entry, f"{name}/{entry.name}", root, checkpoints, done)
+                yield from _add(archive, entry, f"{name}/{entry.name}", root, checkpoints)
     elif path.is_file():
         archive.add(path, name, recursive=False, filter=_without_owner)
-        done.files += 1
-        done.size += path.stat().st_size
+        yield path.stat().st_size
 
 
 def _is_model_beside(folder: Path, root: Path) -> bool:

@@ -59,14 +59,8 @@ def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Differing:
-    """A name with the values of both runs, as text; `change` is the difference of two numbers."""
-
-    name: str
-    one: str
-    other: str
-    change: float | None = None
+# A name with the values of both runs, as text, and the difference of two numbers.
+Differing = tuple[str, str, str, float | None]
 
 
 def differences(one: Path, other: Path) -> dict[str, tuple[list[Differing], int]]:
@@ -100,7 +94,7 @@ def _versions(run: Path) -> dict[str, Any]:
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differing]:
     """The values that differ, in the order of the first run, followed by those that only the second run has."""
     return [
-        Differing(name, _text(name, one), _text(name, other), _change(one.get(name), other.get(name)))
+        (name, _text(name, one), _text(name, other), _change(one.get(name), other.get(name)))
         for name in dict.fromkeys([*one, *other])
         if (name in one) != (name in other) or _exact(one[name]) != _exact(other[name])
     ]
