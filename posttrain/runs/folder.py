@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -116,21 +116,24 @@ def check_run_folder(folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    facts = load_json(folder / "run.json")
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_valid(facts):
-        raise RunError(f"{folder / 'run.json'} is damaged or from another version of posttrain")
-    return facts
+    return load_facts(folder / "run.json", FACTS, "started", "ended")
 
 
-def _are_valid(facts: dict[str, Any]) -> bool:
-    if not all(name in facts and isinstance(facts[name], kind) for name, kind in FACTS.items()):
-        return False
+def load_facts(path: Path, kinds: Mapping[str, Any], *times: str) -> dict[str, Any]:
+    """Read a JSON file with entries of these types; `times` are ISO 8601. Raises RunError if it is damaged or from
+    another version."""
+    facts = load_json(path)
+    valid = isinstance(facts, dict) and facts.get("format") == FORMAT
+    valid = valid and all(name in facts and isinstance(facts[name], kind) for name, kind in kinds.items())
     try:
-        moments = [datetime.fromisoformat(text) for text in (facts["started"], facts["ended"]) if text is not None]
+        moments = [datetime.fromisoformat(facts[name]) for name in times if valid and facts[name] is not None]
         # Between these years, the moment exists in every time zone.
-        return all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
+        valid = valid and all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
     except ValueError:
-        return False
+        valid = False
+    if not valid:
+        raise RunError(f"{path} is damaged or from another version of posttrain")
+    return facts
 
 
 @dataclass(frozen=True, slots=True)

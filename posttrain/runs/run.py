@@ -20,19 +20,10 @@ from posttrain.base.files import settle
 from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
+from posttrain.runs import folder as folders
 from posttrain.runs.atomic import recover, write_file, writing
 from posttrain.runs.checks import Finding
 from posttrain.runs.files import read_regular, save_json
-from posttrain.runs.folder import (
-    FORMAT,
-    NOTES,
-    FolderLock,
-    check_run_folder,
-    empty,
-    never_stepped,
-    read_facts,
-    refuse_occupied,
-)
 from posttrain.runs.logs import RunLog
 from posttrain.runs.metrics import MetricsFile
 from posttrain.runs.provenance import environment, now, redact_yaml
@@ -51,7 +42,7 @@ class Run:
     reason in a sentence. While the run is open, messages of the logger `posttrain` also go to `training.log`.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
+    def __init__(self, folder: Path, lock: folders.FolderLock, facts: dict[str, Any]):
         """Use `Run.create` or `Run.open`."""
         self.folder = folder
         self._lock = lock
@@ -71,21 +62,21 @@ class Run:
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
-        refuse_occupied(folder, overwrite)
+        folders.refuse_occupied(folder, overwrite)
         with writing(folder):
             if folder.parent.is_dir() and not folder.exists():
                 settle(folder.parent, folder.name)  # restores a run that a killed command had moved aside
             folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
+        lock = folders.FolderLock(folder)
         try:
-            refuse_occupied(folder, overwrite)  # again: another process may have come first
-            restarted = never_stepped(folder)
+            folders.refuse_occupied(folder, overwrite)  # again: another process may have come first
+            restarted = folders.never_stepped(folder)
             if overwrite or restarted:
-                empty(folder, keep=() if overwrite else (NOTES,))
+                folders.empty(folder, keep=() if overwrite else (folders.NOTES,))
             recover(folder)
             facts = {
-                "format": FORMAT, "state": "running", "reason": None, "started": now(), "ended": None, "resumes": [],
-                "provenance": redact(environment() | dict(provenance)), "counters": {}, "checks": {},
+                "format": folders.FORMAT, "state": "running", "reason": None, "started": now(), "ended": None,
+                "resumes": [], "provenance": redact(environment() | dict(provenance)), "counters": {}, "checks": {},
             }  # fmt: skip
             save_json(folder / "run.json", facts)
             write_file(folder / "config.yaml", redact_yaml(config_yaml))
@@ -104,11 +95,11 @@ class Run:
         `check` is called before the resume is recorded, so that its errors leave the run's state unchanged. Raises
         RunError if the folder is not a run folder, is damaged, or another process runs in it.
         """
-        check_run_folder(folder)
-        lock = FolderLock(folder)
+        folders.check_run_folder(folder)
+        lock = folders.FolderLock(folder)
         try:
             cleared = recover(folder)
-            facts = read_facts(folder)
+            facts = folders.read_facts(folder)
             check()
             facts["resumes"].append(redact({"time": now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}

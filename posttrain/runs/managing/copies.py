@@ -18,12 +18,12 @@ from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
 from posttrain.runs.atomic import remove_folder, write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
-from posttrain.runs.files import is_regular, load_json, save_json
+from posttrain.runs.files import is_regular, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
-from posttrain.runs.folder import LOCK
+from posttrain.runs.folder import FORMAT, LOCK, load_facts
 from posttrain.runs.provenance import now
 
-FACTS, COPY, FORMAT = "snapshot.json", "run", 1
+FACTS, COPY = "snapshot.json", "run"
 KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}  # ending of an archive's name -> mode of tarfile
 LEVEL = 1  # compression level of gzip: weights hardly compress, so a higher level only takes time
 
@@ -170,15 +170,8 @@ def _files(folder: Path, without: set[Path]) -> Iterator[Path]:
 
 
 def _facts(snapshot: Path) -> dict[str, Any]:
-    facts = load_json(snapshot / FACTS)
-    kinds = {"run": str, "made": str, "note": str, "files": dict}
-    valid = isinstance(facts, dict) and facts.get("format") == FORMAT
-    valid = valid and all(isinstance(facts.get(name), kind) for name, kind in kinds.items())
-    try:
-        valid = valid and bool(datetime.fromisoformat(facts["made"]))
-    except ValueError:
-        valid = False
-    if not valid or Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
+    facts = load_facts(snapshot / FACTS, {"run": str, "made": str, "note": str, "files": dict}, "made")
+    if Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
         raise RunError(f"{snapshot / FACTS} is damaged or from another version of posttrain")
     return facts
 
