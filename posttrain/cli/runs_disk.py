@@ -121,14 +121,14 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.runs.managing.listing import filtered, seconds_of
+    from posttrain.runs.managing.listing import bound, filtered
     from posttrain.runs.managing.removing import left_over, plan_prune, spare_needed
     from posttrain.runs.summary import summaries_below
 
     root = output_dir.expanduser()
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
-        seconds_of(older_than)
+        bound("age", older_than)
     plans: list[Plan] = [] if terms else left_over(root)
     for run in filtered(summaries_below(root), terms):
         if run.state == "running":

@@ -6,7 +6,7 @@ import bisect
 import math
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.runs.files import open_regular, read_regular
@@ -91,17 +91,14 @@ class Series:
         steps = self._line["step"]
         first = bisect.bisect_left(steps, step)
         for number in range(first, min(first + 50, len(steps))):
-            metrics = {name: value for name, value in self._on(number) if not name.startswith("eval_")}
+            metrics = {}
+            for name, (numbers, values) in self._columns.items():
+                at = bisect.bisect_left(numbers, number)
+                if not name.startswith("eval_") and at < len(numbers) and numbers[at] == number:
+                    metrics[name] = values[at]
             if "loss" in metrics or "reward" in metrics:
                 return {"step": steps[number], **metrics}
         return {}
-
-    def _on(self, number: int) -> Iterator[tuple[str, float]]:
-        """The metrics of a line."""
-        for name, (numbers, values) in self._columns.items():
-            at = bisect.bisect_left(numbers, number)
-            if at < len(numbers) and numbers[at] == number:
-                yield name, values[at]
 
     def last(self) -> dict[str, float]:
         """The last finite value of every metric."""

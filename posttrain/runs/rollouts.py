@@ -132,7 +132,10 @@ class RolloutStore:
             self._connection = _connect(self.path)
             with self._connection as connection:
                 connection.executescript(SCHEMA)
-                _add_columns(connection)
+                existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
+                for name, type in {**dict.fromkeys(ARRAYS, "BLOB"), "turns": "TEXT"}.items():
+                    if name not in existing:  # in a file from an earlier version
+                        connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} {type}")
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
                 if checkpoint is not None and (checkpoint / NAME).is_file():
@@ -206,14 +209,6 @@ class RolloutStore:
                 return
             for table in TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
-
-
-def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the columns that a file from an earlier version lacks, after its other columns."""
-    existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
-    for name, type in {**dict.fromkeys(ARRAYS, "BLOB"), "turns": "TEXT"}.items():
-        if name not in existing:
-            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} {type}")
 
 
 def _refusal(path: Path, error: Exception) -> RunError:

@@ -168,10 +168,14 @@ def _complete(viewer: Viewer, query: Query) -> Draft:
 
 def _form(viewer: Viewer, made: Draft) -> Markup:
     fields = fields_of(made.method)
-    essential = [setting for setting in fields if _is_essential(setting)]
+    essential = [
+        setting
+        for setting in fields
+        if setting.path in ESSENTIAL or (setting.section == "method" and setting.path in STARTER)
+    ]
     order = {path: at for at, path in enumerate(ESSENTIAL)}
     essential.sort(key=lambda setting: order.get(setting.path, len(ESSENTIAL) // 2))
-    others = [setting for setting in fields if not _is_essential(setting)]
+    others = [setting for setting in fields if setting not in essential]
     sections = [(heading, [s for s in others if s.section == section]) for section, heading in HEADINGS.items()]
     parts = [
         choice(METHOD, "method", METHOD_NAMES, made.method),
@@ -182,10 +186,6 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
     ]
     return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
-
-
-def _is_essential(setting: Setting) -> bool:
-    return setting.path in ESSENTIAL or (setting.section == "method" and setting.path in STARTER)
 
 
 def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup | None:

@@ -219,12 +219,6 @@ def words_of(search: str) -> list[str]:
     return [word for at, piece in enumerate(pieces) for word in ([piece] if at % 2 else piece.split()) if word.strip()]
 
 
-def _match(search: str) -> str:
-    """The search as an FTS5 query. Words are quoted, so that none is an operator; the last word matches as a prefix."""
-    words = [f'"{word.replace(chr(0), "")}"' for word in words_of(search)]
-    return " ".join(words) + ("" if search.endswith('"') or not words else " *")
-
-
 def _conditions(query: Query) -> tuple[str, list[Any]]:
     """The filters in an address as an SQL condition with its values."""
     conditions, values = ["1"], []
@@ -233,8 +227,10 @@ def _conditions(query: Query) -> tuple[str, list[Any]]:
         conditions.append(condition)
         values.extend(more)
 
-    if words_of(query.one("find")):
-        match = _match(query.one("find"))
+    search = query.one("find")
+    if words := words_of(search):
+        # Words are quoted, so that none is an operator of FTS5; the last word matches as a prefix.
+        match = " ".join(f'"{word.replace(chr(0), "")}"' for word in words) + ("" if search.endswith('"') else " *")
         need(
             "(id IN (SELECT rowid FROM completion_texts WHERE completion_texts MATCH ?) "
             "OR prompt_id IN (SELECT rowid FROM prompt_texts WHERE prompt_texts MATCH ?))",

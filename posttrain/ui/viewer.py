@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,20 +56,18 @@ class Evaluation:
 Entry = TypeVar("Entry", RunSummary, Evaluation)
 
 
-class Listing(ABC, Generic[Entry]):
-    """A list of the entries below a folder. The folder is read again when the list is older than AGE_S seconds."""
+class Listing(Generic[Entry]):
+    """A list of the entries below a folder. The folder is read again when the list is older than `seconds`."""
 
-    AGE_S = 1.0
-
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, read: Callable[[], list[Entry]], seconds: float):
+        self.root, self._read, self._seconds = root, read, seconds
         self._lock = threading.Lock()
-        self._listed: tuple[float, list[Entry]] = (-self.AGE_S, [])
+        self._listed: tuple[float, list[Entry]] = (-seconds, [])
 
     def all(self) -> list[Entry]:
         """All entries, the latest first."""
         with self._lock:
-            if time.monotonic() - self._listed[0] >= self.AGE_S:
+            if time.monotonic() - self._listed[0] >= self._seconds:
                 entries = self._read()
                 self._listed = time.monotonic(), entries  # the age of the list counts from the end of reading
             return self._listed[1]
@@ -79,16 +76,12 @@ class Listing(ABC, Generic[Entry]):
         """The entry with this name. Names from addresses are only looked up, never joined to a path."""
         return next((entry for entry in self.all() if entry.name == name), None)
 
-    @abstractmethod
-    def _read(self) -> list[Entry]:
-        """Read the entries from the folder, the latest first."""
-
 
 class Runs(Listing[RunSummary]):
     """The runs below a folder; a run is read again only when its files have changed."""
 
     def __init__(self, root: Path):
-        super().__init__(root)
+        super().__init__(root, self._read_runs, 1.0)
         self._known: dict[Path, tuple[object, RunSummary]] = {}
         self._spark = lru_cache(SMALL)(lambda folder, stamp, method: sparkline(folder, curve_metrics(method)))
 
@@ -96,7 +89,7 @@ class Runs(Listing[RunSummary]):
         """The curve of a run's headline metric, reduced to a few points."""
         return self._spark(run.folder, _stamp(run.folder, WATCHED), run.method)
 
-    def _read(self) -> list[RunSummary]:
+    def _read_runs(self) -> list[RunSummary]:
         known = {}
         for run in summaries_below(self.root):
             stamp, before = _stamp(run.folder, WATCHED), self._known.get(run.folder)
@@ -131,15 +124,13 @@ def _stamp(folder: Path, names: Sequence[str]) -> tuple[tuple[int, int, int] | N
 class Evaluations(Listing[Evaluation]):
     """The evaluations below a folder of runs and next to it; one is read again only when its files have changed."""
 
-    AGE_S = 2.0
-
     def __init__(self, root: Path):
-        super().__init__(root)
+        super().__init__(root, self._read_evaluations, 2.0)
         self._evaluation = lru_cache(SMALL)(_evaluation)
         self._source = lru_cache(ANSWERED)(lambda folder, changed: read_source(str(folder)))
         self._comparison = lru_cache(COMPARED)(self._compare)
 
-    def _read(self) -> list[Evaluation]:
+    def _read_evaluations(self) -> list[Evaluation]:
         beside = self.root.absolute().parent / BESIDE
         homes = [self.root, *([beside] if beside.is_dir() else [])]
         folders = [(_changed(folder), home, folder) for home in homes for folder in _evaluations_below(home)]

@@ -140,11 +140,10 @@ def drop(snapshot: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copy a tree, with links as links, without locks, leftovers of crashes, pipes and sockets."""
 
-    def is_ignored(path: Path) -> bool:
-        return path.name == LOCK or is_garbage(path) or not (path.is_symlink() or path.is_dir() or path.is_file())
-
     def ignored(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if is_ignored(Path(folder, name))]
+        paths = [Path(folder, name) for name in names]
+        special = [path for path in paths if not (path.is_symlink() or path.is_dir() or path.is_file())]
+        return [path.name for path in paths if path.name == LOCK or is_garbage(path) or path in special]
 
     shutil.copytree(source, target, symlinks=True, ignore=ignored, dirs_exist_ok=True)
 
@@ -157,16 +156,10 @@ def _sealed(copy: Path) -> list[Path]:
 
 
 def _unsealed(copy: Path) -> list[str]:
-    return sorted(path.relative_to(copy).as_posix() for path in _files(copy, set(_sealed(copy))))
-
-
-def _files(folder: Path, without: set[Path]) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            if path not in without:
-                yield from _files(path, without)
-        elif path.is_file() and not path.is_symlink():
-            yield path
+    """The relative names of the files below a copy that no manifest covers."""
+    sealed = set(_sealed(copy))
+    files = [path for path in copy.rglob("*") if is_regular(path) and sealed.isdisjoint(path.parents)]
+    return sorted(path.relative_to(copy).as_posix() for path in files)
 
 
 def _facts(snapshot: Path) -> dict[str, Any]:
@@ -211,16 +204,15 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
 def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool) -> Iterator[int]:
     """Add a path under a name; folders with their content, sorted by name. Yields the bytes of each file."""
 
-    def is_for_resume(path: Path) -> bool:
-        return path.is_dir() and (path.name.startswith("checkpoint-") or path.name.endswith(".set-aside"))
-
     outside = path.is_symlink() and path.name == BASE and _is_model_beside(path.resolve(), root)
     if path.is_symlink() and not outside:
         archive.add(path, name, recursive=False, filter=_without_owner)
     elif path.is_dir():
         archive.addfile(_without_owner(archive.gettarinfo(str(path.resolve()), name)))
         for entry in sorted(path.iterdir()):
-            if entry.name != LOCK and not is_garbage(entry) and (checkpoints or not is_for_resume(entry)):
+            for_resume = entry.name.startswith("checkpoint-") or entry.name.endswith(".set-aside")
+            left_out = for_resume and entry.is_dir() and not checkpoints
+            if entry.name != LOCK and not is_garbage(entry) and not left_out:
                 yield from _add(archive, entry, f"{name}/{entry.name}", root, checkpoints)
     elif path.is_file():
         archive.add(path, name, recursive=False, filter=_without_owner)
