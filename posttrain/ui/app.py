@@ -8,8 +8,7 @@ import contextlib
 import sys
 import threading
 import webbrowser
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import fastapi
@@ -45,22 +44,14 @@ REPORT_POLICY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page: the function that renders it, the seconds between refreshes, and the actions of its buttons by name."""
-
-    render: Render
-    seconds: int
-    acts: Mapping[str, Act] = field(default_factory=dict)
-
-
-PAGES = {
-    "/": Page(runs_page, 3),
-    "/run": Page(run_page, 3),
-    "/rollouts": Page(rollouts_page, 5),
-    "/evaluations": Page(evaluations_page, 10),
-    "/data": Page(data_page, 2, {"read": read, "check": check}),
-    "/new": Page(new_page, 2, {"plan": plan, "start": start}),
+# Path -> the function that renders the page, the seconds between refreshes, and the actions of its buttons by name.
+PAGES: dict[str, tuple[Render, int, dict[str, Act]]] = {
+    "/": (runs_page, 3, {}),
+    "/run": (run_page, 3, {}),
+    "/rollouts": (rollouts_page, 5, {}),
+    "/evaluations": (evaluations_page, 10, {}),
+    "/data": (data_page, 2, {"read": read, "check": check}),
+    "/new": (new_page, 2, {"plan": plan, "start": start}),
 }
 
 
@@ -69,8 +60,13 @@ def application(viewer: Viewer, token: str | None = None, local: bool = True) ->
     from posttrain.ui import chat  # Gradio takes seconds to import
 
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for path, page in PAGES.items():
-        add_page(app, viewer, path, page)
+
+    async def page(path: str, request: Request) -> Response:
+        form = (await request.body()).decode(errors="replace")
+        return await run_in_threadpool(_answer, viewer, path, request, form)
+
+    for path, (_, _, acts) in PAGES.items():
+        app.add_route(path, partial(page, path), methods=["GET", "POST"] if acts else ["GET"])
     app.add_route("/favicon.ico", lambda _: FileResponse(FAVICON, media_type="image/svg+xml"))
 
     @app.get("/report")
@@ -88,25 +84,17 @@ def application(viewer: Viewer, token: str | None = None, local: bool = True) ->
     return app
 
 
-def add_page(app: fastapi.FastAPI, viewer: Viewer, path: str, page: Page) -> None:
-    async def answer(request: Request) -> Response:
-        form = (await request.body()).decode(errors="replace")
-        return await run_in_threadpool(_answer, request, form, viewer, path, page)
-
-    app.add_route(path, answer, methods=["GET", "POST"] if page.acts else ["GET"])
-
-
-def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) -> Response:
+def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
     """The page at an address. The page's script receives only the content, or status 204 if it already has the content.
 
     For a form, the action is performed first, on the values of the address and the form. An error message of the action
     is not part of the version, so it is shown until the page's content changes.
     """
-    address, error, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
-    headers = dict(HEADERS)
+    address, (render, seconds, acts) = f"?{request.url.query}", PAGES[path]
+    error, seen, headers = None, request.headers.get(SHOWN), dict(HEADERS)
     if request.method == "POST":
         fields = parse(f"?{form}")
-        act = page.acts.get(fields.one("act"))
+        act = acts.get(fields.one("act"))
         if act is None:
             return PlainTextResponse("This page has no such action.", 400)
         address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
@@ -114,12 +102,12 @@ def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) 
         if error is None and seen is None:
             return RedirectResponse(address, 303)
         headers["Content-Location"] = address
-    content = attempt(page.render, viewer, address)
+    content = attempt(render, viewer, address)
     version = str(hash(content))
     if seen == version and request.method != "POST":
         return Response(status_code=204)
     shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
-    html = framed(path, shown, page.seconds) if seen is None else shown
+    html = framed(path, shown, seconds) if seen is None else shown
     return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
 
 
