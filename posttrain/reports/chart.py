@@ -93,13 +93,11 @@ def chart(
     )  # fmt: skip
 
 
-def scatter(
-    points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str], size: tuple[int, int] = SIZE
-) -> Drawing:
+def scatter(points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str]) -> Drawing:
     """Dots at (x, y), hollow if the third value is false. `marks`: the labels of the x axis, by x."""
     if not points:
-        return Drawing(title, size, [], "no values yet")
-    width, height = size
+        return Drawing(title, SIZE, [], "no values yet")
+    width, height = SIZE
     x = scale_of([*marks, *(point[0] for point in points)], LEFT, width - RIGHT, pad=0.06)
     y = scale_of([point[1] for point in points], height - BOTTOM, TOP, pad=0.08)
     dots = [
@@ -107,7 +105,7 @@ def scatter(
         for at, value, full in points
     ]
     described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, size, [*_axes(x, y, width, height, marks), *dots], described)
+    return Drawing(title, SIZE, [*_axes(x, y, width, height, marks), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -180,7 +178,7 @@ class Interval:
     dots: Sequence[float] = ()  # the values of single runs
 
 
-def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Drawing:
+def intervals(title: str, rows: Sequence[Interval], zero: bool = False) -> Drawing:
     """A figure with a row for each value: label, number and interval. `zero`: draw a line at 0."""
     reach = [value for row in rows for value in (row.value, row.low, row.high, *row.dots) if value is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
@@ -195,7 +193,7 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: st
     for number, row in enumerate(rows):
         parts += _row(row, x, ROW * number)
     described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
-    return Drawing(title, (INTERVALS, bottom + 20), parts, described, note=note)
+    return Drawing(title, (INTERVALS, bottom + 20), parts, described)
 
 
 def _row(row: Interval, x: Scale, top: int) -> list[Markup]:

@@ -167,12 +167,12 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save_file(ready, path)
 
 
-def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Read a safetensors file. Raises DamagedError if it is missing or damaged."""
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file to the CPU. Raises DamagedError if it is missing or damaged."""
     from safetensors.torch import load_file
 
     try:
-        return load_file(path, device=str(device))
+        return load_file(path)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except (OSError, SafetensorError) as error:
