@@ -185,20 +185,15 @@ def never_stepped(folder: Path) -> bool:
             return False
         if read_facts(folder)["state"] == "finished" or last_metrics(folder).get("step", 0) > 0:
             return False
-        return not _has_rollouts(folder)
+        file = folder / "rollouts.sqlite"  # a step's completions are written before its line of metrics
+        if not file.is_file() or file.stat().st_size == 0:
+            return True
+        from posttrain.runs.stored_rollouts import StoredRun  # imports numpy, which listing runs does not need
+
+        with StoredRun(folder) as stored:
+            return not stored.steps()
     except RunError:  # damaged, so not empty
         return False
-
-
-def _has_rollouts(folder: Path) -> bool:
-    """Whether the completions of a step are stored; they are written before the step's line of metrics."""
-    file = folder / "rollouts.sqlite"
-    if not file.is_file() or file.stat().st_size == 0:
-        return False
-    from posttrain.runs.stored_rollouts import StoredRun  # imports numpy, which listing runs does not need
-
-    with StoredRun(folder) as stored:
-        return bool(stored.steps())
 
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:

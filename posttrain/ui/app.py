@@ -112,10 +112,23 @@ def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
-    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser. Raises ConfigError if the address
-    cannot be used or needs a token."""
+    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser.
+
+    Raises ConfigError if there is no such folder, if other machines could reach the pages without a token, or if the
+    address cannot be used.
+    """
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file: give the folder that contains the runs")
+    if not root.exists():
+        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
     local = is_loopback(host)
-    check_access(root, host, token)
+    if not local and not token:
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: give a --token (or POSTTRAIN_UI_TOKEN), which the page "
+            "asks for, or keep 127.0.0.1 and forward the port (ssh -L)"
+        )
+    if token and len(token) < SHORTEST:
+        raise ConfigError(f"the token has only {len(token)} characters and can be guessed: use at least {SHORTEST}")
     listening = listen(host, port)
     sys.setswitchinterval(SWITCH_S)
     viewer = Viewer(root)
@@ -130,18 +143,3 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # pages keep event streams open
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
-
-
-def check_access(root: Path, host: str, token: str | None) -> None:
-    """Raise ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file: give the folder that contains the runs")
-    if not root.exists():
-        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
-    if not is_loopback(host) and not token:
-        raise ConfigError(
-            f"--host {host} is reachable from other machines: give a --token (or POSTTRAIN_UI_TOKEN), which the page "
-            "asks for, or keep 127.0.0.1 and forward the port (ssh -L)"
-        )
-    if token and len(token) < SHORTEST:
-        raise ConfigError(f"the token has only {len(token)} characters and can be guessed: use at least {SHORTEST}")

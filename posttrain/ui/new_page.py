@@ -71,7 +71,9 @@ def draft(query: Query, root: Path) -> Draft:
     values = {METHOD: method, OUTPUT: flow(escaped(str(root))), **given}
     config, notes, lines = _checked(values)
     if not name and config is not None:
-        name = _free_name(root, f"{config.method.type}-{config.models[0].folder_name}")
+        wanted = f"{config.method.type}-{config.models[0].folder_name}"
+        names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
+        name = next(name for name in names if not (root / name).exists())
         values[NAME] = flow(escaped(name))
         config, notes, lines = _checked(values)
     problems, elsewhere = _by_setting(lines, known)
@@ -133,12 +135,6 @@ def _as_file(values: Mapping[str, str]) -> str:
     first = [NAME, OUTPUT, "seed", "model", "method", "data", "rewards"]
     order = {key: at for at, key in enumerate(first)}
     return write_yaml({key: tree[key] for key in sorted(tree, key=lambda key: order.get(key, len(order)))})
-
-
-def _free_name(root: Path, wanted: str) -> str:
-    """The wanted name, with a number appended if a run with this name exists."""
-    names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
-    return next(name for name in names if not (root / name).exists())
 
 
 def new_page(viewer: Viewer, query: Query) -> Markup:
