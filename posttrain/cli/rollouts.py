@@ -34,7 +34,7 @@ def rollouts(run: Run, step: OneStep = None) -> None:
 
     with StoredRun(_folder(run)) as stored:
         if step is None:
-            table = _steps_table(list(stored.summary()))
+            table = _steps_table(stored.summary())
         else:
             table = _completions_table(sorted(step_receipt(stored, step), key=lambda group: group.prompt))
     PlainConsole().print(table)

@@ -63,10 +63,10 @@ class Series:
         steps, tokens, hours = (self._line[name] for name in AXES)
         at, seconds, seen = len(steps), line.get("time"), line.get("num_tokens")
         steps.append(line["step"])
-        tokens.append(float(seen) if isinstance(seen, int | float) else tokens[-1] if tokens else 0.0)
-        hours.append(float(seconds) / 3600 if isinstance(seconds, int | float) else hours[-1] if hours else 0.0)
+        tokens.append(seen if seen is not None else tokens[-1] if tokens else 0.0)
+        hours.append(seconds / 3600 if seconds is not None else hours[-1] if hours else 0.0)
         for name, value in line.items():
-            if name not in FACTS and (value is None or isinstance(value, int | float)):
+            if name not in FACTS:
                 numbers, values = self._columns.setdefault(name, (array("l"), array("d")))
                 numbers.append(at)
                 values.append(math.nan if value is None else float(value))

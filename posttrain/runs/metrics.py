@@ -122,8 +122,7 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
     lines = _tail(folder)
     if not lines:
         return 0, "", None
-    last = _parsed(lines[-1], folder).get("step")
-    step = last if isinstance(last, int) else 0
+    step = _parsed(lines[-1], folder)["step"]
     for name in names:
         key = json.dumps(name).encode() + b":"
         for line in reversed(lines):

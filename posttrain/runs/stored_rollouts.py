@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,10 @@ class StoredRun:
         rows = self._read_rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
         return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
-    def summary(self) -> Iterator[dict[str, Any]]:
+    def summary(self) -> list[dict[str, Any]]:
         """A row per step: prompts, completions, mean and extreme rewards, completions without a reward, and the share
         of truncated completions."""
-        yield from self._read_rows(
+        return self._read_rows(
             "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
             "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
             "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
