@@ -184,15 +184,18 @@ def data_messages(folder: Path) -> str:
     return "\n".join(messages)
 
 
+def below(root: Path) -> list[ReportedRun]:
+    """The runs below a pipeline's folder (its stages and models), in the order in which they started."""
+    runs = [ReportedRun(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
+    return sorted(runs, key=lambda run: (not run.facts, run.started, run.name))
+
+
 def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
-    """Write a report about all runs below `root` (stages and models), in the order in which they started, to its
-    report.html, or to `path`; returns the path.
+    """Write a report about all runs below `root` to its report.html, or to `path`; returns the path.
 
     Raises RunError if the page cannot be written.
     """
-    path = path or root / REPORT
-    runs = [ReportedRun(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
-    runs.sort(key=lambda run: (not run.facts, run.started, run.name))
+    path, runs = path or root / REPORT, below(root)
     most = points_of(12 * len(runs))
     each = [_of_run(run, most) for run in runs]  # before the overview, because this adds to what is missing
     settings = root / "config.yaml"
