@@ -39,10 +39,11 @@ def data_page(viewer: Viewer, query: Query) -> Markup:
     allowed = query.one("run") or commands.has_run("explore", text)
     if allowed and commands.find("explore", text, arguments) is None:
         commands.start("explore", text, arguments)
-    explored, waiting = _output(commands.find("explore", text, arguments))
+    output = commands.find("explore", text, arguments)
     acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
-    if explored is None:
-        return join([title, acts, waiting])
+    if output is None or output.code != 0:
+        return join([title, acts, _unread(output)])
+    explored = _parsed(output.text)
     dropped = [part for name, report in explored["reports"].items() for part in _dropped(name, report)]
     about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, text)]
     return join([title, acts, _cards(explored), _lengths(explored), *about_rows, _rows(explored, query)])
@@ -103,20 +104,17 @@ def _arguments(query: Query) -> tuple[str, ...]:
     return ("--json", "--no-quality", "--rows", str(BLOCK), *order, *where)
 
 
-def _output(output: Output | None) -> tuple[dict[str, Any] | None, Markup]:
-    """The parsed output of `explore`; or None, and what the page shows instead."""
+def _unread(output: Output | None) -> Markup:
+    """What the page shows instead of data that has not been read."""
     if output is None:
         button = act("read", "Read the data", FORM, class_="primary")
         about = " reads and tokenises it as a run would (a data set on the hub is downloaded)"
-        return None, el("p", button, el("span", about, class_="quiet"))
+        return el("p", button, el("span", about, class_="quiet"))
     if output.code is None:
-        return None, message("The data is being read and tokenised …")
-    if output.code:
-        again = el("p", act("read", "Read again", FORM))
-        where = "Relative paths in the settings are relative to the folder where posttrain ui was started."
-        error = message(output.text or "Reading the data failed without a message.", "error")
-        return None, join([error, el("p", where, class_="quiet"), again])
-    return _parsed(output.text), Markup("")
+        return message("The data is being read and tokenised …")
+    where = "Relative paths in the settings are relative to the folder where posttrain ui was started."
+    error = message(output.text or "Reading the data failed without a message.", "error")
+    return join([error, el("p", where, class_="quiet"), el("p", act("read", "Read again", FORM))])
 
 
 @lru_cache(maxsize=8)

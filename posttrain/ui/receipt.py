@@ -78,12 +78,12 @@ def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Ma
         for completion in sorted(group.completions, key=lambda completion: -completion.push)
     ]
     header = ["", "share of the push", "reward", "advantage", *group.part_names, "tokens", "ended by", "completion"]
-    shown = el("details", _prompt_title(group), el("pre", group.text), open=True)
-    return join([shown, table(header, rows, numbers=(2, 3, 4 + len(group.part_names)))])
+    return join([_prompt(group, shown=True), table(header, rows, numbers=(2, 3, 4 + len(group.part_names)))])
 
 
-def _prompt_title(group: GroupReceipt) -> Markup:
-    return el("summary", "Prompt" if group.row is None else f"Prompt (row {group.row} of the data)")
+def _prompt(group: GroupReceipt, shown: bool = False) -> Markup:
+    title = "Prompt" if group.row is None else f"Prompt (row {group.row} of the data)"
+    return el("details", el("summary", title), el("pre", group.text), open=shown)
 
 
 def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
@@ -108,7 +108,7 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     return join(
         [
             cards(_facts(completion)),
-            el("details", _prompt_title(group), el("pre", group.text)),
+            _prompt(group),
             _turns(completion, query) if completion.turns else None,
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
             heat(texts, values, has_sign, numbers, pushed, chosen, query),
