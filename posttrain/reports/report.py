@@ -134,8 +134,7 @@ def alarms_of(series: Series) -> Iterator[str]:
 
 
 def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
-    panels = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
-    panels = [(panel, lines) for panel, lines in panels if lines]
+    panels = [(panel, lines) for panel in PANELS if (lines := list(lines_of(panel, run.series, "step")))]
     most = most or points_of(sum(len(lines) for _, lines in panels))
     smooth = [smoothing(lines, panel.small) for panel, lines in panels]
     made = (

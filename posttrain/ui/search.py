@@ -43,10 +43,6 @@ CREATE TABLE IF NOT EXISTS parts (
 CREATE VIRTUAL TABLE IF NOT EXISTS completion_texts USING fts5(text, content='', detail='full');
 CREATE VIRTUAL TABLE IF NOT EXISTS prompt_texts USING fts5(text, content='', detail='full');
 """
-COLUMNS = (
-    "step", "prompt", "rollout", "prompt_id", "row", "reward", "advantage", "length", "ended", "verdict", "push",
-    "clipped", "ratio",
-)  # fmt: skip
 SORTS = {
     "latest": "step DESC, prompt, rollout",
     "earliest": "step, prompt, rollout",
@@ -189,17 +185,19 @@ def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: St
     for index, prompt in prompts.items():
         ids[index] = connection.execute("INSERT INTO prompts (step) VALUES (?)", (step,)).lastrowid
         connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], prompt["prompt"]))
-    marks = ", ".join("?" * len(COLUMNS))
     choices = {"verdict": set(), "ended": set(), "part": set()}
     for rollout in rollouts:
         index, completion = rollout["prompt_index"], CompletionReceipt.of(rollout)
         numbers, verdict = completion.numbers, completion.verdict
-        values = (
-            step, index, completion.rollout, ids.get(index), prompts[index]["row"] if index in prompts else None,
-            completion.reward, completion.advantage, len(completion.tokens), completion.finish_reason, verdict,
-            completion.push, int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
-        )  # fmt: skip
-        added = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
+        row = {
+            "step": step, "prompt": index, "rollout": completion.rollout, "prompt_id": ids.get(index),
+            "row": prompts[index]["row"] if index in prompts else None, "reward": completion.reward,
+            "advantage": completion.advantage, "length": len(completion.tokens), "ended": completion.finish_reason,
+            "verdict": verdict, "push": completion.push, "clipped": int(numbers.clipped.sum()),
+            "ratio": factor(numbers.furthest_ratio),
+        }  # fmt: skip
+        insert = f"INSERT INTO rollouts ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
+        added = connection.execute(insert, list(row.values())).lastrowid
         connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (added, completion.text))
         graded = [(added, name, part.value) for name, part in completion.parts.items()]
         connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
@@ -207,8 +205,8 @@ def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: St
         choices["ended"].add(completion.finish_reason)
         choices["part"].update(name for _, name, _ in graded)
     connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
-    row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
-    before = json.loads(row[0]) if row else {}
+    stored_choices = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
+    before = json.loads(stored_choices[0]) if stored_choices else {}
     merged = {name: sorted({*filter(None, values), *before.get(name, [])}) for name, values in choices.items()}
     connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
 
