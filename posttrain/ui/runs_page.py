@@ -100,9 +100,10 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     if marks := f"{run.hashtags}{' note' if run.note else ''}".strip():
         name += [" ", el("small", marks, title=run.note or None)]
     started = el("span", f"{run.started_at:%Y-%m-%d %H:%M}" if run.started_at else "", class_="nowrap")
-    alarms = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in run.alarms.items()}
-    advised = [el("details", el("summary", shown), el("p", advice(name))) for name, shown in alarms.items()]
-    state = [badge(run.state, run.explanation), advised]
+    state = [badge(run.state, run.explanation)]
+    for alarm, count in run.alarms.items():
+        shown = el("span", f"{alarm} × {count:,}", class_="badge alarm")
+        state.append(el("details", el("summary", shown), el("p", advice(alarm))))
     model = el("span", run.model, class_="clip", title=run.model)
     size = in_units(run.size)
     return [mark, name, state, run.method, model, result, spark(curve), steps, run.eta, size, started]
