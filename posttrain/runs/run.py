@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,7 +33,7 @@ State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """An open run folder, locked against other processes. Use it as a context manager:
 
         with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
@@ -236,9 +236,6 @@ class Run:
         self._metrics.close()
         self._log.close()
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:

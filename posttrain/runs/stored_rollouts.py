@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ EVALUATION_ENDS = (
 )
 
 
-class StoredRun:
+class StoredRun(AbstractContextManager["StoredRun"]):
     """The rollouts of a run, read-only; the run may still be active."""
 
     def __init__(self, folder: Path, looking: bool = False):
@@ -50,9 +51,6 @@ class StoredRun:
         check_database(path)
         self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
-
-    def __enter__(self) -> StoredRun:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._connection.close()

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
@@ -69,7 +69,7 @@ def require_trackers(tracking: TrackingConfig) -> None:
         need(MODULES[name], EXTRA, f"tracking.report_to: {name}")
 
 
-class Tracking:
+class Tracking(contextlib.AbstractContextManager["Tracking"]):
     """The trackers of one run, open while it runs. Use it as a context manager inside the run's own.
 
     `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are
@@ -147,9 +147,6 @@ class Tracking:
         for name, tracker in list(self._open.items()):
             with self._dropped_on_failure(name):
                 tracker.close(failed)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(failed=error is not None)

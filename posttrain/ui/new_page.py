@@ -177,16 +177,14 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
         choice(METHOD, "method", METHOD_NAMES, made.method),
         el("div", *(_field(setting, made) for setting in essential), class_="fields"),
         el("h2", "All other settings"),
-        *(_section(heading, settings, made) for heading, settings in sections),
+        *(_section(heading, settings, made) for heading, settings in sections if settings),
         _list("models", list(models_below(viewer).values())),
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
     ]
     return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
 
 
-def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup | None:
-    if not settings:
-        return None
+def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup:
     open_ = any(setting.path in made.problems or setting.path in made.given for setting in settings)
     fields = el("div", *(_field(setting, made) for setting in settings), class_="fields")
     return el("details", el("summary", heading), fields, open=open_)

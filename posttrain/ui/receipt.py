@@ -93,7 +93,6 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     numbers, tokens = completion.numbers, completion.tokens.tolist()
     colours = _colours(numbers)
     colouring = query.choice("colour", tuple(colours))
-    values, has_sign = colours[colouring]
     decoder = decoder_of(run.folder)
     texts = [(text or "") if decoder else f"{text} " for text in token_texts(tokens, decoder, group.tokens.tolist())]
     pushed = [int(at) for at in np.argsort(-np.abs(numbers.push), kind="stable")[:MOST] if numbers.push[at]]
@@ -111,8 +110,8 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
             _prompt(group),
             _turns(completion, query) if completion.turns else None,
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
-            heat(texts, values, has_sign, numbers, pushed, chosen, query),
-            _legend(colouring, values, has_sign, numbers),
+            heat(texts, colouring, numbers, pushed, chosen, query),
+            _legend(colouring, numbers),
             _responsible(completion, texts, pushed, chosen, query),
         ]
     )
@@ -143,15 +142,10 @@ def said(turn: Turn, *about: object) -> Markup:
 
 
 def heat(
-    texts: Sequence[str],
-    values: np.ndarray,
-    signed_: bool,
-    numbers: TokenNumbers,
-    pushed: Sequence[int],
-    chosen: int | None,
-    query: Query,
+    texts: Sequence[str], colouring: str, numbers: TokenNumbers, pushed: Sequence[int], chosen: int | None, query: Query
 ) -> Markup:
     """The tokens as links that show their numbers; the stronger the colour, the larger the number."""
+    values, has_sign = _colours(numbers)[colouring]
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     start = 0 if chosen is None or chosen < TOKENS else chosen - chosen % TOKENS
     most, parts = set(pushed), []
@@ -159,10 +153,10 @@ def heat(
         value = float(values[at])
         level = round(6 * min(1.0, abs(value) / largest)) if np.isfinite(value) else 0
         looks = {
-            f"h{level}": level, "down": signed_ and value < 0, "clipped": numbers.clipped[at],
+            f"h{level}": level, "down": has_sign and value < 0, "clipped": numbers.clipped[at],
             "other": not numbers.trained[at], "most": at in most, "chosen": at == chosen,
         }  # fmt: skip
-        written = f"{value:+.4g}" if signed_ else f"{value:.4g}"
+        written = f"{value:+.4g}" if has_sign else f"{value:.4g}"
         parts.append(
             link(
                 _written(texts[at]),
@@ -187,10 +181,11 @@ def _written(text: str) -> str:
     return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
-def _legend(name: str, values: np.ndarray, signed_: bool, numbers: TokenNumbers) -> Markup:
+def _legend(name: str, numbers: TokenNumbers) -> Markup:
+    values, has_sign = _colours(numbers)[name]
     finite = values[np.isfinite(values) & numbers.trained]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
-    keys = [f"{name}: from {low:.4g} to {high:.4g}", "blue above 0, orange below" if signed_ else "stronger is larger"]
+    keys = [f"{name}: from {low:.4g} to {high:.4g}", "blue above 0, orange below" if has_sign else "stronger is larger"]
     keys += ["struck out: clipped", *([] if numbers.trained.all() else [f"grey: {NOT_SAMPLED}"])]
     return el("p", f"{'; '.join(keys)}; underlined: the largest pushes.", class_="quiet")
 

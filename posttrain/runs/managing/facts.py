@@ -30,10 +30,8 @@ def facts_of(run: RunSummary) -> list[tuple[str, str]]:
     """Names and values of one run, most important first."""
     metrics = [(name, _number(value)) for name, value in run.metrics.items() if name not in ("step", "epoch", "time")]
     facts = [("run", str(run.folder)), ("state", run.state)]
-    facts += [("problem", run.problem)] if run.problem else []
-    facts += [("tags", run.hashtags)] if run.tags else []
-    facts += [("note", run.note)] if run.note else []
-    facts += [("reason", run.reason)] if run.reason else []
+    optional = {"problem": run.problem, "tags": run.hashtags, "note": run.note, "reason": run.reason}
+    facts += [(name, value) for name, value in optional.items() if value]
     facts += [("method", run.method), ("model", run.model), ("data", run.data)]
     if run.started_at:
         facts.append(("started", f"{run.started_at:%Y-%m-%d %H:%M:%S}"))
