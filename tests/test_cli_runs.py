@@ -16,6 +16,7 @@ from posttrain.base.words import in_units
 from posttrain.cli import main
 from posttrain.runs.finding import find_runs, size_of
 from posttrain.runs.folder import never_stepped
+from posttrain.runs.metrics import read_metrics
 from posttrain.runs.rollouts import GIB, RolloutStore, StoredPrompt
 from posttrain.runs.run import Run
 from posttrain.runs.summary import RunSummary, read_run
@@ -188,7 +189,7 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
         raise RunError("no such model")
     assert never_stepped(folder)
     with caplog.at_level("INFO", "posttrain"), Run.create(folder, "name: again\n", {}) as run:
-        assert run.read_metrics() == [] and run.config_yaml == "name: again\n"
+        assert read_metrics(run.folder) == [] and run.config_yaml == "name: again\n"
         run.save_model(run.best, 1, lambda folder: None)
         assert not never_stepped(folder)  # a model that was trained
         run.log(1, {"loss": 1.0})

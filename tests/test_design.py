@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from posttrain.reports.design import CSS, DARK, DIVERGING, LIGHT, Scheme, contrast, text_on
+from posttrain.reports.design import CSS, DARK, DIVERGING, LIGHT, contrast, text_on
 
 SCHEMES = pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
 # Machado, Oliveira & Fernandes (2009): full deuteranopia and protanopia, on linear RGB.
@@ -50,7 +50,7 @@ def test_contrast_is_that_of_wcag():
 
 
 @SCHEMES
-def test_text_and_lines_are_readable(scheme: Scheme):
+def test_text_and_lines_are_readable(scheme):
     for ground in (scheme.ground, scheme.raised):
         for name in ("ink", "quiet", "accent", "good", "warn", "bad"):
             ratio = contrast(getattr(scheme, name), ground)
@@ -65,7 +65,7 @@ def test_text_and_lines_are_readable(scheme: Scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_series_are_distinguishable(scheme: Scheme, sight):
+def test_series_are_distinguishable(scheme, sight):
     """Our eight are further apart than Okabe and Ito's six (0.076), three of which are too pale for white."""
     worst = min(nearest(OKABE_ITO, sight) for sight in SIGHTS)
     assert nearest(scheme.series, sight) > 0.12 > 1.5 * worst

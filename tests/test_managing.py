@@ -24,11 +24,10 @@ from posttrain.runs.finding import checked_name, find_runs, size_of
 from posttrain.runs.folder import Notes, read_notes, write_notes
 from posttrain.runs.managing.listing import (
     Column,
-    bytes_of,
+    bound,
     cell_width,
     filtered,
     ordered,
-    seconds_of,
     table_lines,
 )
 from posttrain.runs.metrics import first_latest, headlines, latest_metrics
@@ -197,7 +196,7 @@ def test_order_and_filters(here):
             names("name", False, term)
     with pytest.raises(RunError, match="cannot sort by colour"):
         names("colour")
-    assert (bytes_of("1.5GB"), bytes_of("3 k b".replace(" ", "")), seconds_of("2w")) == (1.5e9, 3000, 14 * 86_400)
+    assert (bound("size", "1.5GB"), bound("size", "3kb"), bound("age", "2w")) == (1.5e9, 3000, 14 * 86_400)
 
 
 def test_a_table_fits_and_loses_nothing():

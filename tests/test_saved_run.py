@@ -14,7 +14,7 @@ from posttrain.runs.files import load_json
 from posttrain.runs.receipt import group_receipt
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.ui.rollouts_page import rollouts_page
-from posttrain.ui.viewer import Viewer, rendered
+from posttrain.ui.viewer import Viewer, attempt
 
 SAVED = Path(__file__).parent / "saved_run"
 
@@ -55,7 +55,7 @@ def test_its_rollouts_are_shown_and_regraded(saved, capsys):
         completion = group_receipt(stored, 2, 0).completion(0)
     for values in (completion.numbers.push, *completion.numbers.columns.values()):
         assert all(f"{abs(value):.4f}" in receipt for value in values)
-    page = rendered(rollouts_page, Viewer(saved.parent), "?run=run&step=2&prompt=0&rollout=0")
+    page = attempt(rollouts_page, Viewer(saved.parent), "?run=run&step=2&prompt=0&rollout=0")
     assert all(f'title="{at}: {value:+.4g}"' in page for at, value in enumerate(completion.numbers.push))
     assert main(["regrade", "run", "--reward", "{type: length, target: 3}"]) == 0
     assert re.search(r"\d+ of 32 advantages change sign", capsys.readouterr().out)

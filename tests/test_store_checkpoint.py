@@ -419,7 +419,7 @@ with Run.open(folder) as opened:
     opened.rewind(1)
     opened.log(2, {"loss": 0.25})
     opened.save_checkpoint(2, write, limit=2)
-    assert [line["loss"] for line in opened.read_metrics()] == [1.0, 0.25]
+    assert [line["loss"] for line in read_metrics(opened.folder)] == [1.0, 0.25]
 assert saved_step(newest_complete(folder)[0]) == 2
 """
 

@@ -61,7 +61,7 @@ def test_a_run_from_start_to_end(tmp_path):
     assert read_run(str(folder)).facts == info.facts and read_metrics(str(folder)) == read_metrics(folder)
     assert info.started <= info.ended
     assert json.loads((folder / "results.json").read_text()) == {"accuracy": 0.30000000000000004}
-    assert saved_step(run.best) == 1 and run.checkpoints == [folder / "checkpoint-1"]
+    assert saved_step(run.best) == 1 and list_checkpoints(run.folder) == [folder / "checkpoint-1"]
     assert find_runs(tmp_path / "runs") == [folder]
 
 
@@ -144,7 +144,7 @@ def test_an_occupied_folder_is_refused_and_untouched(tmp_path):
         Run.create(folder, CONFIG, {})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     with Run.create(folder, "name: new\n", {}, overwrite=True) as run:
-        assert run.read_metrics() == [] and run.checkpoints == [] and run.config_yaml == "name: new\n"
+        assert read_metrics(folder) == [] == list_checkpoints(folder) and run.config_yaml == "name: new\n"
 
 
 def test_overwrite_deletes_nothing_but_a_run(tmp_path):
@@ -262,7 +262,7 @@ def test_rewinding_past_a_damaged_checkpoint(tmp_path):
         run.rewind(2)
         assert [path.name for path in list_checkpoints(run.folder)] == ["checkpoint-1", "checkpoint-2"]
         assert (run.folder / "checkpoint-3.set-aside").is_dir()
-        assert [line["step"] for line in run.read_metrics()] == [1, 2]
+        assert [line["step"] for line in read_metrics(run.folder)] == [1, 2]
 
 
 def test_a_line_cut_short_is_not_joined_to_the_next(tmp_path):

@@ -18,6 +18,7 @@ from posttrain import runner
 from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import dump, load
+from posttrain.runs.metrics import read_metrics
 from posttrain.runs.run import Run
 from posttrain.runs.tracking import Tracking, tagged, wandb_mode
 from posttrain.training.loop import Loop
@@ -215,7 +216,7 @@ def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name
     with Run.create(tmp_path / "runs/hh", dump(config), {}) as run, Tracking(config, run):
         for step, rate in before.items():
             run.log(step, {"learning_rate": rate, "loss": 1.0})
-    logged = [line for line in run.read_metrics() if line["step"] > 2]
+    logged = [line for line in read_metrics(run.folder) if line["step"] > 2]
     assert len(logged) == 3
     if clock == "ahead":
         [events] = (tmp_path / "runs/hh/tracking").glob("*tfevents*")
@@ -303,7 +304,7 @@ def test_a_tracker_that_fails_is_given_up(tmp_path, caplog):
         tracking._open["tensorboard"]._writer.close = tracking._open["tensorboard"].log = fail
         run.log(2, {"loss": 0.4})
         run.log(3, {"loss": 0.3})
-    assert [line["loss"] for line in run.read_metrics()] == [0.5, 0.4, 0.3]
+    assert [line["loss"] for line in read_metrics(run.folder)] == [0.5, 0.4, 0.3]
     assert caplog.text.count("tensorboard failed and is dropped (metrics.jsonl has everything): no space") == 1
 
 

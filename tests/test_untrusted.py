@@ -556,7 +556,7 @@ def test_links_and_pipes_in_run_folders_are_not_opened(name, kind, tmp_path, mon
     from posttrain.ui.rollouts_page import rollouts_page
     from posttrain.ui.run_page import run_page
     from posttrain.ui.runs_page import runs_page
-    from posttrain.ui.viewer import Viewer, rendered
+    from posttrain.ui.viewer import Viewer, attempt
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(__file__).parent / "saved_run/run", "runs/saved")
@@ -578,7 +578,7 @@ def test_links_and_pipes_in_run_folders_are_not_opened(name, kind, tmp_path, mon
             assert main(words) in (0, 1, 2)
         viewer = Viewer(Path("runs").resolve())
         pages = [
-            rendered(page, viewer, "?run=saved&step=2&prompt=0&rollout=0")
+            attempt(page, viewer, "?run=saved&step=2&prompt=0&rollout=0")
             for page in (runs_page, run_page, rollouts_page, evaluations_page)
         ]
     said = capsys.readouterr()

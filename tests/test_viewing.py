@@ -32,7 +32,7 @@ from posttrain.ui.rollouts_page import falls, marked, rollouts_page
 from posttrain.ui.run_page import replay_command, run_page
 from posttrain.ui.runs_page import arranged, runs_page
 from posttrain.ui.search import Index
-from posttrain.ui.viewer import Runs, Viewer, rendered
+from posttrain.ui.viewer import Runs, Viewer, attempt
 
 SAVED = Path(__file__).parent / "saved_run/run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e'\" onload=x"
@@ -133,16 +133,16 @@ def test_runs_are_rows_also_damaged_ones(viewer):
     assert rows["saved"].metric == "reward" and len(viewer.runs.spark(rows["saved"])) > 1 and rows["gone"].total == 9
     for name in rows:
         for page in (runs_page, run_page):
-            assert "cannot be shown" not in rendered(page, viewer, f"?run={name}&chosen={name}")
-    assert "was killed" in rendered(run_page, viewer, "?run=gone")
-    assert "1 line of metrics.jsonl cannot be read" in rendered(run_page, viewer, "?run=odd")
+            assert "cannot be shown" not in attempt(page, viewer, f"?run={name}&chosen={name}")
+    assert "was killed" in attempt(run_page, viewer, "?run=gone")
+    assert "1 line of metrics.jsonl cannot be read" in attempt(run_page, viewer, "?run=odd")
 
 
 def test_names_are_looked_up_and_never_joined_to_a_path(viewer):
     shutil.copytree(SAVED, viewer.root.parent / "outside")
     for name in ("../outside", str(viewer.root.parent / "outside"), "saved/../../outside", "", "\0"):
         assert viewer.runs.find(name) is None
-        assert "outside/" not in rendered(rollouts_page, viewer, f"?run={name}")
+        assert "outside/" not in attempt(rollouts_page, viewer, f"?run={name}")
 
 
 def test_filters_order_and_settings_that_differ(viewer):
@@ -154,7 +154,7 @@ def test_filters_order_and_settings_that_differ(viewer):
     assert [row.name for row in arranged(rows, parse("?sort=name"))] == ["other", "saved"]
     assert [row.name for row in arranged(rows, parse("?sort=name&reverse=1"))] == ["saved", "other"]
     assert arranged(rows, parse("?state=failed")) == []
-    page = rendered(runs_page, viewer, "?chosen=saved&chosen=other&smooth=0.9&x=tokens")
+    page = attempt(runs_page, viewer, "?chosen=saved&chosen=other&smooth=0.9&x=tokens")
     assert "method.beta" in page and "0.05" in page and "0.7" in page and "method.epsilon<" not in page
 
 
@@ -164,26 +164,26 @@ def test_tags_and_notes_are_shown_and_found(viewer):
     write_notes(viewer.root / "saved", Notes(("keep", "paper"), HOSTILE))
     again = Viewer(viewer.root, viewer.cache)
     for page, address in ((runs_page, "?"), (run_page, "?run=saved")):
-        made = rendered(page, again, address)
+        made = attempt(page, again, address)
         assert "#keep #paper" in made and "<script" not in made and "alert(1)" in made
     assert [run.name for run in arranged(again.runs.all(), parse("?find=paper"))] == ["saved"]
     write_notes(viewer.root / "saved", Notes(("draft",)))
     again.runs._listed = (-1.0, [])  # as a second later
-    assert "#draft" in rendered(run_page, again, "?run=saved")
+    assert "#draft" in attempt(run_page, again, "?run=saved")
 
 
 def test_alarms_come_with_advice(viewer):
     with (viewer.root / "saved" / METRICS).open("a") as more:
         more.write(line(3, reward=0.0, **{"alarms/no_spread": 12.0}))
     for page, address in ((runs_page, "?"), (run_page, "?run=saved")):
-        made = rendered(page, viewer, address)
+        made = attempt(page, viewer, address)
         assert "no_spread" in made and "the task is too hard or too easy" in made and "12" in made
 
 
 def test_a_run_says_its_checks_data_log_and_command(viewer):
     folder = viewer.root / "saved"
     (folder / "training.log").write_text(f"d t INFO train: 16 rows read{HOSTILE}\nd t INFO step 1/2  loss 1\n")
-    page = rendered(run_page, viewer, "?run=saved")
+    page = attempt(run_page, viewer, "?run=saved")
     assert "16 rows read" in page and "<script" not in page
     assert page.count(">not recorded<") == 7 and ">passed<" not in page  # the run is of a version without a record
     assert replay_command(viewer.runs.all()[0]) == f"posttrain train {folder}/config.yaml --name saved-again"
@@ -196,7 +196,7 @@ def test_a_run_says_its_checks_data_log_and_command(viewer):
         "checks": {"packed = one by one": packed, "ratio = 1": ratio},
     }
     (folder / "run.json").write_text(json.dumps(facts))
-    page = rendered(run_page, Viewer(viewer.root, viewer.cache), "?run=saved")
+    page = attempt(run_page, Viewer(viewer.root, viewer.cache), "?run=saved")
     assert page.count(">passed<") == 1 and page.count(">failed<") == 2  # of the run, and of the check that recorded it
     assert "the first step: 3e-07 ≤ 0.0005 nats" in page and "not a number (largest of 2)" in page
     assert page.count(">waiting<") == 4 and page.count(">does not apply<") == 1
@@ -278,7 +278,7 @@ def test_why_and_the_page_name_the_same_largest_group(tmp_path, capsys, monkeypa
     assert main(["why", str(folder), "--step", "2"]) == 0
     table = capsys.readouterr().out.partition("share of the push")[2]
     in_terminal = re.findall(r"^ *(\d+) +\d+ .* (\d+%)", table, re.MULTILINE)
-    page = str(rendered(rollouts_page, Viewer(folder.parent), "?run=saved&step=2"))
+    page = str(attempt(rollouts_page, Viewer(folder.parent), "?run=saved&step=2"))
     on_page = re.findall(r">prompt (\d)</a>.*?> (\d+%)</span>", page, re.DOTALL)
     assert in_terminal == on_page == [("3", "67%"), ("2", "33%"), ("0", "0%"), ("1", "0%")]
 
@@ -363,15 +363,13 @@ def test_from_a_falling_reward_to_the_tokens_in_three_clicks(viewer):
     """Each click is a link of the page before; a fourth shows a token's numbers."""
     address, seen = "?run=saved", []
     for wanted in ("step=2", "prompt=", "rollout=", "token="):
-        page = rendered(rollouts_page, viewer, address)
+        page = attempt(rollouts_page, viewer, address)
         address = next(one for one in links(page) if wanted in one and "run=saved" in one)
         seen.append(address)
-    assert len(seen) == 4 and 'class="tokens"' in rendered(rollouts_page, viewer, seen[2])
-    assert 'class="h' in rendered(rollouts_page, viewer, seen[3]) and "chosen" in rendered(
-        rollouts_page, viewer, seen[3]
-    )
+    assert len(seen) == 4 and 'class="tokens"' in attempt(rollouts_page, viewer, seen[2])
+    assert 'class="h' in attempt(rollouts_page, viewer, seen[3]) and "chosen" in attempt(rollouts_page, viewer, seen[3])
     for colour in ("advantage", "ratio", "sampler − trainer", "policy − reference", "clipped", "nonsense"):
-        assert 'class="tokens"' in rendered(rollouts_page, viewer, f"{seen[2]}&colour={colour}")
+        assert 'class="tokens"' in attempt(rollouts_page, viewer, f"{seen[2]}&colour={colour}")
     assert falls(viewer.series(viewer.root / "saved"))[0][0] == 2
 
 
@@ -382,10 +380,10 @@ def test_what_is_not_there_is_said(viewer):
         ("?run=saved&step=1&prompt=0&rollout=99", "but not 99"),
         ("?run=nobody", "There is no run nobody"),
     ):
-        assert words in rendered(rollouts_page, viewer, address)
+        assert words in attempt(rollouts_page, viewer, address)
     (viewer.root / "saved/rollouts.sqlite").write_bytes(b"no database" * 500)
-    assert "cannot be read" in rendered(rollouts_page, viewer, "?run=saved&step=1")
-    assert "Not all rollouts can be searched" in rendered(rollouts_page, viewer, "?run=saved&find=x")
+    assert "cannot be read" in attempt(rollouts_page, viewer, "?run=saved&step=1")
+    assert "Not all rollouts can be searched" in attempt(rollouts_page, viewer, "?run=saved&find=x")
 
 
 def test_tokens_have_the_text_of_the_completion(viewer):
@@ -397,7 +395,7 @@ def test_tokens_have_the_text_of_the_completion(viewer):
     assert "".join(text or "" for text in texts).startswith(completion) and len(texts) == len(tokens) // 4
     shutil.rmtree(viewer.root / "saved/checkpoint-2")
     assert (decoder := decoder_of(viewer.root / "saved")) is None and token_texts([5, 6], decoder) == ["5", "6"]
-    numbers = rendered(rollouts_page, viewer, "?run=saved&step=1&prompt=0&rollout=0")
+    numbers = attempt(rollouts_page, viewer, "?run=saved&step=1&prompt=0&rollout=0")
     assert re.search(r">\d+ </a>", numbers), "numbers of tokens are apart"
 
 
@@ -426,15 +424,15 @@ def test_evaluations_are_listed_compared_and_shown_item_by_item(viewer):
     (viewer.root / "cut").mkdir()
     (viewer.root / "cut/summary.json").write_text("{")
     (viewer.root / "cut/answers.jsonl").touch()
-    page = rendered(evaluations_page, viewer, "?")
+    page = attempt(evaluations_page, viewer, "?")
     assert "saved/a" in page and "0.200 to 0.800" in page and "cut" in page
-    page = rendered(evaluations_page, viewer, "?of=saved/a&verdict=wrong")
+    page = attempt(evaluations_page, viewer, "?of=saved/a&verdict=wrong")
     assert "3  (50%)" in page and "<script" not in page and page.count("<article") == 3 and "easy" in page
-    page = rendered(evaluations_page, viewer, "?of=saved/a&of=saved/b")
+    page = attempt(evaluations_page, viewer, "?of=saved/a&of=saved/b")
     assert page.count("<article") == 3 and "No difference shown between saved/b and saved/a" in page
-    assert rendered(evaluations_page, viewer, "?of=saved/a&of=saved/b&show=all").count("<article") == 6
-    assert rendered(evaluations_page, viewer, "?of=saved/a&of=saved/b&won=b").count("<article") == 2
-    assert "damaged" in rendered(evaluations_page, viewer, "?of=cut") or "cannot be read" in rendered(
+    assert attempt(evaluations_page, viewer, "?of=saved/a&of=saved/b&show=all").count("<article") == 6
+    assert attempt(evaluations_page, viewer, "?of=saved/a&of=saved/b&won=b").count("<article") == 2
+    assert "damaged" in attempt(evaluations_page, viewer, "?of=cut") or "cannot be read" in attempt(
         evaluations_page, viewer, "?of=cut"
     )
-    assert "All evaluations" not in rendered(evaluations_page, viewer, "?of=../../etc")
+    assert "All evaluations" not in attempt(evaluations_page, viewer, "?of=../../etc")

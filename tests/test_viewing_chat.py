@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
@@ -107,13 +108,14 @@ def test_a_vote_names_the_models_that_answered(tmp_path):
 
     asked = [{"role": "user", "content": "Who?"}]
     sides = [[*asked, {"role": "assistant", "content": name}] for name in ("Tim", "Tom")]
-    said = chat._voted(tmp_path, chat.Answered(("one", "two"), "Be brief."), sides, 1)
+    controls = chat.Controls("one", "two", "", "Be brief.", "auto", 0.7, 1, 8, None)
+    said = chat._voted(tmp_path, 1, controls, *sides)
     assert "1 preference, training data" in said
     row = json.loads((tmp_path / "votes.jsonl").read_text())
     assert (row["chosen_model"], row["rejected_model"]) == ("two", "one") and row["prompt"][0]["content"] == "Be brief."
-    assert "Ask two models first" in chat._voted(tmp_path, None, sides, 0)
-    assert "Ask two models first" in chat._voted(tmp_path, chat.Answered(("one",), ""), sides, 0)
-    assert chat.Controls("", "b", "", "", "auto", 0.7, 1, 8, None).models == []
+    assert "Ask two models first" in chat._voted(tmp_path, 0, None, *sides)
+    assert "Ask two models first" in chat._voted(tmp_path, 0, replace(controls, model_b=""), *sides)
+    assert replace(controls, model_a="").models == []
 
 
 def test_texts_of_a_chatbot_are_those_of_the_model():

@@ -12,7 +12,7 @@ from posttrain.data import Selection, overview
 from posttrain.ui.commands import Commands, Output
 from posttrain.ui.data_page import CHECK, check, data_page, read
 from posttrain.ui.parts import address
-from posttrain.ui.viewer import Viewer, perform, rendered
+from posttrain.ui.viewer import Viewer, attempt
 
 ROWS = [{"prompt": f"Say {n}<b>", "completion": " é" * (1 + n % 7)} for n in range(30)]
 
@@ -64,7 +64,7 @@ def viewer(tmp_path, monkeypatch, capsys) -> Viewer:
 
 def acted(act, viewer: Viewer, address: str) -> str:
     """What the page shows after a button was pressed."""
-    return f"{perform(act, viewer, address) or ''}{rendered(data_page, viewer, address)}"
+    return f"{attempt(act, viewer, address) or ''}{attempt(data_page, viewer, address)}"
 
 
 def test_an_overview_is_the_data_that_trains(tmp_path):
@@ -109,16 +109,16 @@ def test_json_and_the_terminal_select_the_same_rows(viewer, tmp_path, capsys):
 
 
 def test_the_page_reads_a_run_by_itself_and_shows_its_rows(viewer):
-    page = rendered(data_page, viewer, address("/data", run="one"))
+    page = attempt(data_page, viewer, address("/data", run="one"))
     assert "<dt>rows dropped</dt><dd>1</dd>" in page and "over the length limit (60 tokens), dropped" in page
     assert "Row 30" not in page and page.count("<h3>Row ") == 10 and "examples 1 to 10 of 26" in page
     assert "<b>" not in page and ">&lt;</span>" in page, "text of rows is inert"
     assert page.count('class="trained"') > 10
-    rendered(data_page, viewer, address("/data", run="one", first=20))
+    attempt(data_page, viewer, address("/data", run="one", first=20))
     assert len(viewer.commands.asked) == 1, "a block is read once"
-    last = rendered(data_page, viewer, address("/data", run="one", first=20))
+    last = attempt(data_page, viewer, address("/data", run="one", first=20))
     assert "examples 21 to 26 of 26" in last and last.count("<h3>Row ") == 6
-    alone = rendered(data_page, viewer, address("/data", run="one", row=7, set="train"))
+    alone = attempt(data_page, viewer, address("/data", run="one", row=7, set="train"))
     assert alone.count("<h3>Row 7<") + alone.count("There is no such example") == 1
     checked = acted(check, viewer, address("/data", run="one"))
     assert viewer.commands.asked[-1] == CHECK and "row, exact duplicate" in checked and "suites not checked" in checked
@@ -128,23 +128,23 @@ def test_settings_in_an_address_are_read_when_asked_for(viewer, tmp_path):
     """An address can name any file: only the button reads it."""
     given = {"method.type": "sft", "model.path": f"{tmp_path}/model", "data.source": f"{tmp_path}/rows.jsonl"}
     at = address("/data", **given, **{"data.template": "none"})
-    page = rendered(data_page, viewer, at)
+    page = attempt(data_page, viewer, at)
     assert 'value="read"' in page and viewer.commands.asked == []
     assert "<dd>31</dd>" in acted(read, viewer, at)
-    rendered(data_page, viewer, f"{at}&sort=longest")
+    attempt(data_page, viewer, f"{at}&sort=longest")
     assert len(viewer.commands.asked) == 2, "another order of what was read is no new question"
     missing = address("/data", **given | {"data.source": "nowhere.jsonl"})
     page = acted(read, viewer, missing)
     assert "nowhere.jsonl" in page and "Read again" in page and len(viewer.commands.asked) == 3
     assert "these settings are incomplete" in acted(read, viewer, "/data?method.type=sft")
-    assert "There is no run ../x" in rendered(data_page, viewer, "/data?run=../x")
-    assert ">one</a>" in rendered(data_page, viewer, "/data")
+    assert "There is no run ../x" in attempt(data_page, viewer, "/data?run=../x")
+    assert ">one</a>" in attempt(data_page, viewer, "/data")
 
 
 def test_a_damaged_answer_or_file_is_a_message(viewer, tmp_path):
-    rendered(data_page, viewer, address("/data", run="one"))
+    attempt(data_page, viewer, address("/data", run="one"))
     for key, answer in viewer.commands.answers.items():
         viewer.commands.answers[key] = Output(answer.text[:100], 0)
-    assert "more than a page can show" in rendered(data_page, viewer, address("/data", run="one"))
+    assert "more than a page can show" in attempt(data_page, viewer, address("/data", run="one"))
     (tmp_path / "runs/one/config.yaml").write_bytes(b"\xff\xfe")
-    assert "the settings of one cannot be read" in rendered(data_page, viewer, address("/data", run="one"))
+    assert "the settings of one cannot be read" in attempt(data_page, viewer, address("/data", run="one"))

@@ -11,7 +11,7 @@ from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.ui.commands import Commands, Launches, Output
 from posttrain.ui.new_page import draft, fields_of, new_page, start
 from posttrain.ui.parts import Query, address, parse
-from posttrain.ui.viewer import Viewer, perform, rendered
+from posttrain.ui.viewer import Viewer, attempt
 
 WHOLE = {
     "model.path": "a/b", "data.source": "rows.jsonl", "training.max_steps": "20", "training.learning_rate": "3e-4",
@@ -72,9 +72,9 @@ def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
     (tmp_path / "sft-b").mkdir()
     assert draft(asked(**WHOLE), tmp_path).name == "sft-b-2"
     taken = address("/new", **WHOLE, name="sft-b")
-    assert "A run named sft-b already exists" in rendered(new_page, viewer, taken)
-    assert "a run named sft-b already exists" in str(perform(start, viewer, taken))
-    assert "settings are incomplete" in str(perform(start, viewer, "?name=x"))
+    assert "A run named sft-b already exists" in attempt(new_page, viewer, taken)
+    assert "a run named sft-b already exists" in str(attempt(start, viewer, taken))
+    assert "settings are incomplete" in str(attempt(start, viewer, "?name=x"))
     assert not (tmp_path / "configs").exists()
 
 

@@ -59,7 +59,7 @@ def rollouts(
             _write_rows(stored, to, output, stored.steps() if step is None else [step], best, above, overwrite)
             return
         if step is None:
-            table = _steps_table(list(stored.summary()))
+            table = _steps_table(stored.summary())
         else:
             table = _completions_table(sorted(step_receipt(stored, step), key=lambda group: group.prompt))
     PlainConsole().print(table)

@@ -132,18 +132,15 @@ def diff(
     from posttrain.runs.managing.facts import differences
 
     folders = [named(run, output_dir.expanduser()) for run in (one, other)]
-    differing = differences(*folders)
     table = _grid()
     for title in ("", folders[0].name, folders[1].name):
         table.add_column(title, overflow="fold")
     table.add_column("B - A", justify="right", no_wrap=True)
     table.show_header = True
-    for kind in ("settings", "versions", "metrics"):
-        rows = getattr(differing, kind)
-        table.add_row(f"{kind}: {len(rows)} differ, {differing.equal[kind]} are equal", "", "", "", style="bold")
-        for row in rows:
-            change = "" if row.change is None else f"{row.change:+.4g}"
-            table.add_row(f"  {row.name}", row.one, row.other, change)
+    for kind, (rows, equal) in differences(*folders).items():
+        table.add_row(f"{kind}: {len(rows)} differ, {equal} are equal", "", "", "", style="bold")
+        for name, value, other_value, change in rows:
+            table.add_row(f"  {name}", value, other_value, "" if change is None else f"{change:+.4g}")
     PlainConsole().print(table)
 
 

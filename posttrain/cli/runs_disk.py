@@ -15,11 +15,11 @@ from posttrain.base.terminal import say, visible
 from posttrain.base.words import counted, in_units
 from posttrain.runs.finding import SNAPSHOTS, checked_name, folders_of, named, short, size_of
 from posttrain.runs.managing import copies, removing
-from posttrain.runs.managing.copies import COPY, read_snapshot
-from posttrain.runs.managing.listing import Column, filtered, seconds_of, table_lines
+from posttrain.runs.managing.copies import COPY, pack_run, read_snapshot
+from posttrain.runs.managing.listing import Column, bound, filtered, table_lines
 from posttrain.runs.managing.paths import described as needed_by
 from posttrain.runs.managing.paths import refuse_needed
-from posttrain.runs.managing.removing import Plan, Rule, plan_prune, spare_needed
+from posttrain.runs.managing.removing import Plan, left_over, plan_prune, spare_needed
 from posttrain.runs.summary import RunSummary, summaries_below
 
 RUNS = Path("runs")
@@ -90,8 +90,8 @@ def prune(
     best/ and final/ are kept. Folders that a resume set aside and leftovers of crashes are deleted too. With
     --keep-last 0 a run can no longer be resumed.
     """
-    root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)
-    plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
+    root = settled(output_dir, *runs)
+    plans = [plan_prune(run, keep_last, keep_best) for run in [named(run, root) for run in runs]]
     if not force:
         spare_needed(plans, [root])
         for plan in plans:
@@ -117,17 +117,17 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
+    root = output_dir.expanduser()
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
-        seconds_of(older_than)
-    plans: list[Plan] = [] if terms else removing.left_over(root)
+        bound("age", older_than)
+    plans: list[Plan] = [] if terms else left_over(root)
     for run in filtered(summaries_below(root), terms):
         if run.state == "running":
             say(f"in progress: {run.folder}", error=True)
             continue
         try:
-            plans.append(plan_prune(run.folder, rule))
+            plans.append(plan_prune(run.folder, keep_last, keep_best))
         except (RunError, OSError) as error:
             say(f"skipped: {error}", error=True)
     if not force:
@@ -220,10 +220,10 @@ def export(
     tar -xzf unpacks it; the run is then listed, resumed and read like any other.
     """
     target = named(run, settled(output_dir, run), whole=True)
-    path = output or Path(f"{target.resolve().name}.tar.gz")
-    done = copies.pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
-    packed = in_units(done.path.stat().st_size)
-    say(f"{done.path}: {counted(done.files, 'file')}, {in_units(done.size)}, packed {packed}")
+    path = (output or Path(f"{target.resolve().name}.tar.gz")).expanduser()
+    sizes = pack_run(target, path, not no_checkpoints, overwrite)
+    packed = in_units(path.stat().st_size)
+    say(f"{path}: {counted(len(sizes), 'file')}, {in_units(sum(sizes))}, packed {packed}")
 
 
 def described(target: Path) -> str:

@@ -54,7 +54,6 @@ def chart(
     show a legend; `ends`: with last values. `most`: maximum points of a line. `zero`: values that the y axis includes.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
-    named = [_key(line, ends, len(shown) > 1 or line.label != "train") for line in shown if ends or len(shown) > 1]
     if not shown:
         return Drawing(title, size, [], "no values yet")
     width, height = size
@@ -67,7 +66,7 @@ def chart(
     if x_label == "step":
         marks = [value for value in marks if value == int(value)] or [math.ceil(x.low)]
     parts = _axes(x, y, width, height, marks)
-    points = []
+    points, named, described = [], [], []
     for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
         if smooth and not line.dashed:
@@ -78,25 +77,27 @@ def chart(
             el("path", d=f"M{x(at) - 3:.1f} {y(low):.1f}h6m-3 0V{y(high):.1f}m-3 0h6", class_=style)
             for at, (low, high) in zip(line.xs, line.bars, strict=False)
         ]
+        at = [float(f"{value:.7g}") for value in xs]
         values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
-        points.append(
-            {"label": line.label, "c": line.colour % COLOURS, "x": [float(f"{v:.7g}") for v in xs], "y": values}
-        )
+        points.append({"label": line.label, "c": line.colour % COLOURS, "x": at, "y": values})
+        first, last = (next(filter(math.isfinite, values)) for values in (line.ys, reversed(line.ys)))
+        described.append(f"{line.label} from {first:.4g} to {last:.4g}")
+        if keys and (ends or len(shown) > 1):
+            label = line.label if len(shown) > 1 or line.label != "train" else ""
+            named.append(Key(label, f"{last:.4g}" if ends else "", line.colour % COLOURS, line.dashed))
     facts = {"scale": [x.low, x.high, x.start, x.end], "width": width, "label": x_label, "lines": points}
     cross = el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9)
     return Drawing(
-        title, size, parts, "; ".join(map(_described, shown)), named if keys else (), hover=[cross],
+        title, size, parts, "; ".join(described), named, hover=[cross],
         attributes={"data_points": json.dumps(facts | {"smooth": smooth > 0}), "data_at": go},
     )  # fmt: skip
 
 
-def scatter(
-    points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str], size: tuple[int, int] = SIZE
-) -> Drawing:
+def scatter(points: Sequence[tuple[float, float, bool]], title: str, marks: Mapping[float, str]) -> Drawing:
     """Dots at (x, y), hollow if the third value is false. `marks`: the labels of the x axis, by x."""
     if not points:
-        return Drawing(title, size, [], "no values yet")
-    width, height = size
+        return Drawing(title, SIZE, [], "no values yet")
+    width, height = SIZE
     x = scale_of([*marks, *(point[0] for point in points)], LEFT, width - RIGHT, pad=0.06)
     y = scale_of([point[1] for point in points], height - BOTTOM, TOP, pad=0.08)
     dots = [
@@ -104,7 +105,7 @@ def scatter(
         for at, value, full in points
     ]
     described = "; ".join(f"{value:.4g} at {at:.4g}" for at, value, _ in points)
-    return Drawing(title, size, [*_axes(x, y, width, height, marks), *dots], described)
+    return Drawing(title, SIZE, [*_axes(x, y, width, height, marks), *dots], described)
 
 
 def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
@@ -164,16 +165,6 @@ def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: s
     return el("path", d="".join(drawn), class_=style)
 
 
-def _key(line: Line, ends: bool, named: bool) -> Key:
-    last = next((value for value in reversed(line.ys) if math.isfinite(value)), math.nan)
-    return Key(line.label if named else "", f"{last:.4g}" if ends else "", line.colour % COLOURS, line.dashed)
-
-
-def _described(line: Line) -> str:
-    finite = [value for value in line.ys if math.isfinite(value)]
-    return f"{line.label} from {finite[0]:.4g} to {finite[-1]:.4g}"
-
-
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A value with its interval, if any. `colour` None: the colour of labels and notes."""
@@ -187,7 +178,7 @@ class Interval:
     dots: Sequence[float] = ()  # the values of single runs
 
 
-def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: str = "") -> Drawing:
+def intervals(title: str, rows: Sequence[Interval], zero: bool = False) -> Drawing:
     """A figure with a row for each value: label, number and interval. `zero`: draw a line at 0."""
     reach = [value for row in rows for value in (row.value, row.low, row.high, *row.dots) if value is not None]
     reach += [side * row.band for row in rows if row.band is not None for side in (-1, 1)]
@@ -202,7 +193,7 @@ def intervals(title: str, rows: Sequence[Interval], zero: bool = False, note: st
     for number, row in enumerate(rows):
         parts += _row(row, x, ROW * number)
     described = "; ".join(f"{row.label} {_written(row)}" for row in rows)
-    return Drawing(title, (INTERVALS, bottom + 20), parts, described, note=note)
+    return Drawing(title, (INTERVALS, bottom + 20), parts, described)
 
 
 def _row(row: Interval, x: Scale, top: int) -> list[Markup]:

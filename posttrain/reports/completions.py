@@ -32,7 +32,9 @@ def completions(folder: Path, config: Mapping[str, Any], missing: list[str], cou
         return
     try:
         with StoredRun(folder, looking=True) as stored:
-            extremes = list(_extremes(stored, count))
+            extremes = [(f"step {step:,}", stored.extremes(step, count)) for step in stored.steps()[-1:]]
+            for step, dataset in stored.last_evaluations():
+                extremes.append((f"{dataset} at step {step:,}", stored.extremes(step, count, dataset)))
     except (PosttrainError, OSError) as error:
         missing.append(f"Completions are not shown: {error}")
         return
@@ -44,14 +46,6 @@ def completions(folder: Path, config: Mapping[str, Any], missing: list[str], cou
         ]
         body = el("div", *sides, class_="columns")
         yield Html(f"Completions, {when}", body, f"By reward, one per prompt.{NOTE if '<mark' in body else ''}")
-
-
-def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]]:
-    steps = stored.steps()
-    if steps:
-        yield f"step {steps[-1]:,}", stored.extremes(steps[-1], count)
-    for step, dataset in stored.last_evaluations():
-        yield f"{dataset} at step {step:,}", stored.extremes(step, count, dataset)
 
 
 def _tags_of(config: Mapping[str, Any]) -> dict[str, Sequence[str]]:

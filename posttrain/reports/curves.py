@@ -81,18 +81,15 @@ def _validated(logged: str, metrics: Iterable[str]) -> str | None:
 
 
 def write_curves(folder: Path, path: Path, title: str) -> None:
-    """Plot the metrics of the run in `folder` and write them to `path` as a PNG, atomically."""
-    write_file(path, curves_png(Series(folder).refresh(), title))
+    """Plot the metrics of the run in `folder` and write them to `path` as a PNG, atomically.
 
-
-def curves_png(series: Series, title: str) -> bytes:
-    """A PNG with a grid of curves over the steps: training, smoothed if there are many points; validation, dashed.
-
-    Null values (not finite) leave a gap. If no known metric was logged, the plot says so.
+    The PNG has a grid of curves over the steps: training, smoothed if there are many points; validation, dashed. Null
+    values (not finite) leave a gap. If no known metric was logged, the plot says so.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    series = Series(folder).refresh()
     panels = [(panel, lines) for panel in PANELS if (lines := list(lines_of(panel, series, "step")))]
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
@@ -114,7 +111,7 @@ def curves_png(series: Series, title: str) -> bytes:
         figure.text(0.5, 0.45, "no metrics were logged", color=LIGHT.ink, ha="center", fontsize=11)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    write_file(path, buffer.getvalue())
 
 
 def _draw(axes: "Axes", panel: Panel, lines: Sequence[Line]) -> None:

@@ -8,63 +8,31 @@ The design is calm on purpose: one accent colour, hairlines instead of boxes, co
 fonts. Colour never carries meaning by itself: lines also differ in dashes and labels, states in words.
 """
 
-from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """Colours for one background. Text colours are readable on `ground`, `raised` and their own ground (`bad_ground`
-    for `bad`)."""
-
-    ground: str  # the page
-    raised: str  # cards, code, hovered rows
-    line: str  # hairlines and grids
-    ink: str  # text
-    quiet: str  # labels and notes
-    accent: str  # links, focus
-    good: str
-    warn: str
-    bad: str
-    good_ground: str
-    warn_ground: str
-    bad_ground: str
-    mark_ground: str  # the part of a completion that a rule matched
-    series: tuple[str, ...]  # lines and dots, in this order; blue, orange, green … after Okabe and Ito
-
-
-LIGHT = Scheme(
-    ground="#ffffff",
-    raised="#f5f6f8",
-    line="#dfe3e8",
-    ink="#1d2229",
-    quiet="#5b6472",
-    accent="#1560a8",
-    good="#146c43",
-    warn="#8a5300",
-    bad="#b3261e",
-    good_ground="#e6f3ec",
-    warn_ground="#fbf0dc",
-    bad_ground="#fbe9e7",
-    mark_ground="#dceafa",
-    series=("#2490e2", "#cf6c14", "#1f9a8b", "#7c3c61", "#265fb5", "#9d4b01", "#440d60", "#493002"),
-)
-DARK = Scheme(
-    ground="#15181d",
-    raised="#1d2229",
-    line="#333b46",
-    ink="#dfe3e8",
-    quiet="#9aa4b2",
-    accent="#7cb8f2",
-    good="#6fcf9a",
-    warn="#e8b45a",
-    bad="#f28b82",
-    good_ground="#16301f",
-    warn_ground="#352a12",
-    bad_ground="#3a1d1b",
-    mark_ground="#1f3a57",
-    series=("#71a8fd", "#ef972b", "#76c0ad", "#a1557c", "#3a7ad4", "#ae6f00", "#aae6fd", "#baf090"),
-)
+# Name: on a light and on a dark background. Text colours are readable on `ground`, `raised` and their own ground
+# (`bad_ground` for `bad`).
+PALETTE = {
+    "ground": ("#ffffff", "#15181d"),  # the page
+    "raised": ("#f5f6f8", "#1d2229"),  # cards, code, hovered rows
+    "line": ("#dfe3e8", "#333b46"),  # hairlines and grids
+    "ink": ("#1d2229", "#dfe3e8"),  # text
+    "quiet": ("#5b6472", "#9aa4b2"),  # labels and notes
+    "accent": ("#1560a8", "#7cb8f2"),  # links, focus
+    "good": ("#146c43", "#6fcf9a"),
+    "warn": ("#8a5300", "#e8b45a"),
+    "bad": ("#b3261e", "#f28b82"),
+    "good_ground": ("#e6f3ec", "#16301f"),
+    "warn_ground": ("#fbf0dc", "#352a12"),
+    "bad_ground": ("#fbe9e7", "#3a1d1b"),
+    "mark_ground": ("#dceafa", "#1f3a57"),  # the part of a completion that a rule matched
+    "series": (  # lines and dots, in this order; blue, orange, green … after Okabe and Ito
+        ("#2490e2", "#cf6c14", "#1f9a8b", "#7c3c61", "#265fb5", "#9d4b01", "#440d60", "#493002"),
+        ("#71a8fd", "#ef972b", "#76c0ad", "#a1557c", "#3a7ad4", "#ae6f00", "#aae6fd", "#baf090"),
+    ),
+}
+LIGHT, DARK = (SimpleNamespace(**{name: pair[at] for name, pair in PALETTE.items()}) for at in (0, 1))
 # For values from -1 to 1 (cosines, advantages), through white; colour-blind readers tell the ends apart equally well.
 DIVERGING = ("#0f5592", "#ffffff", "#a85a00")
 
@@ -101,9 +69,9 @@ def diverging(value: float) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def _variables(scheme: Scheme) -> str:
+def _variables(scheme: SimpleNamespace) -> str:
     """`--ground: …; --c0: …`"""
-    colours = {field.name: getattr(scheme, field.name) for field in fields(scheme) if field.name != "series"}
+    colours = {name: colour for name, colour in vars(scheme).items() if name != "series"}
     colours |= {f"c{n}": colour for n, colour in enumerate(scheme.series)}
     return " ".join(f"--{name.replace('_', '-')}: {colour};" for name, colour in colours.items())
 

@@ -49,7 +49,6 @@ class Drawing:
     parts: Sequence[Markup]
     described: str
     keys: Sequence[Key] = ()
-    note: str = ""
     hover: Sequence[Markup] = ()  # additional parts for the pages' script
     attributes: Mapping[str, object] = field(default_factory=dict)  # HTML attributes of the figure
 
@@ -59,8 +58,7 @@ class Drawing:
             return el("span", key.name, value, class_=f"key c{key.colour}{' dashed' if key.dashed else ''}")
 
         legend = el("span", *map(shown, self.keys), class_="legend") if self.keys else None
-        note = el("span", self.note, class_="quiet") if self.note else None
-        caption = el("figcaption", el("span", self.title, class_="title"), legend, note)
+        caption = el("figcaption", el("span", self.title, class_="title"), legend)
         if not self.parts:
             return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
         width, height = self.size
@@ -72,12 +70,7 @@ class Drawing:
 
 
 def write_drawings(path: Path, drawings: Sequence[Drawing], columns: int = 2) -> None:
-    """Write the drawings in `columns` columns to an SVG file, atomically."""
-    write_file(path, picture(drawings, columns))
-
-
-def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
-    """The content of an SVG file with the drawings in `columns` columns, their titles and legends above them."""
+    """Write the drawings in `columns` columns, their titles and legends above them, to an SVG file, atomically."""
     parts, top, whole = [], MARGIN, 0.0
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -101,11 +94,11 @@ def picture(drawings: Sequence[Drawing], columns: int = 2) -> bytes:
         "svg", el("style", Markup(STYLE)), ground, join(parts, "\n"), xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {whole:g} {top}", width=f"{whole:g}", height=top, role="img", aria_label=described,
     )  # fmt: skip
-    return svg.encode(errors="backslashreplace")
+    write_file(path, svg.encode(errors="backslashreplace"))
 
 
 def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
-    """The legend and the note of a drawing in an image file, in lines as wide as the drawing."""
+    """The legend of a drawing in an image file, in lines as wide as the drawing."""
     line, x = [], 0.0
     for key in drawing.keys:
         text = f"{short(key.name, 40)} {key.value}".strip()
@@ -118,8 +111,6 @@ def _keys_of(drawing: Drawing) -> Iterator[list[Markup]]:
         x += width
     if line:
         yield line
-    if drawing.note:
-        yield [el("text", short(drawing.note, int(drawing.size[0] / CHARACTER)), x=0, y=0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 from posttrain.reports.chart import HOVER
 from posttrain.reports.design import CSS
 from posttrain.reports.markup import Child, Markup, cards, el, join, number, table
-from posttrain.runs.atomic import cannot_write, write_file
-from posttrain.runs.files import flat
+from posttrain.runs.atomic import write_file
+from posttrain.runs.files import flat, make_folder
 
 MOST_BYTES = 2_000_000
 # Maximum characters of a string; tables have at most a tenth as many rows. A page above MOST_BYTES uses the next limit.
@@ -80,6 +80,7 @@ class Html:
 
 
 Section = Facts | Table | Text | Html
+CONTENT = {Facts: "facts", Table: "rows", Text: "text", Html: "body"}
 
 
 def charts(title: str, figures: Iterable[Child], note: str = "") -> Html:
@@ -97,16 +98,13 @@ def write_page(path: Path, title: str, sections: Iterable[Section], numbers: Map
     `numbers`: the most important values, shown at the top. Long strings and tables are cut, with a count, to keep the
     page under 2 MB. Raises RunError if the file cannot be written.
     """
-    shown = [section for section in sections if not _is_empty(section)]
+    shown = [section for section in sections if getattr(section, CONTENT[type(section)])]
     html = ""
     for limit in LIMITS:
         html = _page(title, numbers or {}, shown, limit)
         if len(html.encode(errors="backslashreplace")) < MOST_BYTES:
             break
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    make_folder(path.parent, path)
     write_file(path, html.encode(errors="backslashreplace"))
 
 
@@ -118,11 +116,6 @@ def cut(text: str, limit: int) -> str | list[Markup | str]:
     end = limit // 4
     gap = el("span", f" … {more:,} characters cut … ", class_="cut")
     return [text[: limit - end], gap, text[len(text) - end :]]
-
-
-def _is_empty(section: Section) -> bool:
-    content = {Facts: "facts", Table: "rows", Text: "text", Html: "body"}
-    return not getattr(section, content[type(section)])
 
 
 def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:

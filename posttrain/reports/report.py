@@ -80,7 +80,9 @@ def run_page(run: ReportedRun) -> list[Section]:
         Text("Settings", run.settings, code=True, folded=True),
         Facts("Provenance", run.provenance, folded=True),
     ]
-    middle = [alarms([run]), checks(run), curves(run), *completions(run.folder, run.config, run.missing)]
+    rows = [[check.what, check.outcome, check.found] for check in run.checks]
+    checks = Table("Checks", ["check", "outcome", "found"], rows)
+    middle = [alarms([run]), checks, curves(run), *completions(run.folder, run.config, run.missing)]
     return [Facts("Summary", summary(run, data)), messages("Not complete", run.missing), *middle, *after]
 
 
@@ -131,15 +133,8 @@ def alarms_of(series: Series) -> Iterator[str]:
             yield f"{short}, in {counted(int(count), 'step')}, first seen at step {first:,.0f}: {advice(short)}."
 
 
-def checks(run: ReportedRun) -> Table:
-    """Every check of the run with its result."""
-    rows = [[check.what, check.outcome, check.found] for check in run.checks]
-    return Table("Checks", ["check", "outcome", "found"], rows)
-
-
 def curves(run: ReportedRun, title: str = "Curves", most: int = 0) -> Html:
-    panels = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
-    panels = [(panel, lines) for panel, lines in panels if lines]
+    panels = [(panel, lines) for panel in PANELS if (lines := list(lines_of(panel, run.series, "step")))]
     most = most or points_of(sum(len(lines) for _, lines in panels))
     smooth = [smoothing(lines, panel.small) for panel, lines in panels]
     made = (
@@ -199,18 +194,14 @@ def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
 
     Raises RunError if the page cannot be written.
     """
-    path = path or root / REPORT
-    write_page(path, root.resolve().name, _pipeline_page(root, below(root), path))
-    return path
-
-
-def _pipeline_page(root: Path, runs: Sequence[ReportedRun], path: Path) -> list[Section]:
+    path, runs = path or root / REPORT, below(root)
     most = points_of(12 * len(runs))
-    each = [_of_run(run, most) for run in runs]
+    each = [_of_run(run, most) for run in runs]  # before the overview, because this adds to what is missing
     settings = root / "config.yaml"
     written = read_regular(settings).decode(errors="replace") if is_regular(settings) else ""
-    first = [runs_table(runs, path), notes(runs), not_complete(runs), alarms(runs)]
-    return [*first, *each, Text("Settings", written, code=True, folded=True), *_provenance(runs)]
+    after = [Text("Settings", written, code=True, folded=True), *_provenance(runs)]
+    write_page(path, root.resolve().name, [*_overview(runs, path), *each, *after])
+    return path
 
 
 def _of_run(run: ReportedRun, most: int) -> Html:
@@ -223,26 +214,21 @@ def _of_run(run: ReportedRun, most: int) -> Html:
     return Html(run.name, join([figures.body, *extremes]), figures.note)
 
 
-def notes(runs: Sequence[ReportedRun]) -> Facts:
-    return Facts("Notes", {run.name: run.note for run in runs if run.note})
-
-
-def not_complete(runs: Sequence[ReportedRun]) -> Html:
-    return messages("Not complete", [f"{run.name}: {text}" for run in runs for text in run.missing])
+def _overview(runs: Sequence[ReportedRun], path: Path) -> list[Section]:
+    """The first sections about several runs: the table, notes, what cannot be read, alarms."""
+    unread = [f"{run.name}: {text}" for run in runs for text in run.missing]
+    notes = Facts("Notes", {run.name: run.note for run in runs if run.note})
+    return [runs_table(runs, path), notes, messages("Not complete", unread), alarms(runs)]
 
 
 def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
     """Write a page that shows runs side by side: results, settings that differ, overlaid curves, alarms."""
     runs = [ReportedRun(folder, name) for name, folder in folders.items()]
-    sections: list[Section] = [
-        runs_table(runs, path),
-        notes(runs),
-        not_complete(runs),
-        alarms(runs),
-        charts("Curves", overlaid(runs), SMOOTHED if max(map(_longest, runs)) >= SMOOTH_FROM else ""),
-        Table("Settings that differ", ["", *(run.name for run in runs)], differing([run.config for run in runs])),
-    ]
-    write_page(path, "Comparison of " + ", ".join(run.name for run in runs), [*sections, *_provenance(runs)])
+    names = [run.name for run in runs]
+    curves = charts("Curves", overlaid(runs), SMOOTHED if max(map(_longest, runs)) >= SMOOTH_FROM else "")
+    settings = Table("Settings that differ", ["", *names], differing([run.config for run in runs]))
+    sections = [*_overview(runs, path), curves, settings, *_provenance(runs)]
+    write_page(path, f"Comparison of {', '.join(names)}", sections)
 
 
 def runs_table(runs: Sequence[ReportedRun], path: Path) -> Table:

@@ -6,7 +6,7 @@ import bisect
 import math
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.runs.files import open_regular, read_regular
@@ -63,10 +63,10 @@ class Series:
         steps, tokens, hours = (self._line[name] for name in AXES)
         at, seconds, seen = len(steps), line.get("time"), line.get("num_tokens")
         steps.append(line["step"])
-        tokens.append(float(seen) if isinstance(seen, int | float) else tokens[-1] if tokens else 0.0)
-        hours.append(float(seconds) / 3600 if isinstance(seconds, int | float) else hours[-1] if hours else 0.0)
+        tokens.append(seen if seen is not None else tokens[-1] if tokens else 0.0)
+        hours.append(seconds / 3600 if seconds is not None else hours[-1] if hours else 0.0)
         for name, value in line.items():
-            if name not in FACTS and (value is None or isinstance(value, int | float)):
+            if name not in FACTS:
                 numbers, values = self._columns.setdefault(name, (array("l"), array("d")))
                 numbers.append(at)
                 values.append(math.nan if value is None else float(value))
@@ -91,17 +91,14 @@ class Series:
         steps = self._line["step"]
         first = bisect.bisect_left(steps, step)
         for number in range(first, min(first + 50, len(steps))):
-            metrics = {name: value for name, value in self._on(number) if not name.startswith("eval_")}
+            metrics = {}
+            for name, (numbers, values) in self._columns.items():
+                at = bisect.bisect_left(numbers, number)
+                if not name.startswith("eval_") and at < len(numbers) and numbers[at] == number:
+                    metrics[name] = values[at]
             if "loss" in metrics or "reward" in metrics:
                 return {"step": steps[number], **metrics}
         return {}
-
-    def _on(self, number: int) -> Iterator[tuple[str, float]]:
-        """The metrics of a line."""
-        for name, (numbers, values) in self._columns.items():
-            at = bisect.bisect_left(numbers, number)
-            if at < len(numbers) and numbers[at] == number:
-                yield name, values[at]
 
     def last(self) -> dict[str, float]:
         """The last finite value of every metric."""

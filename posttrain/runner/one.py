@@ -30,6 +30,7 @@ from posttrain.reports.curves import write_curves
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import has_saved, newest_complete, saved_step, unusable
 from posttrain.runs.inputs import as_recorded, models_read, refuse_other_models
+from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.run import Follower, Run, own_log
 from posttrain.runs.tracking import Tracking
@@ -112,7 +113,7 @@ def _train_from(
 ) -> None:
     """Train to the end, from the start or `checkpoint`. A damaged checkpoint raises DamagedError, changing nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
-    lines = run.read_metrics()
+    lines = read_metrics(run.folder)
     logged = [line for line in lines if line["step"] > step]
     for line in report_lost(run.folder, checkpoint, config, lines) if checkpoint else ():
         log.warning(line)
@@ -186,7 +187,7 @@ def _exits_are_failures() -> Iterator[None]:
 def finish(loop: Loop) -> None:
     """Write results.json, curves.png and report.html of a finished run, and log a summary."""
     job, run, state = loop.job, loop.job.run, loop.state
-    lines = run.read_metrics()
+    lines = read_metrics(run.folder)
     results = {
         "method": job.config.method.type,
         "model": job.model.path,

@@ -4,7 +4,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,10 +23,8 @@ def write_file(path: Path, data: str | bytes) -> None:
 
     Raises RunError if it cannot be written. The previous content is then unchanged, as it is after Ctrl-C.
     """
-    try:
+    with writing(path):
         put_file(path, data)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -34,10 +33,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     Raises RunError if the disk refuses. After this or any exception of `write`, the previous `target` is unchanged and
     the temporary folder is removed.
     """
-    try:
+    with writing(target):
         put_folder(target, write)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(target, error) from error
 
 
 def remove_folder(folder: Path) -> None:
@@ -63,6 +60,15 @@ GO_ON = (
     "what was saved before is intact. Free some disk space (or raise the quota), then continue with --resume; "
     "checkpoint.save_total_limit limits the number of checkpoints."
 )
+
+
+@contextmanager
+def writing(path: Path, full: str = GO_ON) -> Iterator[None]:
+    """A context in which a failed write becomes the RunError of `cannot_write`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error, full) from error
 
 
 def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON) -> RunError:

@@ -35,8 +35,7 @@ def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], lim
     save_folder(target, step, write)
     if limit is not None:
         existing = list_checkpoints(run_dir)
-        protected = {path.resolve() for path in (target, existing[-1])}
-        removable = [path for path in existing if path.resolve() not in protected]
+        removable = [path for path in existing[:-1] if path != target]
         for path in removable[: max(len(existing) - limit, 0)]:
             remove_folder(path)
     return target

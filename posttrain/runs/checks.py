@@ -4,8 +4,8 @@ A failed check ends the run.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.config.schema.base import MethodSettings
@@ -47,8 +47,7 @@ class Finding:
 
     def facts(self) -> dict[str, Any]:
         """The check's entry in run.json, which is stored under the check's name; non-finite values become None."""
-        facts = {"value": self.value, "limit": self.limit, "unit": self.unit, "seen": self.seen, "failed": self.failed}
-        known = {name: value for name, value in facts.items() if value not in (None, "")}
+        known = {name: value for name, value in asdict(self).items() if name != "check" and value not in (None, "")}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
 
 
@@ -61,26 +60,17 @@ class Check:
     found: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    name: str
-    what: str
-    when: str
-    at_start: bool = False  # whether the check is made only at the start
-    is_of: Callable[[type[MethodSettings]], bool] = lambda method: True
-
-
+# Name of a check, what it proves, when it is made, and the property of the methods that make it (None: all methods).
+FIRST = "the first step"
 KNOWN = (
-    _Known(PACKED, "A pack gives the results of plain transformers, one sequence at a time", "the first step", True),
-    _Known(START, "The policy equals its reference before the first update", "the first step", True,
-           lambda method: method.starts_as_reference),
-    _Known(RATIO, "Ratios are 1 before the first update", "the first step", True, lambda method: method.has_ratio),
-    _Known(MOVED, "The first update changes trained tensors, and no frozen one", "the first update"),
-    _Known(SAMPLER, "The engine samples from the weights of the trainer", "every step", False,
-           lambda method: method.samples_completions),
-    _Known(STEPS, "Loss and gradient are finite", "every step"),
-    _Known(SAVED, "Saved weights are finite", "every checkpoint"),
-)  # fmt: skip
+    (PACKED, "A pack gives the results of plain transformers, one sequence at a time", FIRST, None),
+    (START, "The policy equals its reference before the first update", FIRST, "starts_as_reference"),
+    (RATIO, "Ratios are 1 before the first update", FIRST, "has_ratio"),
+    (MOVED, "The first update changes trained tensors, and no frozen one", "the first update", None),
+    (SAMPLER, "The engine samples from the weights of the trainer", "every step", "samples_completions"),
+    (STEPS, "Loss and gradient are finite", "every step", None),
+    (SAVED, "Saved weights are finite", "every checkpoint", None),
+)
 
 
 def advice(alarm: str) -> str:
@@ -91,15 +81,17 @@ def advice(alarm: str) -> str:
 def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
     """Every check of the method, with its result. `recorded`: the checks in `run.json`; None if it has none."""
     checks, settings = [], METHODS.get(method, MethodSettings)
-    for known in (known for known in KNOWN if known.is_of(settings)):
-        facts = (recorded or {}).get(known.name)
+    for name, what, when, needed in KNOWN:
+        facts = (recorded or {}).get(name)
+        if needed is not None and not getattr(settings, needed):
+            continue
         if isinstance(facts, Mapping):
             outcome = FAILED if facts.get("failed") else PASSED
-            checks.append(Check(known.what, outcome, f"{known.when}: {described(facts)}"))
+            checks.append(Check(what, outcome, f"{when}: {described(facts)}"))
         elif recorded is None and step > 0:
-            checks.append(Check(known.what, UNRECORDED, f"{known.when}: the run's version recorded no checks"))
+            checks.append(Check(what, UNRECORDED, f"{when}: the run's version recorded no checks"))
         else:
-            checks.append(Check(known.what, ABSENT if known.at_start and step > 0 else WAITING, known.when))
+            checks.append(Check(what, ABSENT if when == FIRST and step > 0 else WAITING, when))
     return checks
 
 

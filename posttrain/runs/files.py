@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from posttrain.base.errors import DamagedError, RunError
-from posttrain.runs.atomic import cannot_write, open_itself, write_file
+from posttrain.runs.atomic import open_itself, write_file, writing
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
@@ -72,18 +72,14 @@ def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = Fa
     if os.path.lexists(path) and not overwrite:
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     make_folder(path.parent, path)
-    try:
+    with writing(path):
         tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def make_folder(folder: Path, file: Path | None = None) -> None:
     """Make a folder. Raises RunError, which names the `file` that is to be written there, if the system refuses."""
-    try:
+    with writing(file or folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(file or folder, error) from error
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
@@ -167,18 +163,16 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
-    try:
+    with writing(path):
         save_file(ready, path)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error) from error
 
 
-def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Read a safetensors file. Raises DamagedError if it is missing or damaged."""
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file to the CPU. Raises DamagedError if it is missing or damaged."""
     from safetensors.torch import load_file
 
     try:
-        return load_file(path, device=str(device))
+        return load_file(path)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except (OSError, SafetensorError) as error:

@@ -88,7 +88,7 @@ def size_of(folder: Path) -> int:
 def newest_model(folder: Path) -> Path:
     """The folder itself if it contains a model; for a run, its final model, otherwise its newest checkpoint. Raises
     RunError if there is none."""
-    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if is_model(folder):
         return folder
     if (folder / "final").is_dir():
         return folder / "final"
@@ -98,6 +98,11 @@ def newest_model(folder: Path) -> Path:
             raise RunError(f"{folder} contains no model, but {which}")
         raise RunError(f"{folder} contains no model (config.json), and is not a run")
     return newest_complete(folder)[0]
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder contains a model or an adapter."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def locate_model(model: str) -> tuple[str, str, Path]:
@@ -122,11 +127,8 @@ def remove_run(folder: Path) -> None:
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
     check_run_folder(folder)
     refuse_occupied(folder, overwrite=True)
-    lock = FolderLock(folder)
-    try:
+    with held([folder]):
         remove_folder(folder)
-    finally:
-        lock.release()
 
 
 def is_inside(path: Path, folder: Path) -> bool:

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER
 from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
-from posttrain.runs.atomic import cannot_write
+from posttrain.runs.atomic import writing
 from posttrain.runs.checkpoint import saved_step
 from posttrain.runs.files import load_json, save_json
 from posttrain.runs.metrics import last_metrics
@@ -54,10 +54,8 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         path = folder / LOCK
-        try:
+        with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | SAFE, 0o666)
-        except OSError as error:
-            raise cannot_write(path, error) from error
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.release()
             raise RunError(f"{path} is not a file: remove it")
@@ -118,21 +116,24 @@ def check_run_folder(folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    facts = load_json(folder / "run.json")
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_valid(facts):
-        raise RunError(f"{folder / 'run.json'} is damaged or from another version of posttrain")
-    return facts
+    return load_facts(folder / "run.json", FACTS, "started", "ended")
 
 
-def _are_valid(facts: dict[str, Any]) -> bool:
-    if not all(name in facts and isinstance(facts[name], kind) for name, kind in FACTS.items()):
-        return False
+def load_facts(path: Path, kinds: Mapping[str, Any], *times: str) -> dict[str, Any]:
+    """Read a JSON file with entries of these types; `times` are ISO 8601. Raises RunError if it is damaged or from
+    another version."""
+    facts = load_json(path)
+    valid = isinstance(facts, dict) and facts.get("format") == FORMAT
+    valid = valid and all(name in facts and isinstance(facts[name], kind) for name, kind in kinds.items())
     try:
-        moments = [datetime.fromisoformat(text) for text in (facts["started"], facts["ended"]) if text is not None]
+        moments = [datetime.fromisoformat(facts[name]) for name in times if valid and facts[name] is not None]
         # Between these years, the moment exists in every time zone.
-        return all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
+        valid = valid and all(moment.tzinfo is not None and 1 < moment.year < 9999 for moment in moments)
     except ValueError:
-        return False
+        valid = False
+    if not valid:
+        raise RunError(f"{path} is damaged or from another version of posttrain")
+    return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +185,15 @@ def never_stepped(folder: Path) -> bool:
             return False
         if read_facts(folder)["state"] == "finished" or last_metrics(folder).get("step", 0) > 0:
             return False
-        return not _has_rollouts(folder)
+        file = folder / "rollouts.sqlite"  # a step's completions are written before its line of metrics
+        if not file.is_file() or file.stat().st_size == 0:
+            return True
+        from posttrain.runs.stored_rollouts import StoredRun  # imports numpy, which listing runs does not need
+
+        with StoredRun(folder) as stored:
+            return not stored.steps()
     except RunError:  # damaged, so not empty
         return False
-
-
-def _has_rollouts(folder: Path) -> bool:
-    """Whether the completions of a step are stored; they are written before the step's line of metrics."""
-    file = folder / "rollouts.sqlite"
-    if not file.is_file() or file.stat().st_size == 0:
-        return False
-    from posttrain.runs.stored_rollouts import StoredRun  # imports numpy, which listing runs does not need
-
-    with StoredRun(folder) as stored:
-        return bool(stored.steps())
 
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:

@@ -12,7 +12,6 @@ The whole run is the folder of all models and stages of a configuration.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,33 +110,25 @@ def _provenance(folder: Path) -> dict[str, Any]:
 def located(config: RunConfig, folder: Path) -> RunConfig:
     """The settings of the run in `folder`, with the current paths of its models inside the whole run; a path that
     differs from the recorded one and exists is kept."""
-    paths: dict[str, str] = {}
-    models = models_of(config)
+    values, models, changed = config.model_dump(mode="json"), models_of(config), False
     for setting, facts in recorded(folder).items():
         if setting not in models or "from_here" not in facts:
             continue
         path, current = models[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
         moved = not (Path(path).is_dir() and Path(path).resolve() == current.resolve())
         if moved and current.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
-            paths[setting] = str(current)
-    return _with_paths(config, paths) if paths else config
+            node: Any = values
+            *parents, last = setting.split(".")
+            for key in parents:
+                node = node[int(key)] if key.isdecimal() else node[key]
+            node[last], changed = str(current), True
+    return RunConfig.model_validate(values) if changed else config
 
 
 def run_settings(folder: Path, file: Path | None = None) -> RunConfig:
     """The settings of the run in `folder`, from its config.yaml or a checkpoint's `file`, with the date of its start
     and the current paths of its models."""
     return located(as_recorded(load(file or folder / "config.yaml").config, folder), folder)
-
-
-def _with_paths(config: RunConfig, paths: Mapping[str, str]) -> RunConfig:
-    values = config.model_dump(mode="json")
-    for setting, path in paths.items():
-        node: Any = values
-        *parents, last = setting.split(".")
-        for key in parents:
-            node = node[int(key)] if key.isdecimal() else node[key]
-        node[last] = path
-    return RunConfig.model_validate(values)
 
 
 def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from posttrain.base.terminal import harmless, say
-from posttrain.runs.atomic import LineFile, cannot_write
+from posttrain.runs.atomic import LineFile, writing
 
 LOGGER = "posttrain"
 QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a progress bar
@@ -19,10 +19,8 @@ class RunLog(logging.Handler):
     def __init__(self, path: Path):
         super().__init__(logging.INFO)
         self.path = path
-        try:
+        with writing(path):
             self._file = LineFile(path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         attach(self)
 

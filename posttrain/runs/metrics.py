@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import RunError
-from posttrain.runs.atomic import LineFile, cannot_write, write_file
+from posttrain.runs.atomic import LineFile, write_file, writing
 from posttrain.runs.files import open_regular, parse_json, read_regular
 
 NAME = "metrics.jsonl"
@@ -37,21 +37,17 @@ class MetricsFile:
         values = {name: _number(name, value) for name, value in metrics.items()}
         head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
         head["time"] = round(time.time(), 3)
-        try:
+        with writing(self.path):
             if self._file is None:
                 self._file = LineFile(self.path)
             self._file.write(json.dumps(head | values, allow_nan=False))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         return head | values
 
     def sync(self) -> None:
         """Force appended lines to the disk."""
-        try:
-            if self._file is not None:
+        if self._file is not None:
+            with writing(self.path):
                 self._file.sync()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def truncate(self, step: int, evaluated: bool = True) -> int:
         """Atomically remove every line after `step`, an incomplete last line and, unless `evaluated`, the step's
@@ -126,8 +122,7 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
     lines = _tail(folder)
     if not lines:
         return 0, "", None
-    last = _parsed(lines[-1], folder).get("step")
-    step = last if isinstance(last, int) else 0
+    step = _parsed(lines[-1], folder)["step"]
     for name in names:
         key = json.dumps(name).encode() + b":"
         for line in reversed(lines):
@@ -159,8 +154,6 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     """Each complete line as bytes and as an object, and whether an incomplete line follows."""
     try:
         *whole, rest = read_regular(path).split(b"\n")
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     lines = []

@@ -107,11 +107,9 @@ class StoredPart:
     @classmethod
     def of(cls, part: Any) -> StoredPart:
         facts = part if isinstance(part, Mapping) else {}
-        weight = facts.get("weight")
-        weight = 1.0 if weight is None else weight
-        extra = facts.get("extra")
+        value, weight, verdict, extracted, extra = map(facts.get, ("value", "weight", "verdict", "extracted", "extra"))
         extra = extra if isinstance(extra, Mapping) else {}
-        return cls(facts.get("value"), weight, facts.get("verdict"), facts.get("extracted"), extra)
+        return cls(value, 1.0 if weight is None else weight, verdict, extracted, extra)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,7 @@ CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
 TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
 FACTS = (
-    "step", "prompt_index", "rollout_index", "completion", "reward", "advantage", "finish_reason", "version", "parts",
-    "turns",
+    "prompt_index", "rollout_index", "completion", "reward", "advantage", "finish_reason", "version", "parts", "turns",
 )  # fmt: skip
 ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
@@ -134,7 +133,10 @@ class RolloutStore:
             self._connection = _connect(self.path)
             with self._connection as connection:
                 connection.executescript(SCHEMA)
-                _add_columns(connection)
+                existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
+                for name, type in {**dict.fromkeys(ARRAYS, "BLOB"), "turns": "TEXT"}.items():
+                    if name not in existing:  # in a file from an earlier version
+                        connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} {type}")
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
                 if checkpoint is not None and (checkpoint / NAME).is_file():
@@ -218,14 +220,6 @@ class RolloutStore:
                 connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
 
 
-def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the columns that a file from an earlier version lacks, after its other columns."""
-    existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
-    for name, type in {**dict.fromkeys(ARRAYS, "BLOB"), "turns": "TEXT"}.items():
-        if name not in existing:
-            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} {type}")
-
-
 def _refusal(path: Path, error: Exception) -> RunError:
     """The error for a file that cannot be used, with the remedy."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code
@@ -241,41 +235,31 @@ def _refusal(path: Path, error: Exception) -> RunError:
 
 
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
-    prompts, rollouts, evaluations = map(_storable, _rows(write))
-    connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
-    columns = (*FACTS, *ARRAYS)  # given by name: files from earlier versions have another order
-    marks = ", ".join("?" * len(columns))
-    connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({marks})", rollouts)
+    for index, prompt in enumerate(write.prompts, write.first):
+        place = {"step": write.step, "prompt_index": index, "row": prompt.row, "epoch": write.epoch}
+        _put(connection, "prompts", place | {"prompt": prompt.text, "tokens": prompt.tokens, "facts": prompt.facts})
+    for rollout in write.rollouts:
+        facts = {name: getattr(rollout, name) for name in FACTS}
+        _put(connection, "rollouts", {"step": write.step} | facts | {name: rollout.array(name) for name in ARRAYS})
     connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
-    connection.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", evaluations)
+    for evaluation in write.evaluations:
+        facts = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
+        _put(connection, "evaluations", {"step": write.step, "dataset": write.dataset} | facts)
 
 
-def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
-    """The rows of each table."""
-    prompts = [
-        (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
-        for index, p in enumerate(write.prompts, write.first)
-    ]
-    rollouts = [
-        (write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
-         r.version, _json(r.parts), r.turns and _json(r.turns), *(_blob(name, r.array(name)) for name in ARRAYS))
-        for r in write.rollouts
-    ]  # fmt: skip
-    evaluations = [
-        (write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason, _json(e.parts),
-         _blob("tokens", e.tokens))
-        for e in write.evaluations
-    ]  # fmt: skip
-    return prompts, rollouts, evaluations
+def _put(connection: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row. Its columns are given by name, because files from earlier versions have another order."""
 
-
-def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The rows with lone surrogates as escapes, because SQLite refuses surrogates."""
-
-    def storable(value: Any) -> Any:
+    def stored(name: str, value: Any) -> Any:
+        if name in ARRAYS:
+            return None if value is None else np.asarray(value).astype(TOKENS.get(name, "<f4")).tobytes()
+        if isinstance(value, Mapping):
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        # Lone surrogates, which SQLite refuses, become escapes.
         return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
-    return [tuple(map(storable, row)) for row in rows]
+    values = [stored(name, value) for name, value in row.items()]
+    connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", values)
 
 
 def _write_saved(connection: sqlite3.Connection, file: Path) -> None:
@@ -305,11 +289,3 @@ def _used(connection: sqlite3.Connection) -> int:
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
     )
     return size * (pages - free)
-
-
-def _blob(name: str, values: Sequence[int] | np.ndarray | None) -> bytes | None:
-    return None if values is None else np.asarray(values).astype(TOKENS.get(name, "<f4")).tobytes()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -11,30 +11,21 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from posttrain.base.errors import PosttrainError, RunError, Stopped, message_of, reason_of
 from posttrain.base.files import settle
 from posttrain.base.redaction import redact
 from posttrain.base.signals import deferring
 from posttrain.runs import checkpoint
-from posttrain.runs.atomic import cannot_write, recover, write_file
+from posttrain.runs import folder as folders
+from posttrain.runs.atomic import recover, write_file, writing
 from posttrain.runs.checks import Finding
 from posttrain.runs.files import read_regular, save_json
-from posttrain.runs.folder import (
-    FORMAT,
-    NOTES,
-    FolderLock,
-    check_run_folder,
-    empty,
-    never_stepped,
-    read_facts,
-    refuse_occupied,
-)
 from posttrain.runs.logs import RunLog
-from posttrain.runs.metrics import MetricsFile, read_metrics
+from posttrain.runs.metrics import MetricsFile
 from posttrain.runs.provenance import environment, now, redact_yaml
 
 LOGS = "logs"  # folder for the output of the ranks after the first
@@ -42,7 +33,7 @@ State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """An open run folder, locked against other processes. Use it as a context manager:
 
         with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
@@ -51,7 +42,7 @@ class Run:
     reason in a sentence. While the run is open, messages of the logger `posttrain` also go to `training.log`.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
+    def __init__(self, folder: Path, lock: folders.FolderLock, facts: dict[str, Any]):
         """Use `Run.create` or `Run.open`."""
         self.folder = folder
         self._lock = lock
@@ -71,23 +62,21 @@ class Run:
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
-        refuse_occupied(folder, overwrite)
-        try:
+        folders.refuse_occupied(folder, overwrite)
+        with writing(folder):
             if folder.parent.is_dir() and not folder.exists():
                 settle(folder.parent, folder.name)  # restores a run that a killed command had moved aside
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
-        lock = FolderLock(folder)
+        lock = folders.FolderLock(folder)
         try:
-            refuse_occupied(folder, overwrite)  # again: another process may have come first
-            restarted = never_stepped(folder)
+            folders.refuse_occupied(folder, overwrite)  # again: another process may have come first
+            restarted = folders.never_stepped(folder)
             if overwrite or restarted:
-                empty(folder, keep=() if overwrite else (NOTES,))
+                folders.empty(folder, keep=() if overwrite else (folders.NOTES,))
             recover(folder)
             facts = {
-                "format": FORMAT, "state": "running", "reason": None, "started": now(), "ended": None, "resumes": [],
-                "provenance": redact(environment() | dict(provenance)), "counters": {}, "checks": {},
+                "format": folders.FORMAT, "state": "running", "reason": None, "started": now(), "ended": None,
+                "resumes": [], "provenance": redact(environment() | dict(provenance)), "counters": {}, "checks": {},
             }  # fmt: skip
             save_json(folder / "run.json", facts)
             write_file(folder / "config.yaml", redact_yaml(config_yaml))
@@ -106,11 +95,11 @@ class Run:
         `check` is called before the resume is recorded, so that its errors leave the run's state unchanged. Raises
         RunError if the folder is not a run folder, is damaged, or another process runs in it.
         """
-        check_run_folder(folder)
-        lock = FolderLock(folder)
+        folders.check_run_folder(folder)
+        lock = folders.FolderLock(folder)
         try:
             cleared = recover(folder)
-            facts = read_facts(folder)
+            facts = folders.read_facts(folder)
             check()
             facts["resumes"].append(redact({"time": now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
@@ -135,11 +124,6 @@ class Run:
         return self.folder / "final"
 
     @property
-    def checkpoints(self) -> list[Path]:
-        """The checkpoint folders, oldest first, not verified (`newest_complete` verifies)."""
-        return checkpoint.list_checkpoints(self.folder)
-
-    @property
     def config_yaml(self) -> str:
         """The content of `config.yaml`."""
         return read_regular(self.folder / "config.yaml").decode()
@@ -158,8 +142,6 @@ class Run:
 
     def set_state(self, state: State, reason: str | None = None) -> None:
         """Record the run's state in `run.json`; every state but `running` sets the end time."""
-        if state not in get_args(State):
-            raise ValueError(f"no state {state!r}")
         self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else now()}
         save_json(self.folder / "run.json", self._facts)
 
@@ -175,15 +157,14 @@ class Run:
         check is new or fails; later values are written with the next checkpoint and at the end.
         """
         checks = self._facts.setdefault("checks", {})
-        before, facts = checks.get(finding.check), finding.facts()
-        if before is not None and before["failed"] and not finding.failed:
-            before = None
-        times = (before or {}).get("times", 0) + 1
-        earlier, value = (before or {}).get("value"), facts.get("value")
-        if before is not None and not facts["failed"] and earlier is not None and value is not None and earlier > value:
-            facts = before
-        checks[finding.check] = {**facts, "times": times}
-        if before is None or facts["failed"]:
+        before, facts = checks.get(finding.check, {}), finding.facts()
+        if before.get("failed") and not finding.failed:
+            before = {}
+        earlier, value = before.get("value"), facts.get("value")
+        larger = earlier is not None and value is not None and earlier > value
+        kept = before if larger and not finding.failed else facts
+        checks[finding.check] = {**kept, "times": before.get("times", 0) + 1}
+        if not before or finding.failed:
             save_json(self.folder / "run.json", self._facts)
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
@@ -213,10 +194,6 @@ class Run:
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Also pass every further line of metrics to `follower`."""
         self._followers.append(follower)
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
-        return read_metrics(self.folder)
 
     # Checkpoints
 
@@ -259,9 +236,6 @@ class Run:
         self._metrics.close()
         self._log.close()
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
@@ -307,15 +281,8 @@ class Follower(Run):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._save: Callable[[BaseException], None] = lambda error: None
-
-    @property
-    def state(self) -> State:
-        return "running"
-
-    @property
-    def resumed(self) -> bool:
-        return False
+        self._facts = {"state": "running", "resumes": []}
+        self._save_after = lambda error: None
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -325,24 +292,16 @@ class Follower(Run):
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
         return self.folder / f"checkpoint-{step}"
 
-    def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        self._save = save
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             log.error("%s", reason_of(error), exc_info=error)
-            self._save(error)
+            self._save_after(error)
 
 
 @contextmanager
 def own_log(folder: Path, rank: int) -> Iterator[None]:
     """Send the output of this process to `logs/rank-N.log` in the run folder."""
-    with ExitStack() as resources:
-        (folder / LOGS).mkdir(exist_ok=True)
-        file = resources.enter_context((folder / LOGS / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1))
-        resources.enter_context(redirect_stdout(file))
-        resources.enter_context(redirect_stderr(file))
+    path = folder / LOGS / f"rank-{rank}.log"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ EVALUATION_ENDS = (
 )
 
 
-class StoredRun:
+class StoredRun(AbstractContextManager["StoredRun"]):
     """The rollouts of a run, read-only; the run may still be active."""
 
     def __init__(self, folder: Path, looking: bool = False):
@@ -51,14 +52,11 @@ class StoredRun:
         self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
 
-    def __enter__(self) -> StoredRun:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
-    def _rows(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
-        """The rows of a query. Raises RunError if the file cannot be read."""
+    def query(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
+        """The rows of any query. Raises RunError if the file cannot be read."""
         try:
             return self._connection.execute(query, values).fetchall()
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -66,15 +64,11 @@ class StoredRun:
 
     def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
         """The rows with arrays and JSON decoded. Raises RunError for a damaged row."""
-        rows = self._rows(query, values)
+        rows = self.query(query, values)
         try:
             return [_read(row) for row in rows]
         except ValueError as error:  # half of a number, a value of another type, or invalid JSON
             raise RunError(f"{self._path} is damaged: {error}") from error
-
-    def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-        """The rows of any query. Raises RunError if the file cannot be read."""
-        return list(map(tuple, self._rows(query, values)))
 
     def steps(self) -> list[int]:
         return [row["step"] for row in self._read_rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
@@ -128,10 +122,10 @@ class StoredRun:
         rows = self._read_rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
         return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
-    def summary(self) -> Iterator[dict[str, Any]]:
+    def summary(self) -> list[dict[str, Any]]:
         """A row per step: prompts, completions, mean and extreme rewards, completions without a reward, and the share
         of truncated completions."""
-        yield from self._read_rows(
+        return self._read_rows(
             "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
             "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
             "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "

@@ -16,9 +16,8 @@ import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.base.errors import RunError
@@ -39,7 +38,15 @@ MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio"
 
 
 class Tracker(ABC):
-    """An open run in a tracker."""
+    """An open run in a tracker. `name`: the run's path from the folder of the whole run on, `hh` or `hh/gpt2/dpo`."""
+
+    def __init__(self, config: RunConfig, run: Run):
+        parts = run.folder.absolute().parts
+        depth = parts[::-1].index(config.name) if config.name in parts else 0
+        self.name = "/".join(parts[-depth - 1 :])
+        base = config.tracking.logging_dir
+        self.folder = run.folder / "tracking" if base is None else Path(base).expanduser().joinpath(self.name)
+        self.settings = redact(config.model_dump(mode="json"))
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -54,19 +61,6 @@ class Tracker(ABC):
         """Flush and close; `failed`: the run did not finish."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The facts of a run for its trackers. `id` is the same after a resume."""
-
-    name: str
-    id: str
-    method: str
-    settings: dict[str, Any]
-    config_yaml: str
-    folder: Path
-    resumed: bool
-
-
 def require_trackers(tracking: TrackingConfig) -> None:
     """Raise ConfigError for a tracker of `report_to` that is not installed. Call this before any work."""
     for name in tracking.report_to:
@@ -75,7 +69,7 @@ def require_trackers(tracking: TrackingConfig) -> None:
         need(MODULES[name], EXTRA, f"tracking.report_to: {name}")
 
 
-class Tracking:
+class Tracking(contextlib.AbstractContextManager["Tracking"]):
     """The trackers of one run, open while it runs. Use it as a context manager inside the run's own.
 
     `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are
@@ -92,7 +86,7 @@ class Tracking:
         try:
             for name in config.tracking.report_to:
                 with redacted_command():  # wandb saves the command line
-                    self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
+                    self._open[name] = OPENERS[name](config, run)
         except BaseException:
             self._close(failed=True)
             raise
@@ -154,9 +148,6 @@ class Tracking:
             with self._dropped_on_failure(name):
                 tracker.close(failed)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(failed=error is not None)
 
@@ -170,40 +161,22 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _subject(config: RunConfig, run: Run) -> Subject:
-    """The facts of a run. Its name is its folder's path from the folder of the whole run on: `hh`, or `hh/gpt2/dpo`."""
-    parts = run.folder.absolute().parts
-    depth = parts[::-1].index(config.name) if config.name in parts else 0
-    name = "/".join(parts[-depth - 1 :])
-    facts, base = read_run(run.folder), config.tracking.logging_dir
-    born = f"{facts.started} {facts.provenance['host']} {facts.provenance['folder']} {name}"
-    return Subject(
-        name=name,
-        id=hashlib.sha256(born.encode()).hexdigest()[:12],
-        method=config.method.type,
-        settings=redact(config.model_dump(mode="json")),
-        config_yaml=run.config_yaml,
-        folder=run.folder / "tracking" if base is None else Path(base).expanduser().joinpath(name),
-        resumed=run.resumed,
-    )
-
-
 class TensorBoard(Tracker):
     """TensorBoard's event files. Each resume adds a file; TensorBoard joins them."""
 
-    def __init__(self, subject: Subject, tracking: TrackingConfig):
-        self._folder = subject.folder
+    def __init__(self, config: RunConfig, run: Run):
+        super().__init__(config, run)
         try:
             self._writer = self._file()
         except OSError as error:
-            raise RunError(f"tensorboard cannot write to {subject.folder}: {error.strerror or error}") from error
-        self._writer.add_text("config", f"```yaml\n{subject.config_yaml}```")
-        log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", subject.folder, subject.folder)
+            raise RunError(f"tensorboard cannot write to {self.folder}: {error.strerror or error}") from error
+        self._writer.add_text("config", f"```yaml\n{run.config_yaml}```")
+        log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", self.folder, self.folder)
 
     def _file(self, purge_step: int | None = None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+        return SummaryWriter(str(self.folder), purge_step=purge_step, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         for tag, value in values.items():
@@ -212,10 +185,10 @@ class TensorBoard(Tracker):
     def discard(self, step: int) -> bool:
         """Start a new file that hides the values of earlier files from this step on."""
         self._writer.close()
-        earlier = sorted(self._folder.glob("*tfevents*"))
+        earlier = sorted(self.folder.glob("*tfevents*"))
         self._writer = self._file(purge_step=step)
         # Files are read in the order of their names, which begin with a time, perhaps from a machine with a fast clock.
-        if max(self._folder.glob("*tfevents*")) == earlier[-1]:
+        if max(self.folder.glob("*tfevents*")) == earlier[-1]:
             for number, path in enumerate(earlier):
                 path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", path.name)))
         return True
@@ -228,21 +201,24 @@ class WandB(Tracker):
     """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later. A resumed run has the
     same id, so that its parts, or their offline folders, become one run."""
 
-    def __init__(self, subject: Subject, tracking: TrackingConfig):
+    def __init__(self, config: RunConfig, run: Run):
         import wandb
         from wandb.errors import Error
 
-        subject.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(config, run)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        facts = read_run(run.folder)
+        born = f"{facts.started} {facts.provenance['host']} {facts.provenance['folder']} {self.name}"
         try:
             self._run = wandb.init(
-                project=tracking.project,
-                name=subject.name,
-                id=subject.id,
-                dir=str(subject.folder),
-                config=subject.settings,
-                group=subject.name.partition("/")[0] if "/" in subject.name else None,
-                job_type=subject.method,
-                mode=wandb_mode(tracking),
+                project=config.tracking.project,
+                name=self.name,
+                id=hashlib.sha256(born.encode()).hexdigest()[:12],
+                dir=str(self.folder),
+                config=self.settings,
+                group=self.name.partition("/")[0] if "/" in self.name else None,
+                job_type=config.method.type,
+                mode=wandb_mode(config.tracking),
                 resume="allow",
                 settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
             )
@@ -252,8 +228,7 @@ class WandB(Tracker):
                 "later: tracking.wandb_mode=offline"
             ) from error
         folder = Path(self._run.dir).parent
-        where = self._run.url or f"{folder} (upload it with: wandb sync {folder})"
-        log.info("wandb: %s", where)
+        log.info("wandb: %s", self._run.url or f"{folder} (upload it with: wandb sync {folder})")
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values) | {"_timestamp": time}, step=step)
@@ -286,19 +261,20 @@ def has_wandb_key() -> bool:
 class Trackio(Tracker):
     """A run of trackio, in a local database in trackio's folder (TRACKIO_DIR) or in the Space TRACKIO_SPACE_ID."""
 
-    def __init__(self, subject: Subject, tracking: TrackingConfig):
+    def __init__(self, config: RunConfig, run: Run):
         import trackio
 
+        super().__init__(config, run)
         with contextlib.redirect_stdout(io.StringIO()):  # trackio prints what the log line below says
             self._run = trackio.init(
-                project=tracking.project,
-                name=subject.name,
-                config=subject.settings,
-                resume="allow" if subject.resumed else "never",
+                project=config.tracking.project,
+                name=self.name,
+                config=self.settings,
+                resume="allow" if run.resumed else "never",
                 embed=False,
                 auto_log_cpu=False,
             )
-        log.info("trackio: view it with: trackio show --project %s", tracking.project)
+        log.info("trackio: view it with: trackio show --project %s", config.tracking.project)
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values), step=step)

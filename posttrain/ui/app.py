@@ -8,8 +8,7 @@ import contextlib
 import sys
 import threading
 import webbrowser
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import fastapi
@@ -31,7 +30,7 @@ from posttrain.ui.parts import FAVICON, POLICY, Query, framed, parse
 from posttrain.ui.rollouts_page import rollouts_page
 from posttrain.ui.run_page import run_page
 from posttrain.ui.runs_page import runs_page
-from posttrain.ui.viewer import Act, Render, Viewer, perform, rendered
+from posttrain.ui.viewer import Act, Render, Viewer, attempt
 
 SWITCH_S = 0.0005  # seconds between thread switches: a page must not wait for the index's thread at every database row
 READING_S = 10.0  # seconds to read runs before the first page is served; the rest is read meanwhile
@@ -45,22 +44,14 @@ REPORT_POLICY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page: the function that renders it, the seconds between refreshes, and the actions of its buttons by name."""
-
-    render: Render
-    seconds: int
-    acts: Mapping[str, Act] = field(default_factory=dict)
-
-
-PAGES = {
-    "/": Page(runs_page, 3),
-    "/run": Page(run_page, 3),
-    "/rollouts": Page(rollouts_page, 5),
-    "/evaluations": Page(evaluations_page, 10),
-    "/data": Page(data_page, 2, {"read": read, "check": check}),
-    "/new": Page(new_page, 2, {"plan": plan, "start": start}),
+# Path -> the function that renders the page, the seconds between refreshes, and the actions of its buttons by name.
+PAGES: dict[str, tuple[Render, int, dict[str, Act]]] = {
+    "/": (runs_page, 3, {}),
+    "/run": (run_page, 3, {}),
+    "/rollouts": (rollouts_page, 5, {}),
+    "/evaluations": (evaluations_page, 10, {}),
+    "/data": (data_page, 2, {"read": read, "check": check}),
+    "/new": (new_page, 2, {"plan": plan, "start": start}),
 }
 
 
@@ -69,55 +60,18 @@ def application(viewer: Viewer, token: str | None = None, local: bool = True) ->
     from posttrain.ui import chat  # Gradio takes seconds to import
 
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for path, page in PAGES.items():
-        add_page(app, viewer, path, page)
-    app.add_route("/favicon.ico", lambda _: FileResponse(FAVICON, media_type="image/svg+xml"))
-    add_report(app, viewer)
-    chat.mount(app, viewer)
-    app.add_middleware(Guard, token=token, local=local)
-    return app
 
-
-def add_page(app: fastapi.FastAPI, viewer: Viewer, path: str, page: Page) -> None:
-    async def answer(request: Request) -> Response:
+    async def page(path: str, request: Request) -> Response:
         form = (await request.body()).decode(errors="replace")
-        return await run_in_threadpool(_answer, request, form, viewer, path, page)
+        return await run_in_threadpool(_answer, viewer, path, request, form)
 
-    app.add_route(path, answer, methods=["GET", "POST"] if page.acts else ["GET"])
-
-
-def _answer(request: Request, form: str, viewer: Viewer, path: str, page: Page) -> Response:
-    """The page at an address. The page's script receives only the content, or status 204 if it already has the content.
-
-    For a form, the action is performed first, on the values of the address and the form. An error message of the action
-    is not part of the version, so it is shown until the page's content changes.
-    """
-    address, error, seen = f"?{request.url.query}", None, request.headers.get(SHOWN)
-    headers = dict(HEADERS)
-    if request.method == "POST":
-        fields = parse(f"?{form}")
-        act = page.acts.get(fields.one("act"))
-        if act is None:
-            return PlainTextResponse("This page has no such action.", 400)
-        address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
-        error = perform(act, viewer, address)
-        if error is None and seen is None:
-            return RedirectResponse(address, 303)
-        headers["Content-Location"] = address
-    content = rendered(page.render, viewer, address)
-    version = str(hash(content))
-    if seen == version and request.method != "POST":
-        return Response(status_code=204)
-    shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
-    html = framed(path, shown, page.seconds) if seen is None else shown
-    return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
-
-
-def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
-    """Serve `/report?run=NAME`: the report of a run, which cannot access these pages."""
+    for path, (_, _, acts) in PAGES.items():
+        app.add_route(path, partial(page, path), methods=["GET", "POST"] if acts else ["GET"])
+    app.add_route("/favicon.ico", lambda _: FileResponse(FAVICON, media_type="image/svg+xml"))
 
     @app.get("/report")
     def report(run: str = "") -> Response:
+        """The report of a run, which cannot access these pages."""
         listed = viewer.runs.find(run)
         file = listed and listed.folder / "report.html"
         if file is None or not is_regular(file):
@@ -125,12 +79,56 @@ def add_report(app: fastapi.FastAPI, viewer: Viewer) -> None:
             return PlainTextResponse(text, 404)
         return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": REPORT_POLICY})
 
+    chat.mount(app, viewer)
+    app.add_middleware(Guard, token=token, local=local)
+    return app
+
+
+def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
+    """The page at an address. The page's script receives only the content, or status 204 if it already has the content.
+
+    For a form, the action is performed first, on the values of the address and the form. An error message of the action
+    is not part of the version, so it is shown until the page's content changes.
+    """
+    address, (render, seconds, acts) = f"?{request.url.query}", PAGES[path]
+    error, seen, headers = None, request.headers.get(SHOWN), dict(HEADERS)
+    if request.method == "POST":
+        fields = parse(f"?{form}")
+        act = acts.get(fields.one("act"))
+        if act is None:
+            return PlainTextResponse("This page has no such action.", 400)
+        address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
+        error = attempt(act, viewer, address)
+        if error is None and seen is None:
+            return RedirectResponse(address, 303)
+        headers["Content-Location"] = address
+    content = attempt(render, viewer, address)
+    version = str(hash(content))
+    if seen == version and request.method != "POST":
+        return Response(status_code=204)
+    shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
+    html = framed(path, shown, seconds) if seen is None else shown
+    return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
+
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
-    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser. Raises ConfigError if the address
-    cannot be used or needs a token."""
+    """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser.
+
+    Raises ConfigError if there is no such folder, if other machines could reach the pages without a token, or if the
+    address cannot be used.
+    """
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file: give the folder that contains the runs")
+    if not root.exists():
+        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
     local = is_loopback(host)
-    check_access(root, host, token)
+    if not local and not token:
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: give a --token (or POSTTRAIN_UI_TOKEN), which the page "
+            "asks for, or keep 127.0.0.1 and forward the port (ssh -L)"
+        )
+    if token and len(token) < SHORTEST:
+        raise ConfigError(f"the token has only {len(token)} characters and can be guessed: use at least {SHORTEST}")
     listening = listen(host, port)
     sys.setswitchinterval(SWITCH_S)
     viewer = Viewer(root)
@@ -145,18 +143,3 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # pages keep event streams open
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
-
-
-def check_access(root: Path, host: str, token: str | None) -> None:
-    """Raise ConfigError if there is no such folder, or if other machines could reach the pages without a token."""
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file: give the folder that contains the runs")
-    if not root.exists():
-        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
-    if not is_loopback(host) and not token:
-        raise ConfigError(
-            f"--host {host} is reachable from other machines: give a --token (or POSTTRAIN_UI_TOKEN), which the page "
-            "asks for, or keep 127.0.0.1 and forward the port (ssh -L)"
-        )
-    if token and len(token) < SHORTEST:
-        raise ConfigError(f"the token has only {len(token)} characters and can be guessed: use at least {SHORTEST}")

@@ -3,9 +3,9 @@
 import random
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,6 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The models and the system prompt of the last replies; the controls may have changed since."""
-
-    models: tuple[str, ...]
-    system: str
-
-
-@dataclass(frozen=True)
 class Controls:
     """The values of the page's controls."""
 
@@ -102,18 +94,23 @@ class Controls:
         """Model A, and model B if chosen; empty without model A."""
         return [model for model in (self.model_a, self.model_b) if model] if self.model_a else []
 
-    def talks(self, models: Models, histories: Sequence[History], seed: int) -> list[Talk]:
-        settings = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": int(self.max_tokens),
-            "seed": seed,
-        }
+    @property
+    def system_turns(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def talks(self, models: Models, histories: Sequence[History], settings: Mapping[str, Any]) -> list[Talk]:
+        """The conversation of each model, with settings for its next reply."""
         clients = [models.client(model, self.template) for model in self.models]
         return [
             Talk(client, dict(settings), self.system or None, turns_of(history))
             for client, history in zip(clients, histories, strict=False)
         ]
+
+
+def _read(values: Sequence[Any]) -> tuple[Controls, list[History]]:
+    """The values of the controls and of the two chatbots, which follow them."""
+    *controls, a, b = values
+    return Controls(*controls), [list(a or []), list(b or [])]
 
 
 def mount(app: FastAPI, viewer: Viewer) -> None:
@@ -156,27 +153,15 @@ def page(models: Models) -> None:
         again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Undo", "Clear"))
         better = [gr.Button(f"{name} is better", size="sm", min_width=90, visible=False) for name in "AB"]
     _panels(models, controls, sides)
-
-    def ask(*values: Any) -> Iterator[Any]:
-        *controls, a, b, question = values
-        yield from _answered(models, Controls(*controls), [a, b], str(question or "").strip())
-
-    def once_more(*values: Any) -> Iterator[Any]:
-        *controls, a, b = values
-        yield from _answered(models, Controls(*controls), [without_reply(a), without_reply(b)], None)
-
-    def vote(better: int, answered: Answered | None, a: Any, b: Any) -> str:
-        return _voted(models.viewer.root, answered, [a, b], better)
-
-    answered = gr.State(None)  # the models of the last replies, for a vote
-    changed = [*sides, question, status, answered]
-    asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **QUIET)
-    repeating = again.click(once_more, [*controls, *sides], changed, **QUIET)
+    answered = gr.State(None)  # the controls at the last replies, for a vote; they may have changed since
+    given, changed = [*controls, *sides, question], [*sides, question, status, answered]
+    asking = gr.on([send.click, question.submit], partial(_answered, models, False), given, changed, **QUIET)
+    repeating = again.click(partial(_answered, models, True), given, changed, **QUIET)
     stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **QUIET)
     back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **QUIET)
     clear.click(lambda: ([], [], "", None), None, [*sides, status, answered], **QUIET)
     for number, button in enumerate(better):
-        button.click(partial(vote, number), [answered, *sides], status, **QUIET)
+        button.click(partial(_voted, models.viewer.root, number), [answered, *sides], status, **QUIET)
     model_b = controls[1]
     model_b.change(lambda name: [gr.update(visible=bool(name))] * 3, model_b, [sides[1], *better], **QUIET)
 
@@ -226,16 +211,8 @@ def _panels(models: Models, controls: list[Any], sides: list[Any]) -> None:
         read = gr.Button("Show the prompt", size="sm")
         prompt = _view()
 
-    def explain(whose: str, colour: str, *values: Any) -> str:
-        *controls, a, b = values
-        return _guarded(lambda: _explained(models, Controls(*controls), [a, b], 1 if whose == "B" else 0, str(colour)))
-
-    def rendered(*values: Any) -> str:
-        *controls, a, b = values
-        return _guarded(lambda: _prompts(models, Controls(*controls), [a, b]))
-
-    show.click(explain, [whose, colour, *controls, *sides], tokens, **QUIET)
-    read.click(rendered, [*controls, *sides], prompt, **QUIET)
+    show.click(partial(_explained, models), [whose, colour, *controls, *sides], tokens, **QUIET)
+    read.click(partial(_prompts, models), [*controls, *sides], prompt, **QUIET)
 
 
 def _view() -> gr.HTML:
@@ -249,10 +226,12 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
     )  # fmt: skip
 
 
-def _answered(models: Models, controls: Controls, histories: list[History], question: str | None) -> Iterator[Any]:
-    """Yield values for the chatbots, the question, the status and the models while replies arrive. `question` None:
-    the last question is answered again."""
-    histories = [list(history or []) for history in histories]
+def _answered(models: Models, again: bool, *values: Any) -> Iterator[Any]:
+    """Yield values for the chatbots, the question, the status and the models while replies arrive. `again`: the last
+    question is answered again, not the one in the last of the values."""
+    controls, histories = _read(values[:-1])
+    question = None if again else str(values[-1] or "").strip()
+    histories = [without_reply(history) if again else history for history in histories]
     if not controls.models:
         yield *histories, question, message("Choose model A first.", "warning"), gr.skip()
         return
@@ -260,14 +239,15 @@ def _answered(models: Models, controls: Controls, histories: list[History], ques
         yield *histories, "", message("Type a question first.", "warning"), gr.skip()
         return
     seed = int(controls.seed) if controls.seed is not None else random.getrandbits(31)
+    settings = {"temperature": controls.temperature, "top_p": controls.top_p, "max_tokens": int(controls.max_tokens)}
     yield *histories, gr.skip(), message(f"Loading {' and '.join(controls.models)} …"), gr.skip()
     try:
-        talks = controls.talks(models, histories, seed)
+        talks = controls.talks(models, histories, settings | {"seed": seed})
         replies = [talk.again() if question is None else talk.ask(question) for talk in talks]
         turns = [] if question is None else [{"role": "user", "content": shown(question)}]
         now: list[History] = [[*history, *turns, {"role": "assistant", "content": ""}] for history in histories]
         texts = [""] * len(talks)
-        yield *_sides(now, len(talks)), "", "", Answered(tuple(controls.models), controls.system)
+        yield *_sides(now, len(talks)), "", "", controls
         for side, piece in together(replies):
             texts[side] += piece
             now[side][-1]["content"] = shown(texts[side])
@@ -291,50 +271,56 @@ def _facts(models: Models, controls: Controls, talks: Sequence[Talk], seed: int)
     return el("p", " · ".join(facts), class_="quiet")
 
 
-def _voted(root: Path, answered: Answered | None, histories: Sequence[History], better: int) -> str:
-    def write() -> str:
-        a, b = ([*map(dict, turns_of(history or []))] for history in histories)
-        replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
-        if answered is None or len(answered.models) < 2 or not replied:
-            return message("Ask two models first: a vote compares their last replies.", "warning")
-        if a[:-1] != b[:-1]:
-            return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
-        system = [{"role": "system", "content": answered.system}] if answered.system else []
-        replies, models = (a[-1]["content"], b[-1]["content"]), answered.models
-        facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
-        file = root / VOTES
-        count = write_vote(file, [*system, *a[:-1]], replies[better], replies[1 - better], facts)
-        return message(
-            f"Written to {file}: {counted(count, 'preference')}, training data for `posttrain train --method dpo`."
-        )
+def _guarded(work: Callable[..., str]) -> Callable[..., str]:
+    """`work`, with the message of an error as its result."""
 
-    return _guarded(write)
+    @wraps(work)
+    def guarded(*values: Any) -> str:
+        try:
+            return work(*values)
+        except PosttrainError as error:
+            return message(message_of(error), "error")
+
+    return guarded
 
 
-def _explained(models: Models, controls: Controls, histories: Sequence[History], side: int, colour: str) -> str:
-    turns = turns_of(histories[side] or [])
+@_guarded
+def _voted(root: Path, better: int, answered: Controls | None, *histories: History | None) -> str:
+    a, b = ([*map(dict, turns_of(history or []))] for history in histories)
+    replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
+    if answered is None or len(answered.models) < 2 or not replied:
+        return message("Ask two models first: a vote compares their last replies.", "warning")
+    if a[:-1] != b[:-1]:
+        return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
+    replies, models = (a[-1]["content"], b[-1]["content"]), answered.models
+    facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
+    file = root / VOTES
+    count = write_vote(file, [*answered.system_turns, *a[:-1]], replies[better], replies[1 - better], facts)
+    return message(
+        f"Written to {file}: {counted(count, 'preference')}, training data for `posttrain train --method dpo`."
+    )
+
+
+@_guarded
+def _explained(models: Models, whose: str, colour: str, *values: Any) -> str:
+    controls, histories = _read(values)
+    turns = turns_of(histories[1 if whose == "B" else 0])
     if not turns or turns[-1]["role"] != "assistant":
         return message("There is no reply yet.", "warning")
-    system = [{"role": "system", "content": controls.system}] if controls.system else []
     clients = [models.client(model, controls.template) for model in controls.models]
-    scored = [client.score([*system, *turns], ALTERNATIVES).completion for client in clients]
+    scored = [client.score([*controls.system_turns, *turns], ALTERNATIVES).completion for client in clients]
     reply = cells(scored[0], scored[1] if len(scored) > 1 else None)
     return token_map(reply, colour if colour in COLOURS else "difference", controls.models)
 
 
-def _prompts(models: Models, controls: Controls, histories: Sequence[History]) -> str:
-    parts = []
-    for model, history in zip(controls.models, histories, strict=False):
-        talk = Talk(models.client(model, controls.template), {}, controls.system or None, turns_of(history or []))
-        parts.append(el("div", el("p", model, class_="quiet"), el("pre", text(talk.prompt())), class_="side"))
+@_guarded
+def _prompts(models: Models, *values: Any) -> str:
+    controls, histories = _read(values)
+    parts = [
+        el("div", el("p", model, class_="quiet"), el("pre", text(talk.prompt())), class_="side")
+        for model, talk in zip(controls.models, controls.talks(models, histories, {}), strict=True)
+    ]
     return el("div", *parts, class_="sides") if parts else message("Choose model A first.", "warning")
-
-
-def _guarded(work: Any) -> str:
-    try:
-        return work()
-    except PosttrainError as error:
-        return message(message_of(error), "error")
 
 
 def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

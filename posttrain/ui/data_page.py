@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,52 +29,45 @@ OWN = ("set", "sort", "row", "first")  # parameters of the address that are not 
 CHECK = ("--json", "--rows", "0")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings whose data is shown, and the page's title. `of_run`: they belong to a run in the folder."""
-
-    title: Markup
-    text: str
-    of_run: bool
-
-
 def data_page(viewer: Viewer, query: Query) -> Markup:
     settings = _settings(viewer, query)
     if settings is None:
         return _choice(viewer, query.one("run"))
-    arguments = _arguments(query)
-    commands = viewer.commands
+    (title, text), arguments, commands = settings, _arguments(query), viewer.commands
     # Without a click, data is read only for a run in this folder: an address can name any data, and another site's page
     # can link to any address.
-    allowed = settings.of_run or commands.has_run("explore", settings.text)
-    if allowed and commands.find("explore", settings.text, arguments) is None:
-        commands.start("explore", settings.text, arguments)
-    explored, waiting = _output(commands.find("explore", settings.text, arguments))
+    allowed = query.one("run") or commands.has_run("explore", text)
+    if allowed and commands.find("explore", text, arguments) is None:
+        commands.start("explore", text, arguments)
+    output = commands.find("explore", text, arguments)
     acts = el("form", id=FORM, method="post", action=query.but(PATH))  # the buttons submit this form
-    if explored is None:
-        return join([settings.title, acts, waiting])
-    body = [_cards(explored), _lengths(explored), _dropped(explored), _checks(viewer, settings), _rows(explored, query)]
-    return join([settings.title, acts, *body])
+    if output is None or output.code != 0:
+        return join([title, acts, _unread(output)])
+    explored = _parsed(output.text)
+    dropped = [part for name, report in explored["reports"].items() for part in _dropped(name, report)]
+    about_rows = [el("h2", "Dropped"), dropped or message("Every row is used as it is."), _checks(viewer, text)]
+    return join([title, acts, _cards(explored), _lengths(explored), *about_rows, _rows(explored, query)])
 
 
 def read(viewer: Viewer, query: Query) -> None:
     """Start reading the rows that an address names. Raises ConfigError if the settings cannot be read."""
-    viewer.commands.start("explore", _required(viewer, query).text, _arguments(query))
+    viewer.commands.start("explore", _required(viewer, query), _arguments(query))
 
 
 def check(viewer: Viewer, query: Query) -> None:
     """Start the checks for duplicates, evaluation questions and length bias. Raises ConfigError as `read` does."""
-    viewer.commands.start("explore", _required(viewer, query).text, CHECK)
+    viewer.commands.start("explore", _required(viewer, query), CHECK)
 
 
-def _required(viewer: Viewer, query: Query) -> Settings:
+def _required(viewer: Viewer, query: Query) -> str:
     if (settings := _settings(viewer, query)) is None:
         raise ConfigError("there is no such run")
-    return settings
+    return settings[1]
 
 
-def _settings(viewer: Viewer, query: Query) -> Settings | None:
-    """The settings of a run in the folder, or those in the address. Raises ConfigError if they cannot be read."""
+def _settings(viewer: Viewer, query: Query) -> tuple[Markup, str] | None:
+    """The page's title, and the text of the settings of a run in the folder or of those in the address. Raises
+    ConfigError if they cannot be read."""
     name = query.one("run")
     if name:
         run = viewer.runs.find(name)
@@ -86,7 +78,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"the settings of {name} cannot be read: {error}") from error
         to_run = link(run.name, address("/run", run=run.name))
-        return Settings(el("h1", to_run, " ", el("small", f"data: {run.data}")), text, True)
+        return el("h1", to_run, " ", el("small", f"data: {run.data}")), text
     if not any(key not in OWN for key, _ in query.pairs):
         return None
     made = draft(query, viewer.root)
@@ -94,7 +86,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
         lines = [*made.problems.values(), *made.elsewhere]
         raise ConfigError("\n".join(["these settings are incomplete:", *lines]))
     back = address("/new", **{key: value for key, value in query.pairs if key not in OWN})
-    return Settings(el("h1", link("New run", back), " ", el("small", f"data: {made.name}")), made.text, False)
+    return el("h1", link("New run", back), " ", el("small", f"data: {made.name}")), made.text
 
 
 def _choice(viewer: Viewer, name: str) -> Markup:
@@ -112,20 +104,17 @@ def _arguments(query: Query) -> tuple[str, ...]:
     return ("--json", "--no-quality", "--rows", str(BLOCK), *order, *where)
 
 
-def _output(output: Output | None) -> tuple[dict[str, Any] | None, Markup]:
-    """The parsed output of `explore`; or None, and what the page shows instead."""
+def _unread(output: Output | None) -> Markup:
+    """What the page shows instead of data that has not been read."""
     if output is None:
         button = act("read", "Read the data", FORM, class_="primary")
         about = " reads and tokenises it as a run would (a data set on the hub is downloaded)"
-        return None, el("p", button, el("span", about, class_="quiet"))
+        return el("p", button, el("span", about, class_="quiet"))
     if output.code is None:
-        return None, message("The data is being read and tokenised …")
-    if output.code:
-        again = el("p", act("read", "Read again", FORM))
-        where = "Relative paths in the settings are relative to the folder where posttrain ui was started."
-        error = message(output.text or "Reading the data failed without a message.", "error")
-        return None, join([error, el("p", where, class_="quiet"), again])
-    return _parsed(output.text), Markup("")
+        return message("The data is being read and tokenised …")
+    where = "Relative paths in the settings are relative to the folder where posttrain ui was started."
+    error = message(output.text or "Reading the data failed without a message.", "error")
+    return join([error, el("p", where, class_="quiet"), el("p", act("read", "Read again", FORM))])
 
 
 @lru_cache(maxsize=8)
@@ -159,13 +148,8 @@ def _lengths(shown: Mapping[str, Any]) -> Markup:
     return join([el("h2", "Lengths"), sizes, el("div", figure, class_="charts")])
 
 
-def _dropped(shown: Mapping[str, Any]) -> Markup:
-    """The dropped and truncated rows and the notes, for each set."""
-    parts = [part for name, report in shown["reports"].items() for part in _dropped_of(name, report)]
-    return join([el("h2", "Dropped"), *(parts or [message("Every row is used as it is.")])])
-
-
-def _dropped_of(name: str, report: Mapping[str, Any]) -> list[Markup]:
+def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
+    """The dropped and truncated rows of a set, and the notes about it."""
     limit = f"{report['max_length']:,} tokens"
     if report["max_prompt_length"] is not None:
         limit += f", {report['max_prompt_length']:,} of the prompt"
@@ -193,9 +177,9 @@ def _dropped_of(name: str, report: Mapping[str, Any]) -> list[Markup]:
     return parts
 
 
-def _checks(viewer: Viewer, settings: Settings) -> Markup:
+def _checks(viewer: Viewer, text: str) -> Markup:
     """The results of the checks for duplicates, evaluation questions and length bias, after a click on Check."""
-    output = viewer.commands.find("explore", settings.text, CHECK)
+    output = viewer.commands.find("explore", text, CHECK)
     title = el("h2", "Checks of the rows")
     if output is not None and output.code is None:
         return join([title, message("The rows are being checked …")])
@@ -205,20 +189,17 @@ def _checks(viewer: Viewer, settings: Settings) -> Markup:
         return join([title, el("p", button, el("span", about, class_="quiet"))])
     if output.code:
         return join([title, message(output.text or "The checks failed without a message.", "error"), el("p", button)])
-    findings = _parsed(output.text)["findings"]
-
-    def finding(what: str, rows: Sequence[Any], total: int, examples: Sequence[str]) -> list[str]:
-        return [what, f"{len(rows):,}", f"{len(rows) / total:.1%}" if total else "–", "; ".join(examples)]
-
-    rows = [
-        finding(
-            what, same["rows"], same["of"], [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]
-        )
-        for what, same in findings["duplicates"].items()
-    ]
+    findings, found = _parsed(output.text)["findings"], []
+    for what, same in findings["duplicates"].items():
+        examples = [f"{later} repeats {earlier}" for later, earlier in same["rows"][:EXAMPLES]]
+        found.append((what, len(same["rows"]), same["of"], examples))
     for name, suite in findings["contamination"].items():
         examples = [f"{question} in row {row}" for question, _, row in suite["hits"][:EXAMPLES]]
-        rows.append(finding(f"questions of {name} in train", suite["hits"], suite["checked"], examples))
+        found.append((f"questions of {name} in train", len(suite["hits"]), suite["checked"], examples))
+    rows = [
+        [what, f"{count:,}", f"{count / total:.1%}" if total else "–", "; ".join(examples)]
+        for what, count, total, examples in found
+    ]
     notes = el("ul", *(el("li", note) for note in findings["notes"]), class_="notes")
     return join([title, table(["finding", "rows", "share", "examples"], rows, numbers=(1, 2)), notes])
 

@@ -71,7 +71,9 @@ def draft(query: Query, root: Path) -> Draft:
     values = {METHOD: method, OUTPUT: flow(escaped(str(root))), **given}
     config, notes, lines = _checked(values)
     if not name and config is not None:
-        name = _free_name(root, f"{config.method.type}-{config.models[0].folder_name}")
+        wanted = f"{config.method.type}-{config.models[0].folder_name}"
+        names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
+        name = next(name for name in names if not (root / name).exists())
         values[NAME] = flow(escaped(name))
         config, notes, lines = _checked(values)
     problems, elsewhere = _by_setting(lines, known)
@@ -135,12 +137,6 @@ def _as_file(values: Mapping[str, str]) -> str:
     return write_yaml({key: tree[key] for key in sorted(tree, key=lambda key: order.get(key, len(order)))})
 
 
-def _free_name(root: Path, wanted: str) -> str:
-    """The wanted name, with a number appended if a run with this name exists."""
-    names = (f"{wanted}-{number}" if number > 1 else wanted for number in itertools.count(1))
-    return next(name for name in names if not (root / name).exists())
-
-
 def new_page(viewer: Viewer, query: Query) -> Markup:
     made = draft(query, viewer.root)
     title = el("h1", "New run")
@@ -168,29 +164,27 @@ def _complete(viewer: Viewer, query: Query) -> Draft:
 
 def _form(viewer: Viewer, made: Draft) -> Markup:
     fields = fields_of(made.method)
-    essential = [setting for setting in fields if _is_essential(setting)]
+    essential = [
+        setting
+        for setting in fields
+        if setting.path in ESSENTIAL or (setting.section == "method" and setting.path in STARTER)
+    ]
     order = {path: at for at, path in enumerate(ESSENTIAL)}
     essential.sort(key=lambda setting: order.get(setting.path, len(ESSENTIAL) // 2))
-    others = [setting for setting in fields if not _is_essential(setting)]
+    others = [setting for setting in fields if setting not in essential]
     sections = [(heading, [s for s in others if s.section == section]) for section, heading in HEADINGS.items()]
     parts = [
         choice(METHOD, "method", METHOD_NAMES, made.method),
         el("div", *(_field(setting, made) for setting in essential), class_="fields"),
         el("h2", "All other settings"),
-        *(_section(heading, settings, made) for heading, settings in sections),
+        *(_section(heading, settings, made) for heading, settings in sections if settings),
         _list("models", list(models_below(viewer).values())),
         _list("sources", [*KNOWN, "builtin:arithmetic"]),
     ]
     return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
 
 
-def _is_essential(setting: Setting) -> bool:
-    return setting.path in ESSENTIAL or (setting.section == "method" and setting.path in STARTER)
-
-
-def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup | None:
-    if not settings:
-        return None
+def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup:
     open_ = any(setting.path in made.problems or setting.path in made.given for setting in settings)
     fields = el("div", *(_field(setting, made) for setting in settings), class_="fields")
     return el("details", el("summary", heading), fields, open=open_)

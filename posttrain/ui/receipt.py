@@ -35,11 +35,6 @@ LOGPROBS = (
     " Log-probabilities (nats) come from the engine (sampler), the policy before and after the step (old, new), and "
     "the reference model (ref)."
 )
-# Quantity by which tokens can be coloured -> whether it has a sign.
-COLOURINGS = {
-    "push": True, "advantage": True, "ratio": True, "sampler − trainer": True, "entropy": False,
-    "policy − reference": True, "clipped": False,
-}  # fmt: skip
 
 
 def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> Markup:
@@ -83,12 +78,12 @@ def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Ma
         for completion in sorted(group.completions, key=lambda completion: -completion.push)
     ]
     header = ["", "share of the push", "reward", "advantage", *group.part_names, "tokens", "ended by", "completion"]
-    shown = el("details", _prompt_title(group), el("pre", group.text), open=True)
-    return join([shown, table(header, rows, numbers=(2, 3, 4 + len(group.part_names)))])
+    return join([_prompt(group, shown=True), table(header, rows, numbers=(2, 3, 4 + len(group.part_names)))])
 
 
-def _prompt_title(group: GroupReceipt) -> Markup:
-    return el("summary", "Prompt" if group.row is None else f"Prompt (row {group.row} of the data)")
+def _prompt(group: GroupReceipt, shown: bool = False) -> Markup:
+    title = "Prompt" if group.row is None else f"Prompt (row {group.row} of the data)"
+    return el("details", el("summary", title), el("pre", group.text), open=shown)
 
 
 def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, rollout: int, query: Query) -> Markup:
@@ -96,7 +91,7 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     group = group_receipt(stored, step, prompt)
     completion = group.completion(rollout)
     numbers, tokens = completion.numbers, completion.tokens.tolist()
-    colours = {name: values for name, values in _colours(numbers).items() if values is not None}
+    colours = _colours(numbers)
     colouring = query.choice("colour", tuple(colours))
     decoder = decoder_of(run.folder)
     texts = [(text or "") if decoder else f"{text} " for text in token_texts(tokens, decoder, group.tokens.tolist())]
@@ -112,11 +107,11 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
     return join(
         [
             cards(_facts(completion)),
-            el("details", _prompt_title(group), el("pre", group.text)),
+            _prompt(group),
             _turns(completion, query) if completion.turns else None,
             el("p", el("span", "Colour by", class_="quiet"), *choices, class_="choices"),
-            heat(texts, colours[colouring], COLOURINGS[colouring], numbers, pushed, chosen, query),
-            _legend(colouring, colours[colouring], COLOURINGS[colouring], numbers),
+            heat(texts, colouring, numbers, pushed, chosen, query),
+            _legend(colouring, numbers),
             _responsible(completion, texts, pushed, chosen, query),
         ]
     )
@@ -147,15 +142,10 @@ def said(turn: Turn, *about: object) -> Markup:
 
 
 def heat(
-    texts: Sequence[str],
-    values: np.ndarray,
-    signed_: bool,
-    numbers: TokenNumbers,
-    pushed: Sequence[int],
-    chosen: int | None,
-    query: Query,
+    texts: Sequence[str], colouring: str, numbers: TokenNumbers, pushed: Sequence[int], chosen: int | None, query: Query
 ) -> Markup:
     """The tokens as links that show their numbers; the stronger the colour, the larger the number."""
+    values, has_sign = _colours(numbers)[colouring]
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     start = 0 if chosen is None or chosen < TOKENS else chosen - chosen % TOKENS
     most, parts = set(pushed), []
@@ -163,10 +153,10 @@ def heat(
         value = float(values[at])
         level = round(6 * min(1.0, abs(value) / largest)) if np.isfinite(value) else 0
         looks = {
-            f"h{level}": level, "down": signed_ and value < 0, "clipped": numbers.clipped[at],
+            f"h{level}": level, "down": has_sign and value < 0, "clipped": numbers.clipped[at],
             "other": not numbers.trained[at], "most": at in most, "chosen": at == chosen,
         }  # fmt: skip
-        written = f"{value:+.4g}" if signed_ else f"{value:.4g}"
+        written = f"{value:+.4g}" if has_sign else f"{value:.4g}"
         parts.append(
             link(
                 _written(texts[at]),
@@ -191,10 +181,11 @@ def _written(text: str) -> str:
     return text.replace("\n", "⏎\n").replace("\t", "⇥\t") or "·"
 
 
-def _legend(name: str, values: np.ndarray, signed_: bool, numbers: TokenNumbers) -> Markup:
+def _legend(name: str, numbers: TokenNumbers) -> Markup:
+    values, has_sign = _colours(numbers)[name]
     finite = values[np.isfinite(values) & numbers.trained]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
-    keys = [f"{name}: from {low:.4g} to {high:.4g}", "blue above 0, orange below" if signed_ else "stronger is larger"]
+    keys = [f"{name}: from {low:.4g} to {high:.4g}", "blue above 0, orange below" if has_sign else "stronger is larger"]
     keys += ["struck out: clipped", *([] if numbers.trained.all() else [f"grey: {NOT_SAMPLED}"])]
     return el("p", f"{'; '.join(keys)}; underlined: the largest pushes.", class_="quiet")
 
@@ -221,20 +212,21 @@ def _responsible(
     return join([el("h3", title), table(header, rows, numbers=(0, *range(3, 3 + len(columns)))), about])
 
 
-def _colours(numbers: TokenNumbers) -> dict[str, np.ndarray | None]:
-    """The values of each quantity in COLOURINGS; None if it is not stored."""
-    return {
-        "push": numbers.push,
-        "advantage": numbers.advantage,
-        "ratio": None if numbers.ratio is None else np.log(np.maximum(numbers.ratio, 1e-30)),
-        "sampler − trainer": numbers.mismatch,
-        "entropy": numbers.stored.get("entropy"),
-        "policy − reference": numbers.reference,
-        "clipped": numbers.clipped.astype(float),
+def _colours(numbers: TokenNumbers) -> dict[str, tuple[np.ndarray, bool]]:
+    """The stored quantities by which tokens can be coloured: the values, and whether they have a sign."""
+    quantities = {
+        "push": (numbers.push, True),
+        "advantage": (numbers.advantage, True),
+        "ratio": (None if numbers.ratio is None else np.log(np.maximum(numbers.ratio, 1e-30)), True),
+        "sampler − trainer": (numbers.mismatch, True),
+        "entropy": (numbers.stored.get("entropy"), False),
+        "policy − reference": (numbers.reference, True),
+        "clipped": (numbers.clipped.astype(float), False),
     }
+    return {name: (values, has_sign) for name, (values, has_sign) in quantities.items() if values is not None}
 
 
-def _metrics(series: Series, step: int) -> Markup | None:
+def _metrics(series: Series, step: int) -> Markup:
     metrics = series.at(step)
     if not metrics:
         return message("The metrics of this step have not been logged.")

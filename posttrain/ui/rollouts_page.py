@@ -71,7 +71,7 @@ def _beside(stored: StoredRun, step: int, query: Query) -> Markup:
     at = steps.index(step)
     links = [link(f"← step {before}", query.but(PATH, step=before)) for before in steps[:at][-1:]]
     links += [link(f"step {after} →", query.but(PATH, step=after)) for after in steps[at + 1 : at + 2]]
-    return el("p", *(part for each in links for part in (each, "  ")))
+    return el("p", join(links, "  "))
 
 
 def _overview(run: RunSummary, series: Series) -> Markup:
@@ -109,8 +109,7 @@ def falls(series: Series) -> list[tuple[int, float]]:
 def _falls(run: RunSummary, series: Series) -> Markup | None:
     steps = falls(series)
     links = [link(f"step {step} ({change:+.3g})", address(PATH, run=run.name, step=step)) for step, change in steps]
-    parts = [part for each in links for part in (each, ", ")][:-1]
-    return el("p", "The reward fell most at ", *parts, ".") if parts else None
+    return el("p", "The reward fell most at ", join(links, ", "), ".") if links else None
 
 
 def _search(viewer: Viewer, run: RunSummary, query: Query) -> Markup:

@@ -7,11 +7,11 @@ from posttrain.reports.chart import chart
 from posttrain.reports.curves import PANELS, lines_of
 from posttrain.reports.markup import Markup, cards, el, join, link, message, number, table
 from posttrain.reports.report import alarms_of, data_messages
-from posttrain.reports.series import AXES, Series
+from posttrain.reports.series import Series
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, address, choice, form, hidden, slider
-from posttrain.ui.runs_page import SMOOTH, badge, run_links
+from posttrain.ui.parts import Query, address
+from posttrain.ui.runs_page import badge, curve_controls, run_links
 from posttrain.ui.viewer import Viewer
 
 PATH = "/run"
@@ -24,9 +24,22 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
     if run is None:
         text = f"There is no run {name}." if name else "Choose a run."
         return join([message(text), run_links(viewer.runs.all(), PATH)])
-    series = viewer.series(run.folder)
-    above = [_head(run), _cards(run, series), _alarms(series), _curves(run, series, query)]
-    return join([*above, _checks(run), _data(run), _log(run)])
+    series, data = viewer.series(run.folder), data_messages(run.folder)
+    alarms = [message(alarm, "warning") for alarm in alarms_of(series)]
+    checks = [[el("span", each.outcome, class_=f"badge {each.outcome}"), each.what, each.found] for each in run.checks]
+    lines = run.log_tail(1 << 16).splitlines()[-LOG_LINES:]
+    log = el("pre", "\n".join(lines), class_="log", tabindex="0")
+    return join(
+        [
+            _head(run),
+            _cards(run),
+            [el("h2", "Alarms"), *alarms] if alarms else None,
+            _curves(run, series, query),
+            [el("h2", "Checks"), table(["", "check", "found"], checks)] if checks else None,
+            [el("h2", "Data"), el("pre", data)] if data else None,
+            [el("h2", "Log"), log if lines else message("There is no training.log yet.")],
+        ]
+    )
 
 
 def replay_command(run: RunSummary) -> str:
@@ -47,7 +60,7 @@ def _head(run: RunSummary) -> Markup:
     kind = "error" if run.state in ("failed", "damaged") else "warning"
     why = message(run.explanation, kind) if run.explanation else None
     killed = message(KILLED, "warning") if run.state == "killed" else None
-    above = el("p", *(part for each in links for part in (each, " · ")), copy, written)
+    above = el("p", join(links, " · "), " · ", copy, written)
     return join([title, about, note, above, why, killed])
 
 
@@ -57,7 +70,7 @@ KILLED = (
 )
 
 
-def _cards(run: RunSummary, series: Series) -> Markup:
+def _cards(run: RunSummary) -> Markup:
     facts = {
         run.metric or "result": number(run.result),
         "step": f"{run.step:,}" + (f" / {run.total:,}" if run.total else ""),
@@ -69,42 +82,16 @@ def _cards(run: RunSummary, series: Series) -> Markup:
     return cards({name: value for name, value in facts.items() if value})
 
 
-def _alarms(series: Series) -> Markup | None:
-    lines = [message(alarm, "warning") for alarm in alarms_of(series)]
-    return join([el("h2", "Alarms"), *lines]) if lines else None
-
-
 def _curves(run: RunSummary, series: Series, query: Query) -> Markup:
-    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    axis, smooth, controls = curve_controls(PATH, query, "run")
     go = address("/rollouts", run=run.name) + "&step=" if run.has_rollouts and axis == "step" else None
     charts = [
-        chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
+        chart(lines, panel.title, x_label=axis, smooth=smooth, share=panel.share, go=go)
         for panel in PANELS
         if (lines := list(lines_of(panel, series, axis)))
     ]
-    controls = form(
-        PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
-    )
     text = f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown."
     damaged = message(text, "warning") if series.damaged else None
     hint = el("p", "Click a curve to open the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
-
-
-def _checks(run: RunSummary) -> Markup | None:
-    rows = [
-        [el("span", check.outcome, class_=f"badge {check.outcome}"), check.what, check.found] for check in run.checks
-    ]
-    return join([el("h2", "Checks"), table(["", "check", "found"], rows)]) if rows else None
-
-
-def _data(run: RunSummary) -> Markup | None:
-    text = data_messages(run.folder)
-    return join([el("h2", "Data"), el("pre", text)]) if text else None
-
-
-def _log(run: RunSummary) -> Markup:
-    lines = run.log_tail(1 << 16).splitlines()[-LOG_LINES:]
-    text = el("pre", "\n".join(lines), class_="log", tabindex="0")
-    return join([el("h2", "Log"), text if lines else message("There is no training.log yet.")])

@@ -96,9 +96,14 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
     mark = toggle(run.name, at, query.but(PATH, chosen=others if at is not None else more))
     steps = f"{run.step:,}" + (f" / {run.total:,}" if run.total else "")
     result = el("span", number(run.result, 3), " ", el("small", run.metric)) if run.metric else "–"
-    name = [el("a", run.name, href=address("/run", run=run.name), class_="name"), tag_list(run)]
+    name = [el("a", run.name, href=address("/run", run=run.name), class_="name")]
+    if marks := f"{run.hashtags}{' note' if run.note else ''}".strip():
+        name += [" ", el("small", marks, title=run.note or None)]
     started = el("span", f"{run.started_at:%Y-%m-%d %H:%M}" if run.started_at else "", class_="nowrap")
-    state = [badge(run.state, run.explanation), alarm_list(run.alarms)]
+    state = [badge(run.state, run.explanation)]
+    for alarm, count in run.alarms.items():
+        shown = el("span", f"{alarm} × {count:,}", class_="badge alarm")
+        state.append(el("details", el("summary", shown), el("p", advice(alarm))))
     model = el("span", run.model, class_="clip", title=run.model)
     size = in_units(run.size)
     return [mark, name, state, run.method, model, result, spark(curve), steps, run.eta, size, started]
@@ -121,24 +126,17 @@ def badge(state: str, problem: str = "") -> Markup:
     return el("details", el("summary", shown), el("p", problem)) if problem else shown
 
 
-def tag_list(run: RunSummary) -> Markup:
-    """The tags of a run, with its note as a tooltip."""
-    marks = f"{run.hashtags}{' note' if run.note else ''}".strip()
-    return join([" ", el("small", marks, title=run.note or None)] if marks else [])
-
-
-def alarm_list(alarms: dict[str, int]) -> Markup:
-    """The alarms of a run as badges that open advice from the guide."""
-    badges = {name: el("span", f"{name} × {count:,}", class_="badge alarm") for name, count in alarms.items()}
-    return join(el("details", el("summary", shown), el("p", advice(name))) for name, shown in badges.items())
+def curve_controls(path: str, query: Query, *kept: str) -> tuple[str, float, Markup]:
+    """The chosen axis and smoothing of curves, and the form that changes them and keeps other parameters."""
+    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    controls = [choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, *kept)]
+    return axis, float(smooth), form(path, *controls)
 
 
 def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Markup | None:
     if not chosen:
         return None
-    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
-    kept = hidden(query, "chosen", "sort", "reverse", "find", "state", "method", "all")
-    controls = form(PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), kept)
+    axis, smooth, controls = curve_controls(PATH, query, "chosen", "sort", "reverse", "find", "state", "method", "all")
     curves = [viewer.series(run.folder) for run in chosen]
     charts = []
     for panel in PANELS:
@@ -149,7 +147,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
                 for at, (run, series) in enumerate(zip(chosen, curves, strict=True))
                 if name in series.names
             ]
-            charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
+            charts.append(chart(lines, name, x_label=axis, smooth=smooth, share=panel.share, keys=False))
     keys = el("p", *(_key(run, at, chosen, query) for at, run in enumerate(chosen)), class_="keys")
     return el(
         "section",

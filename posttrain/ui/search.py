@@ -43,10 +43,6 @@ CREATE TABLE IF NOT EXISTS parts (
 CREATE VIRTUAL TABLE IF NOT EXISTS completion_texts USING fts5(text, content='', detail='full');
 CREATE VIRTUAL TABLE IF NOT EXISTS prompt_texts USING fts5(text, content='', detail='full');
 """
-COLUMNS = (
-    "step", "prompt", "rollout", "prompt_id", "row", "reward", "advantage", "length", "ended", "verdict", "push",
-    "clipped", "ratio",
-)  # fmt: skip
 SORTS = {
     "latest": "step DESC, prompt, rollout",
     "earliest": "step, prompt, rollout",
@@ -156,10 +152,8 @@ class Index:
                     _remove(connection, step)
             for done, step in enumerate(new):
                 self.progress = done, len(new)
-                rollouts = stored.rollouts(step)
-                prompts = {prompt["prompt_index"]: prompt for prompt in stored.prompts(step)}
                 with connection:  # one transaction: a step is indexed with all its rollouts or not at all
-                    _add(connection, step, current[step], prompts, rollouts)
+                    _add(connection, step, current[step], stored)
                 time.sleep(REST_S)
 
 
@@ -183,29 +177,27 @@ def _remove(connection: sqlite3.Connection, step: int) -> None:
         connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
 
 
-def _add(
-    connection: sqlite3.Connection,
-    step: int,
-    fingerprint: str,
-    prompts: Mapping[int, Mapping[str, Any]],
-    rollouts: Sequence[Mapping[str, Any]],
-) -> None:
+def _add(connection: sqlite3.Connection, step: int, fingerprint: str, stored: StoredRun) -> None:
+    rollouts = stored.rollouts(step)
+    prompts = {prompt["prompt_index"]: prompt for prompt in stored.prompts(step)}
     _remove(connection, step)
     ids = {}
     for index, prompt in prompts.items():
         ids[index] = connection.execute("INSERT INTO prompts (step) VALUES (?)", (step,)).lastrowid
         connection.execute("INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", (ids[index], prompt["prompt"]))
-    marks = ", ".join("?" * len(COLUMNS))
     choices = {"verdict": set(), "ended": set(), "part": set()}
     for rollout in rollouts:
         index, completion = rollout["prompt_index"], CompletionReceipt.of(rollout)
         numbers, verdict = completion.numbers, completion.verdict
-        values = (
-            step, index, completion.rollout, ids.get(index), prompts[index]["row"] if index in prompts else None,
-            completion.reward, completion.advantage, len(completion.tokens), completion.finish_reason, verdict,
-            completion.push, int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
-        )  # fmt: skip
-        added = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
+        row = {
+            "step": step, "prompt": index, "rollout": completion.rollout, "prompt_id": ids.get(index),
+            "row": prompts[index]["row"] if index in prompts else None, "reward": completion.reward,
+            "advantage": completion.advantage, "length": len(completion.tokens), "ended": completion.finish_reason,
+            "verdict": verdict, "push": completion.push, "clipped": int(numbers.clipped.sum()),
+            "ratio": factor(numbers.furthest_ratio),
+        }  # fmt: skip
+        insert = f"INSERT INTO rollouts ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
+        added = connection.execute(insert, list(row.values())).lastrowid
         connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (added, completion.text))
         graded = [(added, name, part.value) for name, part in completion.parts.items()]
         connection.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?)", graded)
@@ -213,8 +205,8 @@ def _add(
         choices["ended"].add(completion.finish_reason)
         choices["part"].update(name for _, name, _ in graded)
     connection.execute("INSERT INTO steps VALUES (?, ?)", (step, fingerprint))
-    row = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
-    before = json.loads(row[0]) if row else {}
+    stored_choices = connection.execute("SELECT value FROM facts WHERE name = 'choices'").fetchone()
+    before = json.loads(stored_choices[0]) if stored_choices else {}
     merged = {name: sorted({*filter(None, values), *before.get(name, [])}) for name, values in choices.items()}
     connection.execute("INSERT OR REPLACE INTO facts VALUES ('choices', ?)", (json.dumps(merged),))
 
@@ -225,12 +217,6 @@ def words_of(search: str) -> list[str]:
     return [word for at, piece in enumerate(pieces) for word in ([piece] if at % 2 else piece.split()) if word.strip()]
 
 
-def _match(search: str) -> str:
-    """The search as an FTS5 query. Words are quoted, so that none is an operator; the last word matches as a prefix."""
-    words = [f'"{word.replace(chr(0), "")}"' for word in words_of(search)]
-    return " ".join(words) + ("" if search.endswith('"') or not words else " *")
-
-
 def _conditions(query: Query) -> tuple[str, list[Any]]:
     """The filters in an address as an SQL condition with its values."""
     conditions, values = ["1"], []
@@ -239,8 +225,10 @@ def _conditions(query: Query) -> tuple[str, list[Any]]:
         conditions.append(condition)
         values.extend(more)
 
-    if words_of(query.one("find")):
-        match = _match(query.one("find"))
+    search = query.one("find")
+    if words := words_of(search):
+        # Words are quoted, so that none is an operator of FTS5; the last word matches as a prefix.
+        match = " ".join(f'"{word.replace(chr(0), "")}"' for word in words) + ("" if search.endswith('"') else " *")
         need(
             "(id IN (SELECT rowid FROM completion_texts WHERE completion_texts MATCH ?) "
             "OR prompt_id IN (SELECT rowid FROM prompt_texts WHERE prompt_texts MATCH ?))",

@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,8 @@ from posttrain.evaluation.comparing.sources import Source, make_sides, read_sour
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
 from posttrain.reports.markup import Markup, message
 from posttrain.reports.series import Series, sparkline
-from posttrain.runs.checkpoint import MODELS
+from posttrain.runs.checkpoint import MODELS, list_checkpoints
+from posttrain.runs.finding import is_model
 from posttrain.runs.folder import NOTES
 from posttrain.runs.metrics import NAME as METRICS
 from posttrain.runs.metrics import headline_metrics
@@ -33,7 +33,6 @@ WATCHED = ("run.json", "config.yaml", METRICS, NOTES)  # a run is read again if 
 SERIES, SMALL = 24, 10_000  # cache sizes: full curves of runs; sparklines and summaries of evaluations
 WARM = 100  # runs whose sparklines are read at startup
 PATIENCE_S = 0.2  # seconds to wait for the index: a small run is indexed in this time and can be searched at once
-MODEL_FILES = ("config.json", "adapter_config.json")
 MOST_MODELS = 200  # maximum number of models in a list of choices
 MOST_CHECKPOINTS = 3  # newest checkpoints listed per run
 BESIDE = "evaluations"  # folder next to the folder of runs, where `posttrain eval` writes for models outside runs
@@ -57,20 +56,18 @@ class Evaluation:
 Entry = TypeVar("Entry", RunSummary, Evaluation)
 
 
-class Listing(ABC, Generic[Entry]):
-    """A list of the entries below a folder. The folder is read again when the list is older than AGE_S seconds."""
+class Listing(Generic[Entry]):
+    """A list of the entries below a folder. The folder is read again when the list is older than `seconds`."""
 
-    AGE_S = 1.0
-
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, read: Callable[[], list[Entry]], seconds: float):
+        self.root, self._read, self._seconds = root, read, seconds
         self._lock = threading.Lock()
-        self._listed: tuple[float, list[Entry]] = (-self.AGE_S, [])
+        self._listed: tuple[float, list[Entry]] = (-seconds, [])
 
     def all(self) -> list[Entry]:
         """All entries, the latest first."""
         with self._lock:
-            if time.monotonic() - self._listed[0] >= self.AGE_S:
+            if time.monotonic() - self._listed[0] >= self._seconds:
                 entries = self._read()
                 self._listed = time.monotonic(), entries  # the age of the list counts from the end of reading
             return self._listed[1]
@@ -79,35 +76,31 @@ class Listing(ABC, Generic[Entry]):
         """The entry with this name. Names from addresses are only looked up, never joined to a path."""
         return next((entry for entry in self.all() if entry.name == name), None)
 
-    @abstractmethod
-    def _read(self) -> list[Entry]:
-        """Read the entries from the folder, the latest first."""
-
 
 class Runs(Listing[RunSummary]):
     """The runs below a folder; a run is read again only when its files have changed."""
 
     def __init__(self, root: Path):
-        super().__init__(root)
+        super().__init__(root, self._read_runs, 1.0)
         self._known: dict[Path, tuple[object, RunSummary]] = {}
         self._spark = lru_cache(SMALL)(lambda folder, stamp, method: sparkline(folder, curve_metrics(method)))
 
     def spark(self, run: RunSummary) -> list[float]:
         """The curve of a run's headline metric, reduced to a few points."""
-        return self._spark(run.folder, _stamp(run.folder), run.method)
+        return self._spark(run.folder, _stamp(run.folder, WATCHED), run.method)
 
-    def _read(self) -> list[RunSummary]:
+    def _read_runs(self) -> list[RunSummary]:
         known = {}
         for run in summaries_below(self.root):
-            stamp, before = _stamp(run.folder), self._known.get(run.folder)
+            stamp, before = _stamp(run.folder, WATCHED), self._known.get(run.folder)
             if stamp[0] is not None:  # otherwise the run was removed meanwhile
                 known[run.folder] = before if before and before[0] == stamp else (stamp, run)
         self._known = known
-        return sorted((run for _, run in known.values()), key=_by_time, reverse=True)
 
+        def moment(run: RunSummary) -> tuple[float, str]:
+            return run.started_at.timestamp() if run.started_at else 0.0, run.name
 
-def _by_time(run: RunSummary) -> tuple[float, str]:
-    return run.started_at.timestamp() if run.started_at else 0.0, run.name
+        return sorted((run for _, run in known.values()), key=moment, reverse=True)
 
 
 def curve_metrics(method: str) -> list[str]:
@@ -116,10 +109,10 @@ def curve_metrics(method: str) -> list[str]:
     return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
 
 
-def _stamp(folder: Path) -> tuple[object, ...]:
-    """A value that changes when one of the watched files of a run changes."""
+def _stamp(folder: Path, names: Sequence[str]) -> tuple[tuple[int, int, int] | None, ...]:
+    """For each file, a value that changes when the file changes, with the time (ns) of the change at its end."""
     stamps = []
-    for name in WATCHED:
+    for name in names:
         try:
             facts = (folder / name).stat()
             stamps.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
@@ -131,15 +124,13 @@ def _stamp(folder: Path) -> tuple[object, ...]:
 class Evaluations(Listing[Evaluation]):
     """The evaluations below a folder of runs and next to it; one is read again only when its files have changed."""
 
-    AGE_S = 2.0
-
     def __init__(self, root: Path):
-        super().__init__(root)
+        super().__init__(root, self._read_evaluations, 2.0)
         self._evaluation = lru_cache(SMALL)(_evaluation)
         self._source = lru_cache(ANSWERED)(lambda folder, changed: read_source(str(folder)))
         self._comparison = lru_cache(COMPARED)(self._compare)
 
-    def _read(self) -> list[Evaluation]:
+    def _read_evaluations(self) -> list[Evaluation]:
         beside = self.root.absolute().parent / BESIDE
         homes = [self.root, *([beside] if beside.is_dir() else [])]
         folders = [(_changed(folder), home, folder) for home in homes for folder in _evaluations_below(home)]
@@ -154,23 +145,17 @@ class Evaluations(Listing[Evaluation]):
         """Compare each evaluation with the first. Raises RunError if they have no suite in common."""
         return self._comparison(tuple((each.name, each.folder, _changed(each.folder)) for each in evaluations))
 
-    def _compare(self, evaluations: Sequence[tuple[str, Path, float]]) -> Comparison:
+    def _compare(self, evaluations: Sequence[tuple[str, Path, int]]) -> Comparison:
         sides = make_sides([(name, self._source(folder, changed)) for name, folder, changed in evaluations])
         return compare(sides, CompareOptions(resamples=RESAMPLES))
 
 
-def _changed(folder: Path) -> float:
-    """The time when an evaluation last changed (Unix time in seconds)."""
-    times = [0.0]
-    for name in (SUMMARY, ANSWERS, DATABASE):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
+def _changed(folder: Path) -> int:
+    """The time when an evaluation last changed (Unix time in nanoseconds)."""
+    return max((stamp[-1] for stamp in _stamp(folder, (SUMMARY, ANSWERS, DATABASE)) if stamp), default=0)
 
 
-def _evaluation(changed: float, home: Path, folder: Path) -> Evaluation:
+def _evaluation(changed: int, home: Path, folder: Path) -> Evaluation:
     """The evaluation in `folder`, which is below `home`. `changed` is only a part of the cache key."""
     parts = list(folder.relative_to(home).parts) or [folder.name]
     of_run = len(parts) > 2 and parts[-2] == "evaluation"  # RUN/evaluation/MODEL
@@ -229,18 +214,9 @@ Act = Callable[[Viewer, Query], None]  # the action of a button; the page shows 
 Result = TypeVar("Result")
 
 
-def rendered(render: Render, viewer: Viewer, address: str) -> Markup:
-    """The content of a page at an address. An error is shown as a message on the page."""
-    return _guarded(render, viewer, address)
-
-
-def perform(act: Act, viewer: Viewer, address: str) -> Markup | None:
-    """Perform the action of a button with the values of an address. An error is returned as a message."""
-    return _guarded(act, viewer, address)
-
-
-def _guarded(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
-    """The result of `work`, or the message of its error. The stack trace of an unexpected error is logged."""
+def attempt(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: str) -> Result | Markup:
+    """The content of a page at an address, or what an action of a button returns with the values of the address. An
+    error is returned as a message; the stack trace of an unexpected one is logged."""
     try:
         return work(viewer, parse(address))
     except PosttrainError as error:
@@ -255,25 +231,12 @@ def models_below(viewer: Viewer) -> dict[str, str]:
     checkpoints and quantised models; then those in quantized_models/. Stops at MOST_MODELS models of runs."""
     models: dict[str, str] = {}
     for run in viewer.runs.all():
-        for folder in _models_of(run.folder):
-            models[f"{run.name}/{folder.relative_to(run.folder)}"] = str(folder)
+        at, checkpoints = run.folder, list_checkpoints(run.folder)[::-1][:MOST_CHECKPOINTS]
+        folders = [at / "final", at / "best", *checkpoints, *sorted(at.glob("quantized_*/*"))]
+        for folder in filter(is_model, folders):
+            models[f"{run.name}/{folder.relative_to(at)}"] = str(folder)
             if len(models) >= MOST_MODELS:
                 return models
-    for folder in filter(_is_model, sorted((viewer.root / "quantized_models").glob("*"))):
+    for folder in filter(is_model, sorted((viewer.root / "quantized_models").glob("*"))):
         models[str(folder.relative_to(viewer.root))] = str(folder)
     return models
-
-
-def _models_of(run: Path) -> list[Path]:
-    checkpoints = sorted(run.glob("checkpoint-*"), key=_step, reverse=True)[:MOST_CHECKPOINTS]
-    folders = [run / "final", run / "best", *checkpoints, *sorted(run.glob("quantized_*/*"))]
-    return list(filter(_is_model, folders))
-
-
-def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in MODEL_FILES)
-
-
-def _step(folder: Path) -> int:
-    step = folder.name.rpartition("-")[2]
-    return int(step) if step.isdecimal() else -1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.reports.markup import Child, Markup, el, join, number
-from posttrain.runs.atomic import cannot_write
+from posttrain.runs.atomic import writing
 from posttrain.serving.client import ScoredToken
 
 COLOURS = {  # colouring -> quantity, value that has the full colour, legend
@@ -93,14 +93,11 @@ def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Map
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-    with _LOCK:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a+b") as rows:
-                if rows.tell() and (rows.seek(-1, 2), rows.read(1))[1] != b"\n":
-                    line = b"\n" + line
-                rows.write(line)
-                rows.seek(0)
-                return sum(1 for _ in rows)
-        except OSError as error:
-            raise cannot_write(file, error) from error
+    with _LOCK, writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+b") as rows:
+            if rows.tell() and (rows.seek(-1, 2), rows.read(1))[1] != b"\n":
+                line = b"\n" + line
+            rows.write(line)
+            rows.seek(0)
+            return sum(1 for _ in rows)

@@ -16,14 +16,14 @@ from typing import Any
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER, beside, settle
 from posttrain.base.words import in_units
-from posttrain.runs.atomic import cannot_write, remove_folder, write_folder
+from posttrain.runs.atomic import remove_folder, write_folder, writing
 from posttrain.runs.checkpoint import MANIFEST, MODELS, file_hashes, list_checkpoints, verify
-from posttrain.runs.files import is_regular, load_json, save_json
+from posttrain.runs.files import is_regular, save_json
 from posttrain.runs.finding import BASE, SNAPSHOTS, checked_name, folders_of, held, is_garbage, root_of, size_of
-from posttrain.runs.folder import LOCK
+from posttrain.runs.folder import FORMAT, LOCK, load_facts
 from posttrain.runs.provenance import now
 
-FACTS, COPY, FORMAT = "snapshot.json", "run", 1
+FACTS, COPY = "snapshot.json", "run"
 KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}  # ending of an archive's name -> mode of tarfile
 LEVEL = 1  # compression level of gzip: weights hardly compress, so a higher level only takes time
 
@@ -140,11 +140,10 @@ def drop(snapshot: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copy a tree, with links as links, without locks, leftovers of crashes, pipes and sockets."""
 
-    def is_ignored(path: Path) -> bool:
-        return path.name == LOCK or is_garbage(path) or not (path.is_symlink() or path.is_dir() or path.is_file())
-
     def ignored(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if is_ignored(Path(folder, name))]
+        paths = [Path(folder, name) for name in names]
+        special = [path for path in paths if not (path.is_symlink() or path.is_dir() or path.is_file())]
+        return [path.name for path in paths if path.name == LOCK or is_garbage(path) or path in special]
 
     shutil.copytree(source, target, symlinks=True, ignore=ignored, dirs_exist_ok=True)
 
@@ -157,47 +156,21 @@ def _sealed(copy: Path) -> list[Path]:
 
 
 def _unsealed(copy: Path) -> list[str]:
-    return sorted(path.relative_to(copy).as_posix() for path in _files(copy, set(_sealed(copy))))
-
-
-def _files(folder: Path, without: set[Path]) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            if path not in without:
-                yield from _files(path, without)
-        elif path.is_file() and not path.is_symlink():
-            yield path
+    """The relative names of the files below a copy that no manifest covers."""
+    sealed = set(_sealed(copy))
+    files = [path for path in copy.rglob("*") if is_regular(path) and sealed.isdisjoint(path.parents)]
+    return sorted(path.relative_to(copy).as_posix() for path in files)
 
 
 def _facts(snapshot: Path) -> dict[str, Any]:
-    facts = load_json(snapshot / FACTS)
-    kinds = {"run": str, "made": str, "note": str, "files": dict}
-    valid = isinstance(facts, dict) and facts.get("format") == FORMAT
-    valid = valid and all(isinstance(facts.get(name), kind) for name, kind in kinds.items())
-    valid = valid and _is_time(facts["made"])
-    if not valid or Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
+    facts = load_facts(snapshot / FACTS, {"run": str, "made": str, "note": str, "files": dict}, "made")
+    if Path(facts["run"]).is_absolute() or ".." in Path(facts["run"]).parts:
         raise RunError(f"{snapshot / FACTS} is damaged or from another version of posttrain")
     return facts
 
 
-def _is_time(text: str) -> bool:
-    try:
-        return bool(datetime.fromisoformat(text))
-    except ValueError:
-        return False
-
-
-@dataclass(slots=True)
-class Archived:
-    """An archive, with the number and the size of the files in it."""
-
-    path: Path
-    files: int = 0
-    size: int = 0  # bytes of the files, uncompressed
-
-
-def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> Archived:
-    """Write a run, or a whole run, to an archive whose only folder has the run's name.
+def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool = False) -> list[int]:
+    """Write a run, or a whole run, to an archive whose only folder has the run's name; returns the bytes of each file.
 
     Without `checkpoints`, folders that only a resume reads are omitted. Links are archived as links, except the link
     `base` to a model beside the run, which is archived as files. Raises RunError if a process runs in the run, for
@@ -212,30 +185,24 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
     if path.resolve().is_relative_to(target.resolve()):
         raise RunError(f"{path} is inside the run: give another path with --output")
     temporary, home = beside(path, "tmp"), target.resolve()  # `target` itself may be a link
-    done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
-    with held(runs):
+    with held(runs), writing(path, full="free some space, or give another path with --output"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             settle(path.parent, path.name)  # removes what a killed export left
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    _add(archive, home, home.name, home, checkpoints, done)
+                    sizes = list(_add(archive, home, home.name, home, checkpoints))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except OSError as error:
-            raise cannot_write(path, error, "free some space, or give another path with --output") from error
         finally:
             temporary.unlink(missing_ok=True)
-    return done
+    return sizes
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool, done: Archived) -> None:
-    """Add a path under a name; folders with their content, sorted by name."""
-
-    def is_for_resume(path: Path) -> bool:
-        return path.is_dir() and (path.name.startswith("checkpoint-") or path.name.endswith(".set-aside"))
+def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool) -> Iterator[int]:
+    """Add a path under a name; folders with their content, sorted by name. Yields the bytes of each file."""
 
     outside = path.is_symlink() and path.name == BASE and _is_model_beside(path.resolve(), root)
     if path.is_symlink() and not outside:
@@ -243,12 +210,13 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoint
     elif path.is_dir():
         archive.addfile(_without_owner(archive.gettarinfo(str(path.resolve()), name)))
         for entry in sorted(path.iterdir()):
-            if entry.name != LOCK and not is_garbage(entry) and (checkpoints or not is_for_resume(entry)):
-                _add(archive, entry, f"{name}/{entry.name}", root, checkpoints, done)
+            for_resume = entry.name.startswith("checkpoint-") or entry.name.endswith(".set-aside")
+            left_out = for_resume and entry.is_dir() and not checkpoints
+            if entry.name != LOCK and not is_garbage(entry) and not left_out:
+                yield from _add(archive, entry, f"{name}/{entry.name}", root, checkpoints)
     elif path.is_file():
         archive.add(path, name, recursive=False, filter=_without_owner)
-        done.files += 1
-        done.size += path.stat().st_size
+        yield path.stat().st_size
 
 
 def _is_model_beside(folder: Path, root: Path) -> bool:

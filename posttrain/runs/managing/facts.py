@@ -30,10 +30,8 @@ def facts_of(run: RunSummary) -> list[tuple[str, str]]:
     """Names and values of one run, most important first."""
     metrics = [(name, _number(value)) for name, value in run.metrics.items() if name not in ("step", "epoch", "time")]
     facts = [("run", str(run.folder)), ("state", run.state)]
-    facts += [("problem", run.problem)] if run.problem else []
-    facts += [("tags", run.hashtags)] if run.tags else []
-    facts += [("note", run.note)] if run.note else []
-    facts += [("reason", run.reason)] if run.reason else []
+    optional = {"problem": run.problem, "tags": run.hashtags, "note": run.note, "reason": run.reason}
+    facts += [(name, value) for name, value in optional.items() if value]
     facts += [("method", run.method), ("model", run.model), ("data", run.data)]
     if run.started_at:
         facts.append(("started", f"{run.started_at:%Y-%m-%d %H:%M:%S}"))
@@ -59,28 +57,13 @@ def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Differing:
-    """A name with the values of both runs, as text; `change` is the difference of two numbers."""
-
-    name: str
-    one: str
-    other: str
-    change: float | None = None
+# A name with the values of both runs, as text, and the difference of two numbers.
+Differing = tuple[str, str, str, float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """What differs, and how many values are equal, by kind."""
-
-    settings: list[Differing]
-    versions: list[Differing]
-    metrics: list[Differing]
-    equal: dict[str, int]
-
-
-def differences(one: Path, other: Path) -> Differences:
-    """Compare two run folders, with the latest value of each metric. Raises RunError if a run.json is damaged."""
+def differences(one: Path, other: Path) -> dict[str, tuple[list[Differing], int]]:
+    """Compare two run folders: what differs, and how many values are equal, for settings, versions and the latest value
+    of each metric. Raises RunError if a run.json is damaged."""
     settings = [flat(RunSummary(run).config, lists=True) for run in (one, other)]
     versions = [_versions(run) for run in (one, other)]
     metrics = [latest_metrics(run) for run in (one, other)]
@@ -89,10 +72,11 @@ def differences(one: Path, other: Path) -> Differences:
             values.pop(name, None)
     for values in metrics:
         values.pop("time", None)
-    kinds = {"settings": settings, "versions": versions, "metrics": metrics}
-    differing = {kind: _differing(*both) for kind, both in kinds.items()}
-    equal = {kind: len(both[0].keys() | both[1].keys()) - len(differing[kind]) for kind, both in kinds.items()}
-    return Differences(**differing, equal=equal)
+    compared = {}
+    for kind, both in {"settings": settings, "versions": versions, "metrics": metrics}.items():
+        differing = _differing(*both)
+        compared[kind] = differing, len(both[0].keys() | both[1].keys()) - len(differing)
+    return compared
 
 
 def _versions(run: Path) -> dict[str, Any]:
@@ -108,7 +92,7 @@ def _versions(run: Path) -> dict[str, Any]:
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differing]:
     """The values that differ, in the order of the first run, followed by those that only the second run has."""
     return [
-        Differing(name, _text(name, one), _text(name, other), _change(one.get(name), other.get(name)))
+        (name, _text(name, one), _text(name, other), _change(one.get(name), other.get(name)))
         for name in dict.fromkeys([*one, *other])
         if (name in one) != (name in other) or _exact(one[name]) != _exact(other[name])
     ]
@@ -132,27 +116,18 @@ def _change(one: Any, other: Any) -> float | None:
     return numbers[1] - numbers[0] if len(numbers) == 2 else None
 
 
-@dataclass(frozen=True, slots=True)
-class BitDifference:
-    """A difference between two runs that should be equal: its step, its file, and both values."""
-
-    step: int
-    file: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {self.file}: {self.what}"
+Found = Iterator[tuple[int, str, str]]  # the step of a difference, its file, and both values in words
 
 
 @dataclass(slots=True)
 class BitComparison:
-    """What was compared, and the differences, earliest step first."""
+    """What was compared, and the differences in words, earliest step first."""
 
     lines: int = 0  # lines of metrics.jsonl
     tensors: int = 0
     values: int = 0  # values in the tensors
     folders: list[str] = field(default_factory=list)
-    differences: list[BitDifference] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
 
 def compare_runs(one: Path, other: Path) -> BitComparison:
@@ -163,54 +138,54 @@ def compare_runs(one: Path, other: Path) -> BitComparison:
     Numbers are equal if their bits are equal: NaN equals NaN, but 0.0 differs from -0.0.
     """
     compared = BitComparison()
-    compared.differences += _metric_differences(one, other, compared)
+    found = list(_metric_differences(one, other, compared))
     names = [{path.name for path in list_checkpoints(run)} for run in (one, other)]
     newest = {list_checkpoints(run)[-1].name for run in (one, other) if list_checkpoints(run)}
     models = {name for name in MODELS for run in (one, other) if (run / name).is_dir()}
     for name in names[0] & names[1] | newest | models:
         compared.folders.append(name)
-        compared.differences += _folder_differences(one / name, other / name, compared)
+        found += _folder_differences(one / name, other / name, compared)
     compared.folders.sort(key=lambda name: (len(name), name))
-    compared.differences.sort(key=lambda difference: difference.step)  # stable: metrics come before saved folders
+    found.sort(key=lambda difference: difference[0])  # stable: metrics come before saved folders
+    compared.differences = [f"step {step}, {file}: {what}" for step, file, what in found]
     return compared
 
 
-def _metric_differences(one: Path, other: Path, compared: BitComparison) -> Iterator[BitDifference]:
+def _metric_differences(one: Path, other: Path, compared: BitComparison) -> Found:
     for number, (a, b) in enumerate(zip_longest(read_metrics(one), read_metrics(other)), start=1):
         where = f"metrics.jsonl line {number}"
         if a is None or b is None:
             what = f"{_presence(a)} in the first run, {_presence(b)} in the second"
-            yield BitDifference((a or b or {})["step"], where, what)
+            yield (a or b or {})["step"], where, what
             return
         compared.lines += 1
         for name in a | b:
             x, y = json.dumps(a.get(name)), json.dumps(b.get(name))  # exact: floats read back bit for bit
             if name not in CLOCK and x != y:
-                yield BitDifference(min(a["step"], b["step"]), where, f"{name} is {x} and {y}")
+                yield min(a["step"], b["step"]), where, f"{name} is {x} and {y}"
 
 
-def _folder_differences(one: Path, other: Path, compared: BitComparison) -> Iterator[BitDifference]:
+def _folder_differences(one: Path, other: Path, compared: BitComparison) -> Found:
     """The differences of two saved folders of the same name."""
-    for folder in (one, other):
+    for folder, counterpart in ((one, other), (other, one)):
         if problems := verify(folder):
-            counterpart = other if folder is one else one
             step = saved_step(counterpart) if not verify(counterpart) else 0
-            yield BitDifference(step, one.name, f"{folder}: {'; '.join(problems)}")
+            yield step, one.name, f"{folder}: {'; '.join(problems)}"
             return
     steps = saved_step(one), saved_step(other)
     if steps[0] != steps[1]:
         # The later step, because the runs may have been equal before it.
-        yield BitDifference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
+        yield max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}"
         return
     for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):
         for what in _tensor_differences(load_tensors(one / name), load_tensors(other / name), compared):
-            yield BitDifference(steps[0], f"{one.name}/{name}", what)
+            yield steps[0], f"{one.name}/{name}", what
     if (one / "state.json").is_file():
         a, b = (flat(load_json(folder / "state.json")) for folder in (one, other))
         for key in a | b:
             x, y = (json.dumps(values[key]) if key in values else None for values in (a, b))
             if key.rpartition(".")[2] not in CLOCK and x != y:
-                yield BitDifference(steps[0], f"{one.name}/state.json", f"{key} is {x} and {y}")
+                yield steps[0], f"{one.name}/state.json", f"{key} is {x} and {y}"
 
 
 def _tensor_differences(

@@ -7,7 +7,7 @@ reading the runs.
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -57,6 +57,10 @@ COMPARED: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+UNITS = {
+    "size": (BYTES, "is not a size: give a number with B, kB, MB, GB or TB, such as 1.5GB"),
+    "age": (SECONDS, "is not a time: give a number with s, m, h, d or w, such as 30d"),
+}
 
 
 def filtered(runs: Iterable[RunSummary], terms: Iterable[str]) -> list[RunSummary]:
@@ -76,8 +80,8 @@ def _test(term: str) -> Callable[[RunSummary], bool]:
         return lambda run: any(word in text.lower() for texts in TEXTS.values() for text in texts(run))
     field, sign, value = match["field"], match["sign"], match["value"]
     if field in NUMBERS:
-        compare, bound = COMPARED[sign], BOUNDS.get(field, _float)(value)
-        return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, bound)
+        compare, limit = COMPARED[sign], bound(field, value)
+        return lambda run: (number := NUMBERS[field](run)) is not None and compare(number, limit)
     if field not in TEXTS:
         raise RunError(f"cannot filter by {field}: give one of {', '.join(TEXTS | NUMBERS)}, or a word")
     if sign not in ("=", "!="):
@@ -86,31 +90,19 @@ def _test(term: str) -> Callable[[RunSummary], bool]:
     return lambda run: any(pattern.match(text.lower()) for text in TEXTS[field](run)) == (sign == "=")
 
 
-def seconds_of(text: str) -> float:
-    """The seconds in a time such as `30d`, `12h` or `2w`. Raises RunError for anything else."""
-    return _in_units(text, SECONDS, "is not a time: give a number with s, m, h, d or w, such as 30d")
-
-
-def bytes_of(text: str) -> float:
-    """The bytes in a size such as `1.5GB`, `300 MB` or `1000`. Raises RunError for anything else."""
-    return _in_units(text, BYTES, "is not a size: give a number with B, kB, MB, GB or TB, such as 1.5GB")
-
-
-def _in_units(text: str, units: Mapping[str, float], problem: str) -> float:
+def bound(field: str, text: str) -> float:
+    """The number in a filter of a field: bytes for a `size` such as `1.5GB` or `1000`, seconds for an `age` such as
+    `30d` or `12h`, otherwise a plain number. Raises RunError for anything else."""
+    if field not in UNITS:
+        try:
+            return float(text)
+        except ValueError:
+            raise RunError(f"'{text}' is not a number") from None
+    units, problem = UNITS[field]
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
         raise RunError(f"'{text}' {problem}")
     return float(match[1]) * units[match[2]]
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RunError(f"'{text}' is not a number") from None
-
-
-BOUNDS: dict[str, Callable[[str], float]] = {"size": bytes_of, "age": seconds_of}  # other bounds are plain numbers
 
 
 @dataclass(frozen=True, slots=True)

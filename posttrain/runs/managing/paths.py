@@ -214,12 +214,20 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def _update(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> None:
     """Replace the old path in a run's settings and provenance; with `own`, also the run's name."""
+    from posttrain.config.reading.files import read_settings, write_yaml  # the settings' schema takes a while to import
+
     config, facts = folder / "config.yaml", folder / "run.json"
     try:
         saved = load_json(facts) if facts.is_file() else {}
         provenance = (saved.get("provenance") if isinstance(saved, dict) else None) or {}
         replaced = _replacer(old, new, Path(str(provenance.get("folder") or ".")))
-        _update_settings(config, new.name if own else None, replaced, done)
+        settings = read_settings(config).values if config.is_file() else {}
+        changed = _mapped(settings, replaced)
+        if own and "name" in changed:
+            changed["name"] = new.name
+        if changed != settings:
+            write_file(config, write_yaml(changed))
+            done.updated.append(config)
         if isinstance(models := provenance.get("models"), dict):
             provenance["models"] = {
                 setting: {**model, "path": replaced(model["path"])}
@@ -232,20 +240,6 @@ def _update(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> Non
                 done.updated.append(facts)
     except (PosttrainError, OSError, ValueError) as error:
         done.left.append(f"{short(folder)}: {error}")
-
-
-def _update_settings(config: Path, name: str | None, replaced: Callable[[str], str], done: Renamed) -> None:
-    from posttrain.config.reading.files import read_settings, write_yaml  # the settings' schema takes a while to import
-
-    if not config.is_file():
-        return
-    settings = read_settings(config).values
-    changed = _mapped(settings, replaced)
-    if name is not None and "name" in changed:
-        changed["name"] = name
-    if changed != settings:
-        write_file(config, write_yaml(changed))
-        done.updated.append(config)
 
 
 def _replacer(old: Path, new: Path, started_in: Path) -> Callable[[str], str]:

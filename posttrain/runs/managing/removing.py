@@ -50,18 +50,6 @@ class Plan:
         return sum(item.size for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Which checkpoints are kept: the newest intact ones and, with `keep_best`, that of the step of `best/`."""
-
-    keep_last: int = 1
-    keep_best: bool = False
-
-    def __post_init__(self) -> None:
-        if self.keep_last < 0:
-            raise RunError(f"--keep-last {self.keep_last}: give 0 or more")
-
-
 def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> None:
     """Delete the folder of a run, or of a whole run, with its content; links are removed, not followed.
 
@@ -119,14 +107,27 @@ def _homes(root: Path, targets: Iterable[Path] = ()) -> list[Path]:
     return [home for home in dict.fromkeys(homes) if home.is_dir() and not (home / RUN_FILE).is_file()]
 
 
-def plan_prune(run: Path, rule: Rule) -> Plan:
-    """What the rule deletes from a run, whether or not other runs need it; nothing is deleted yet.
+def plan_prune(run: Path, keep_last: int = 1, keep_best: bool = False) -> Plan:
+    """What pruning deletes from a run, whether or not other runs need it; nothing is deleted yet.
 
-    Kept checkpoints are verified: a damaged one does not count as kept. Raises RunError if no checkpoint is intact, or
-    if a process runs in the run.
+    The `keep_last` newest checkpoints are kept and, with `keep_best`, that of the step of `best/`. They are verified: a
+    damaged one does not count as kept. Raises RunError if no checkpoint is intact, or if a process runs in the run.
     """
     with held([run]):
-        return Plan(run, _items(run, rule))
+        checkpoints = list_checkpoints(run)
+        kept, damaged = _kept(run, checkpoints, keep_last, keep_best)
+        why = {0: "a checkpoint", 1: "older than the newest"}.get(keep_last, f"older than the {keep_last} newest")
+        items = [
+            Item(path, size_of(path), f"damaged: {damaged[path]}" if path in damaged else why)
+            for path in checkpoints
+            if path not in kept
+        ]
+        for path in sorted(run.iterdir()):
+            if path.name.endswith(ASIDE) and _is_own_folder(path):
+                items.append(Item(path, size_of(path), "set aside by a resume, never read again"))
+            elif is_garbage(path):
+                items.append(Item(path, _size(path), "left by a crash"))
+    return Plan(run, items)
 
 
 def spare_needed(plans: Sequence[Plan], beside: Iterable[Path] = ()) -> None:
@@ -143,43 +144,25 @@ def spare_needed(plans: Sequence[Plan], beside: Iterable[Path] = ()) -> None:
         plan.items = deletable
 
 
-def _items(run: Path, rule: Rule) -> list[Item]:
-    checkpoints = list_checkpoints(run)
-    kept, damaged = _kept(run, checkpoints, rule)
-    whys = {0: "a checkpoint", 1: "older than the newest"}
-    why = whys.get(rule.keep_last, f"older than the {rule.keep_last} newest")
-    items = [
-        Item(path, size_of(path), f"damaged: {damaged[path]}" if path in damaged else why)
-        for path in checkpoints
-        if path not in kept
-    ]
-    for path in sorted(run.iterdir()):
-        if path.name.endswith(ASIDE) and _is_own_folder(path):
-            items.append(Item(path, size_of(path), "set aside by a resume, never read again"))
-        elif is_garbage(path):
-            items.append(Item(path, _size(path), "left by a crash"))
-    return items
-
-
-def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path], dict[Path, str]]:
-    """The checkpoints that the rule keeps, and the problems of the damaged ones among the newest."""
+def _kept(run: Path, checkpoints: Sequence[Path], keep_last: int, keep_best: bool) -> tuple[set[Path], dict[Path, str]]:
+    """The checkpoints that are kept, and the problems of the damaged ones among the newest."""
     kept: set[Path] = set()
     damaged: dict[Path, str] = {}
-    if len(checkpoints) <= rule.keep_last:
+    if len(checkpoints) <= keep_last:
         return set(checkpoints), damaged
     for path in reversed(checkpoints):
-        if len(kept) == rule.keep_last:
+        if len(kept) == keep_last:
             break
         if problems := verify(path):
             damaged[path] = "; ".join(problems)
         else:
             kept.add(path)
-    if rule.keep_last and not kept:
+    if keep_last and not kept:
         raise RunError(
             f"{run} has no intact checkpoint ({checkpoints[-1].name}: {damaged[checkpoints[-1]]}), so none is deleted; "
             "--keep-last 0 deletes all"
         )
-    if rule.keep_best and (run / "best").is_dir():
+    if keep_best and (run / "best").is_dir():
         try:
             step = saved_step(run / "best")
         except RunError:  # best/ is damaged: keep every checkpoint that it may be a copy of

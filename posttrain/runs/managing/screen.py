@@ -1,9 +1,10 @@
 """The interactive mode of `posttrain runs`: a table of runs with keys to manage them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from rich.text import Text
 from textual import work
@@ -21,10 +22,9 @@ from posttrain.runs.managing.copies import take
 from posttrain.runs.managing.facts import facts_of
 from posttrain.runs.managing.listing import ORDERS, filtered, ordered
 from posttrain.runs.managing.paths import described, refuse_needed, rename
-from posttrain.runs.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
+from posttrain.runs.managing.removing import Plan, delete, plan_prune, prune, spare_needed
 from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
-T = TypeVar("T")
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
 HELP = """↑ ↓ Page Home End   choose a run          enter   show it
@@ -119,7 +119,7 @@ class RunsApp(App[None]):
         Binding("d", "delete", "delete"),
         Binding("p", "prune", "prune"),
         Binding("s", "snapshot", "snapshot"),
-        Binding("R", "again", "read again", show=False),
+        Binding("R", "read", "read again", show=False),
         Binding("escape", "clear", "clear", show=False),
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "quit", "quit"),
@@ -151,12 +151,12 @@ class RunsApp(App[None]):
 
     def on_mount(self) -> None:
         self.table.add_columns(*TITLES)
-        self.read()
+        self.action_read()
         self.table.focus()
 
     # The table
 
-    def read(self) -> None:
+    def action_read(self) -> None:
         """Read the folder again; the cursor remains on the same run."""
         self.runs = summaries_below(self.root)
         self.fill()
@@ -194,14 +194,12 @@ class RunsApp(App[None]):
     # Keys
 
     def action_show(self) -> None:
-        if run := self.current:
-            self._tried(lambda: self._show(run.folder))
-
-    def _show(self, folder: Path) -> None:
         """Show what `posttrain runs show` prints, with the names in a column."""
-        facts = facts_of(RunSummary(folder))
-        width = max(len(name) for name, _ in facts)
-        self.push_screen(TextScreen(visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))))
+        if run := self.current:
+            with self._errors_shown():
+                facts = facts_of(RunSummary(run.folder))
+                width = max(len(name) for name, _ in facts)
+                self.push_screen(TextScreen(visible("\n".join(f"{name:<{width}}  {value}" for name, value in facts))))
 
     def action_help(self) -> None:
         self.push_screen(TextScreen(HELP))
@@ -228,23 +226,22 @@ class RunsApp(App[None]):
         self.reverse = not self.reverse
         self.fill()
 
-    def action_again(self) -> None:
-        self.read()
-
     @work
     async def action_tags(self) -> None:
         if run := self.current:
             field = InputScreen(f"tags of {visible(run.name)}, separated by spaces", " ".join(run.tags))
             if (words := await self.push_screen_wait(field)) is not None:
                 tags = tuple(word.lstrip("#") for word in words.split())
-                self._changed(lambda: write_notes(run.folder, Notes(tags, read_notes(run.folder).note)))
+                with self._changing():
+                    write_notes(run.folder, Notes(tags, read_notes(run.folder).note))
 
     @work
     async def action_note(self) -> None:
         if run := self.current:
             text = await self.push_screen_wait(InputScreen(f"note of {visible(run.name)}", " ".join(run.note.split())))
             if text is not None:
-                self._changed(lambda: write_notes(run.folder, Notes(read_notes(run.folder).tags, text.strip())))
+                with self._changing():
+                    write_notes(run.folder, Notes(read_notes(run.folder).tags, text.strip()))
 
     @work
     async def action_rename(self) -> None:
@@ -253,38 +250,40 @@ class RunsApp(App[None]):
                 InputScreen(f"new name of {visible(run.name)}", run.folder.resolve().name)
             )
             if name is not None and name != run.folder.name:
-                self._changed(lambda: self._renamed(run, name))
-
-    def _renamed(self, run: RunSummary, name: str) -> None:
-        done = rename(run.folder, name, [self.root])
-        also = f"; updated {counted(len(done.updated), 'file')}" if done.updated else ""
-        left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
-        self._say(f"{run.name} is now {done.folder.name}{also}{left}", "warning" if left else "information")
+                with self._changing():
+                    done = rename(run.folder, name, [self.root])
+                    also = f"; updated {counted(len(done.updated), 'file')}" if done.updated else ""
+                    left = f"; still has the old path: {', '.join(done.left)}" if done.left else ""
+                    look = "warning" if left else "information"
+                    self._say(f"{run.name} is now {done.folder.name}{also}{left}", look)
 
     @work
     async def action_delete(self) -> None:
-        if (run := self.current) and self._tried(lambda: refuse_needed([run.folder], [self.root], run.name)):
-            what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
-            if await self.push_screen_wait(ConfirmScreen(f"Permanently delete {visible(what)}?")):
-                self._changed(lambda: delete(run.folder, [self.root]), f"deleted {run.name}")
+        if run := self.current:
+            with self._errors_shown():
+                refuse_needed([run.folder], [self.root], run.name)
+                what = f"{run.name}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
+                if await self.push_screen_wait(ConfirmScreen(f"Permanently delete {visible(what)}?")):
+                    with self._changing():
+                        delete(run.folder, [self.root])
+                        self._say(f"deleted {run.name}")
 
     @work
     async def action_prune(self) -> None:
-        if not (run := self.current):
-            return
-        plan = await self._later(lambda: self._prunable(run.folder))
-        if plan is None:
-            return
-        if not plan.items:
-            self._say(f"{run.name} has nothing to prune")
-            return
-        lines = [f"{in_units(item.size):>7}  {item.path.name}  ({item.why})" for item in plan.items]
-        question = "\n".join([f"Delete from {run.name}, {in_units(plan.size)}?", *lines])
-        if await self.push_screen_wait(ConfirmScreen(visible(question))):
-            self._changed(lambda: self._say(f"freed {in_units(prune(plan))}"))
+        if run := self.current:
+            with self._errors_shown():
+                plan = await asyncio.to_thread(self._prunable, run.folder)
+                if not plan.items:
+                    self._say(f"{run.name} has nothing to prune")
+                    return
+                lines = [f"{in_units(item.size):>7}  {item.path.name}  ({item.why})" for item in plan.items]
+                question = "\n".join([f"Delete from {run.name}, {in_units(plan.size)}?", *lines])
+                if await self.push_screen_wait(ConfirmScreen(visible(question))):
+                    with self._changing():
+                        self._say(f"freed {in_units(prune(plan))}")
 
     def _prunable(self, run: Path) -> Plan:
-        plan = plan_prune(run, Rule())
+        plan = plan_prune(run)
         spare_needed([plan], [self.root])
         if plan.needs:
             raise RunError(f"{run} is not pruned: {described(plan.needs)}")
@@ -294,32 +293,24 @@ class RunsApp(App[None]):
     async def action_snapshot(self) -> None:
         if run := self.current:
             self._say(f"copying {run.name}, {in_units(run.size)} …")
-            if (folder := await self._later(lambda: take(run.folder))) is not None:
+            with self._errors_shown():
+                folder = await asyncio.to_thread(take, run.folder)
                 self._say(f"snapshot: {folder.name}")
 
-    # Outcomes
-
-    async def _later(self, act: Callable[[], T]) -> T | None:
-        """Do slow work while the screen stays responsive; an error becomes a message, and the result None."""
+    @contextmanager
+    def _errors_shown(self) -> Iterator[None]:
+        """In this block, an error becomes a message."""
         try:
-            return await asyncio.to_thread(act)
+            yield
         except (PosttrainError, OSError) as error:
             self._say(str(error), "error")
-            return None
 
-    def _tried(self, act: Callable[[], object]) -> bool:
-        """Call `act`; an error becomes a message. Returns whether it succeeded."""
-        try:
-            act()
-        except (PosttrainError, OSError) as error:
-            self._say(str(error), "error")
-            return False
-        return True
-
-    def _changed(self, act: Callable[[], object], done: str = "") -> None:
-        if self._tried(act) and done:
-            self._say(done)
-        self.read()
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """In this block, an error becomes a message; then the folder is read again."""
+        with self._errors_shown():
+            yield
+        self.action_read()
 
     def _say(self, text: str, severity: str = "information") -> None:
         self.notify(visible(text), severity=severity, timeout=8, markup=False)  # pyright: ignore[reportArgumentType]
