@@ -35,7 +35,7 @@ def rollouts(
     run: Run,
     step: OneStep = None,
     to: Annotated[str | None, Flag("Write rows for training instead: sft, pairs or kto.", metavar="KIND")] = None,
-    output: Annotated[Path | None, Flag("File for these rows, .jsonl.", "--output", "-o", metavar="FILE")] = None,
+    output: Annotated[Path | None, Flag("File for these rows, .jsonl.", "-o", metavar="FILE")] = None,
     best: Annotated[int | None, Flag("Rows of each prompt, the most rewarded first. [default: 1]", min=1)] = None,
     above: Annotated[float | None, Flag("Reward above which a completion is good.")] = None,
     overwrite: Annotated[bool, OVERWRITE] = False,

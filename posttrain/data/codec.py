@@ -66,17 +66,21 @@ class Reply:
 class Codec:
     """Reads and extends the token ids of conversations that one template writes.
 
-    `tools` are JSON schemas, and `date` (YYYY-MM-DD) is the day that the template writes.
+    `tools` are JSON schemas, `variables` those of the template, and `date` (YYYY-MM-DD) is the day that it writes.
     Raises DataError if the template writes no tools, or writes calls that cannot be read back.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = (), date: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        date: str | None = None,
     ):
         if tokenizer.chat_template is None:
             raise DataError("a conversation needs a chat template, and the tokenizer has none: set data.template")
         self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools] or None
-        self._date = date
+        self._variables, self._date = variables, date
         special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._special = re.compile("|".join(map(re.escape, special)))
         self._types = {str(f["name"]): _types(f) for f in (tool.get("function", tool) for tool in tools)}
@@ -188,7 +192,10 @@ class Codec:
 
     def _render(self, talks: list[list[Message]], tools: list[Any] | None, opened: int = 0) -> list[Rendered]:
         """The text of each conversation; number `opened` with the opening of the next reply."""
-        jobs = [RenderRequest(talk, tools, generate=number == opened) for number, talk in enumerate(talks)]
+        jobs = [
+            RenderRequest(talk, tools, generate=number == opened, variables=self._variables)
+            for number, talk in enumerate(talks)
+        ]
         with rendering(self.tokenizer, date=self._date) as renderer:
             return renderer.render(jobs)
 

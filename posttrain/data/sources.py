@@ -137,7 +137,7 @@ def _on_hub(source: str) -> tuple[KnownSet, str]:
     known = known_set(source)
     if known is None and not HUB_ID.fullmatch(source):
         raise DataError(_not_there(source))
-    known = known or KnownSet(source, "", "auto")
+    known = known or KnownSet(source, "", format="auto")
     return known, source if source.count("/") == 2 else known.source
 
 

@@ -239,7 +239,8 @@ def acted(
     """Sample episodes of each prompt. A group's prompt is that of its first episode."""
     seeds, one = [seed_of(sampling.seed, prompt.row) for prompt in prompts], replace(sampling, num_generations=1)
     starts = [start_of(prompt.facts) for prompt in prompts]
-    made = episodes.run(starts, sampling.num_generations, one, seeds, *([live] if live else []))
+    seen = live or (lambda index, trajectory: None)
+    made = episodes.run(starts, sampling.num_generations, one, seeds, seen)
     groups = []
     for prompt, group in zip(prompts, made, strict=True):
         first = group[0].prompt

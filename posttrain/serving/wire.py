@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
@@ -204,7 +204,8 @@ class Message(BaseModel):
         if self.reasoning_content is not None:
             turn["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            turn["tool_calls"] = tool_calls([(c.function.name, c.function.arguments) for c in self.tool_calls])
+            calls = [call.function for call in self.tool_calls]
+            turn["tool_calls"] = tool_calls([(call.name, cast(dict[str, Any], call.arguments)) for call in calls])
         return turn
 
 
