@@ -9,7 +9,7 @@ from test_engines import PROMPTS, policy_of
 
 from posttrain.base.errors import DataError
 from posttrain.batch import Example, Node, pack
-from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine
+from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, generation
 from posttrain.engines.protocol import seed_of
 from posttrain.engines.turns import Turn, converse
 from posttrain.scoring import Scorer
@@ -92,7 +92,10 @@ def test_slow_tools_change_nothing_and_hold_nobody_else_back():
         assert {key: talk[0] for key, talk in plain.items()} == {key: talk[0] for key, talk in other.items()}
 
 
-def test_no_token_is_computed_twice():
+def test_no_token_is_computed_twice(monkeypatch):
+    monkeypatch.setattr(
+        generation, "width_step", lambda *_: None
+    )  # whether prefills are padded depends on the processor
     policy, fed = policy_of("qwen3"), []
     policy.model.embed_tokens.register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
     engine = EmbeddedEngine(policy)
@@ -102,7 +105,7 @@ def test_no_token_is_computed_twice():
     held(Again(policy))
     prompts = sum(map(len, PROMPTS))
     unique = prompts + sum(len(talk[0]) - len(PROMPTS[index]) - 1 for (index, _), talk in talks.items())
-    assert once <= 1.1 * unique, "padding of prefills apart"
+    assert once <= 1.1 * unique
     assert sum(fed) > 2 * once, "the whole conversation again at each turn"
 
 
