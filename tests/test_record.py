@@ -1,6 +1,7 @@
 """`serve --record`: an agent's conversations are stored as episodes with exactly the tokens that were sampled."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -10,14 +11,15 @@ from test_serve import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.calculator import tools
-from posttrain.base.errors import DataError, RunError
+from posttrain.base.errors import DataError, RewardError, RunError
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
-from posttrain.config.schema.rewards import RuleReward
+from posttrain.config import load
 from posttrain.data.codec import Codec
 from posttrain.engines import Completion
 from posttrain.environments.calculator import value_of
 from posttrain.rewards.compose import Rewards
+from posttrain.runs import rollouts
 from posttrain.runs.stored_rollouts import StoredRun, of_trained, trained_tokens
 from posttrain.scoring import Scorer
 from posttrain.serving.record import TITLE, Recorder
@@ -28,8 +30,10 @@ TEMPERATURE = 1.2
 @pytest.fixture
 def served(calculator_home, tmp_path):
     folder = tmp_path / "recorded"
-    rewards = (RuleReward(type="gsm8k"),)
-    with serving(calculator_home / "model", template=None, record=folder, graded_by=rewards) as address:
+    settings = {"model": "m", "method": "grpo", "data": {"source": "gsm8k"}, "rewards": [{"type": "gsm8k"}]}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    config = load(tmp_path / "settings.json").config
+    with serving(calculator_home / "model", template=None, record=folder, graded_by=config) as address:
         yield address, folder
 
 
@@ -132,21 +136,52 @@ def test_a_stream_has_the_whole_call(served):
         raise AssertionError("it calls for one question in twenty")
 
 
+def test_agents_that_begin_together_stay_apart(served):
+    """Their first requests find no codec yet."""
+    address, _ = served
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+
+    def two_turns(number):
+        messages = [{"role": "user", "content": f"{number}+1=?"}]
+        names = []
+        for _ in range(2):
+            answer = client.chat.completions.with_raw_response.create(
+                model="m", messages=messages, tools=tools(), seed=number, max_tokens=20
+            )
+            names.append(answer.headers["x-posttrain-episode"])
+            reply = answer.parse().choices[0].message
+            messages += [{"role": "assistant", "content": reply.content, "tool_calls": reply.tool_calls or None}]
+            messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            messages[-1]["content"] = reply.content or ""
+            messages += [more("and again?")]
+        return names
+
+    with ThreadPoolExecutor(6) as threads:
+        for first, second in threads.map(two_turns, range(6)):
+            assert first == second
+
+
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def recorder(tmp_path, calculator_home):
-    tokenizer = AutoTokenizer.from_pretrained(calculator_home / "model")
-    made = Recorder(tmp_path / "r", Rewards((), environments=[TITLE]), tokenizer.save_pretrained)
-    made.codec = Codec(tokenizer, tools())
+    made = Recorder(tmp_path / "r", Rewards((), environments=[TITLE]))
+    made.codec = Codec(AutoTokenizer.from_pretrained(calculator_home / "model"), tools())
     yield made
     made.close()
 
 
-def said(recorder, turn, text):
+KIND = ("model", "tools", "{}")
+
+
+def asked(recorder, messages, episode=None, kind=KIND):
+    return recorder.turn(recorder.codec, kind, messages, episode)
+
+
+def said(recorder, turn, text, stops=()):
     ids = recorder.codec.tokenizer(text + "<|im_end|>")["input_ids"]
-    recorder.replied(turn, Completion(ids, [-0.5] * len(ids), "stop", 0))
+    recorder.replied(turn, Completion(ids, [-0.5] * len(ids), "stop", 0), stops)
     return {"role": "assistant", "content": text}
 
 
@@ -158,19 +193,19 @@ def more(text):
 
 
 def test_requests_belong_to_the_conversation_that_they_continue(recorder):
-    first = recorder.turn(recorder.codec, [USER], None)
+    first = asked(recorder, [USER])
     reply = said(recorder, first, "7")
-    second = recorder.turn(recorder.codec, [USER, reply, more("no")], None)
+    second = asked(recorder, [USER, reply, more("no")])
     assert second.episode == first.episode and second.tokens[: len(first.tokens)] == first.tokens
     other = said(recorder, second, "3")
-    branch = recorder.turn(recorder.codec, [USER, reply, more("really?")], None)
+    branch = asked(recorder, [USER, reply, more("really?")])
     assert branch.episode == first.episode and branch.state is second.state
     said(recorder, branch, "8")
-    new = recorder.turn(recorder.codec, [USER, {"role": "assistant", "content": "another"}, more("no")], None)
+    new = asked(recorder, [USER, {"role": "assistant", "content": "another"}, more("no")])
     assert new.episode != first.episode, "a reply that was not sampled"
-    fresh = recorder.turn(recorder.codec, [USER], None)
+    fresh = asked(recorder, [USER])
     assert fresh.episode != first.episode
-    third = recorder.turn(recorder.codec, [USER, reply, more("no"), other, more("ok")], None)
+    third = asked(recorder, [USER, reply, more("no"), other, more("ok")])
     assert third.tokens[: len(second.tokens)] == second.tokens
     said(recorder, third, "bye")
     assert recorder.reward(first.episode, 1.0, {}) == [1.0, 1.0]
@@ -179,31 +214,33 @@ def test_requests_belong_to_the_conversation_that_they_continue(recorder):
     trees = [row["turns"] for row in (one, two)]
     assert [turns["tree"] for turns in trees] == [0, 0] and [turns["trunk"] for turns in trees] == [None, 0]
     shared = trees[1]["shared"]
-    assert one["tokens"][:shared].tolist() == two["tokens"][:shared].tolist() and shared > 3
+    assert one["tokens"][:shared].tolist() == two["tokens"][:shared].tolist() and shared == 2
 
 
 def test_a_header_names_the_episode(recorder):
     """Of several conversations: those of subagents, or tries of the same question."""
     for text in ("1", "2"):
-        said(recorder, recorder.turn(recorder.codec, [USER], "mine"), text)
-    said(recorder, recorder.turn(recorder.codec, [more("sub")], "mine"), "3")
-    said(recorder, recorder.turn(recorder.codec, [USER], "yours"), "4")
+        said(recorder, asked(recorder, [USER], "mine"), text)
+    said(recorder, asked(recorder, [more("sub")], "mine"), "3")
+    said(recorder, asked(recorder, [USER], "yours"), "4")
     assert recorder.reward("mine", 0.25, {"task": 7}) == [0.25] * 3
     with pytest.raises(DataError, match="no open episode 'mine'"):
         recorder.reward("mine", 1, {})
     assert recorder.reward("yours", 1.0, {}) == [1.0]
     with StoredRun(recorder.folder) as stored:
         rows, prompts = stored.rollouts(1), stored.prompts(1)
-    assert [(row["prompt_index"], row["rollout_index"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [prompt["facts"]["columns"] for prompt in prompts] == [{"task": 7}, {"task": 7}]
+    assert [(row["prompt_index"], row["rollout_index"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert [prompt["facts"]["columns"] for prompt in prompts] == [{"task": 7}, {"task": 7}, {}]
+    assert [prompt["facts"]["prompt"] for prompt in prompts] == [[USER], [more("sub")], [USER]]
+    assert all(row["turns"]["trunk"] is None for row in rows), "tries of a question share no turn"
 
 
 def test_open_episodes_are_stored_at_the_end_and_the_next_server_adds_a_step(recorder, tmp_path, calculator_home):
-    said(recorder, recorder.turn(recorder.codec, [USER], "left"), "1")
+    said(recorder, asked(recorder, [USER], "left"), "1")
     with pytest.raises(RunError, match="in use by"):
-        Recorder(tmp_path / "r", Rewards(()), lambda folder: None)
+        Recorder(tmp_path / "r", Rewards(()))
     recorder.close()
-    again = Recorder(tmp_path / "r", Rewards((), environments=[TITLE]), lambda folder: None)
+    again = Recorder(tmp_path / "r", Rewards((), environments=[TITLE]))
     assert again.step == 2
     again.close()
     with StoredRun(tmp_path / "r") as stored:
@@ -212,4 +249,83 @@ def test_open_episodes_are_stored_at_the_end_and_the_next_server_adds_a_step(rec
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RunError, match="has a training run; give another folder"):
-        Recorder(tmp_path / "run", Rewards(()), lambda folder: None)
+        Recorder(tmp_path / "run", Rewards(()))
+
+
+def test_conversations_that_cannot_be_told_apart_need_their_header(recorder):
+    first, second = (asked(recorder, [USER]) for _ in range(2))
+    reply = said(recorder, first, "3")
+    said(recorder, second, "3")
+    with pytest.raises(DataError, match="send the header X-Posttrain-Episode"):
+        asked(recorder, [USER, reply, more("sure?")])
+    assert asked(recorder, [USER, reply, more("sure?")], second.episode).state.before is second.state
+
+
+@pytest.mark.parametrize("kind", [("other", *KIND[1:]), (KIND[0], "others", KIND[2]), (*KIND[:2], '{"a": 1}')])
+def test_another_policy_other_tools_and_variables_begin_anew(recorder, kind, caplog):
+    first = asked(recorder, [USER])
+    reply = said(recorder, first, "3")
+    assert asked(recorder, [USER, reply, more("sure?")], kind=kind).episode != first.episode
+    assert "begins with replies that were not sampled here" in caplog.text
+
+
+def test_what_a_client_changes_of_a_reply_is_the_same_message(recorder):
+    first = asked(recorder, [USER])
+    said(recorder, first, 'Let me see.<call>{"name": "calculate", "arguments": {"expression": "1", "n": 3.0}}</call>')
+    call = {"id": "x", "type": "function", "function": {"name": "calculate", "arguments": {"n": 3, "expression": "1"}}}
+    reply = {"role": "assistant", "content": "Let me see. ", "tool_calls": [call]}
+    second = asked(recorder, [USER, reply, {"role": "tool", "name": "calculate", "content": "1"}])
+    assert second.episode == first.episode
+    stopped = asked(recorder, [more("other")])
+    said(recorder, stopped, "one END two", stops=["END"])
+    reply = {"role": "assistant", "content": "one "}
+    assert asked(recorder, [more("other"), reply, more("go on")]).episode == stopped.episode
+
+
+def test_a_reward_that_fails_leaves_the_episode_open(recorder, caplog):
+    said(recorder, asked(recorder, [USER], "e"), "1")
+    rewards = recorder.rewards
+
+    def failing(inputs):
+        late = asked(recorder, [USER], "f")
+        said(recorder, late, "2")
+        raise RewardError("no such file")
+
+    recorder.rewards = failing
+    with pytest.raises(RewardError):
+        recorder.reward("e", 1.0, {})
+    recorder.rewards = rewards
+    pending = asked(recorder, [USER], "e")
+    assert recorder.reward("e", 1.0, {}) == [1.0] and recorder.reward("f", 0.0, {}) == [0.0]
+    said(recorder, pending, "late")
+    assert "a reply came after the reward of episode e" in caplog.text
+    with pytest.raises(DataError, match="has been rewarded"):
+        recorder.reward("e", 1.0, {})
+
+
+def test_a_store_that_cannot_be_written_is_told_and_closed(tmp_path, calculator_home, monkeypatch, caplog):
+    recorder = Recorder(tmp_path / "full", Rewards((), environments=[TITLE]))
+    recorder.codec = Codec(AutoTokenizer.from_pretrained(calculator_home / "model"), tools())
+    for name in ("a", "b"):
+        said(recorder, asked(recorder, [USER], name), name)
+    monkeypatch.setattr(rollouts, "_insert", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    for _ in range(2):
+        with pytest.raises(RunError, match="disk full"):
+            recorder.reward("a", 1.0, {})
+    recorder.close()
+    assert "the last episodes are not stored" in caplog.text
+    Recorder(tmp_path / "full", Rewards((), environments=[TITLE])).close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [{}], [{"type": "function"}], [{"function": None}], [{"type": "web_search"}], [{"function": {"name": ""}}],
+        [{"function": {"name": "f", "parameters": "x"}}],
+        [{"function": {"name": "f", "parameters": {"properties": [1]}}}],
+    ],
+)  # fmt: skip
+def test_tools_that_are_no_functions_are_refused(served, wrong):
+    body = {"messages": [USER], "tools": wrong}
+    answer = httpx.post(f"{served[0]}/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "tools.0" in answer.json()["error"]["message"]

@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 from test_acting import train
+from transformers import AutoTokenizer
 
 from posttrain.cli import main
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.selection import select
-from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.runs.selection import lines, select
+from posttrain.runs.stored_rollouts import StoredRun, of_trained
 
 
 class Stored:
@@ -56,11 +57,18 @@ def test_rows_and_what_is_left_out(how, expected, left):
     common = {"completions": 8, "without a reward": 1, "truncated": 1, "repeated": 1}
     assert +counts == Counter(common | left)
     messages, _ = select(Stored(*GIVEN, turns=True), how[0], *(how[1:] or ([1],)))
-    if how[0] == "sft":
-        assert messages[0]["messages"] == [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "a"}]
-    else:
-        assert messages[0]["prompt"] == [{"role": "user", "content": "one?"}]
-        assert messages[0][columns[0]] == [{"role": "assistant", "content": expected[0][0]}]
+    assert messages[0]["prompt"] == [{"role": "user", "content": "one?"}]
+    first = expected[0][0]
+    assert messages[0][columns[0]] == [{"role": "assistant", "content": first}]
+
+
+def test_tools_are_part_of_a_prompt():
+    stored = Stored(("one?", [("a", 1.0)]), ("one?", [("b", 0.0)]))
+    prompts = stored.prompts(1)
+    prompts[1]["facts"]["tools"] = [{"function": {"name": "f"}}]
+    stored.prompts = lambda step: prompts
+    rows, _ = select(stored, "sft", [1])
+    assert [(row["completion"], "tools" in row) for row in rows] == [("a", False), ("b", True)]
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +80,9 @@ def episodes(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "method"), [("sft", "sft"), ("pairs", "dpo"), ("kto", "kto")])
-def test_episodes_are_trained_on(episodes, calculator_home, tmp_path, capsys, kind, method):
-    """Also those with calls: their rows have the tools."""
+def test_rows_are_trained_on(calculator_home, tmp_path, kind, method):
     file = tmp_path / f"{kind}.jsonl"
-    assert main(["rollouts", str(episodes), "--to", kind, "--output", str(file)]) == 0
-    said, rows = capsys.readouterr().out, [json.loads(line) for line in file.read_text().splitlines()]
-    assert f"{len(rows)} rows of 288 completions" in said.replace("\n", " ")
-    with_calls = [row for row in rows if '"tool_calls"' in json.dumps(row)]
-    assert with_calls and all(row["tools"][0]["function"]["name"] == "calculate" for row in rows)
+    file.write_text(lines(select(Stored(*GIVEN, turns=True), kind, [1])[0]))
     command = [
         "train", f"method={method}", f"model={calculator_home / 'model'}", f"data.source={file}", "devices.type=cpu",
         "training.max_steps=1", f"output_dir={tmp_path}", "name=after", "evaluation.eval_steps=-1",
@@ -88,25 +91,36 @@ def test_episodes_are_trained_on(episodes, calculator_home, tmp_path, capsys, ki
     assert any("loss" in line for line in read_metrics(tmp_path / "after"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--to", "dpo", "--output", "x"], "sft, pairs"),
-        (["--to", "sft"], "--to needs --output FILE"),
-        (["--best", "2"], "--best is for rows that --to writes"),
-        (["--to", "kto", "--best", "2", "--output", "x"], "--best is not read by kto"),
-        (["--to", "pairs", "--above", "2", "--output", "x"], "--above is not read by pairs"),
-        (["--to", "sft", "--above", "9", "--output", "x"], "nothing is left to train on: 288 completions"),
-        (["--to", "sft", "--step", "9", "--output", "x"], "no rollouts of step 9"),
-        (["--to", "sft", "--output", "there.jsonl"], "exists: give another file"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(episodes, tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.jsonl").write_text("kept")
-    assert main(["rollouts", str(episodes), *flags]) in (1, 2)
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "there.jsonl").read_text() == "kept" and not (tmp_path / "x").exists()
+def test_episodes_of_several_turns_are_for_sft(episodes, tmp_path, capsys):
+    """Where every token of a completion is a target, they are left out and counted."""
+    for kind in ("sft", "pairs", "kto"):
+        status = main(["rollouts", str(episodes), "--to", kind, "--output", str(tmp_path / kind)])
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert ("of several turns" in said) == (kind != "sft") and status == (0 if kind == "sft" else 2), said
+        assert ("assistant_only_loss" in said) == (kind == "sft")
+    rows = [json.loads(line) for line in (tmp_path / "sft").read_text().splitlines()]
+    assert all(row["tools"][0]["function"]["name"] == "calculate" for row in rows)
+
+
+def test_only_sampled_tokens_are_targets(episodes, calculator_home, tmp_path, capsys):
+    """The trained tokens of a good episode are those that the run has stored as trained."""
+    file = tmp_path / "sft.jsonl"
+    assert main(["rollouts", str(episodes), "--to", "sft", "--best", "9", "--above", "0.5", "--output", str(file)]) == 0
+    command = ["explore", "method=sft", "method.assistant_only_loss=true", f"model={calculator_home / 'model'}"]
+    capsys.readouterr()
+    assert main([*command, f"data.source={file}", "--json", "--no-quality", "--rows", "999", "devices.type=cpu"]) == 0
+    shown = json.loads(capsys.readouterr().out)["rows"]
+    tokenizer = AutoTokenizer.from_pretrained(calculator_home / "model")
+    with StoredRun(episodes) as stored:
+        sampled = [row for step in stored.steps() for row in stored.rollouts(step)]
+    expected = {str(tokenizer.decode(of_trained(row)["tokens"])) for row in sampled}
+    trained = ["".join(text for text, is_trained in pieces(row) if is_trained) for row in shown]
+    texts = {text.replace("<|im_end|>\n", "<|im_end|>") for text in trained}  # a line break after the end of turn
+    assert len(trained) > 5 and texts <= expected
+
+
+def pieces(row):
+    return [(text, is_trained) for part in row["parts"] for text, _, is_trained in part["pieces"]]
 
 
 def test_tools_are_stored_with_the_prompts(episodes):

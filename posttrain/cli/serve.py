@@ -55,7 +55,7 @@ def serve(
     adapters = _adapters(options.adapter)
     if options.config is not None and options.record is None:
         raise UsageError("--config has the rewards of recorded episodes: give --record FOLDER too")
-    rewards = () if options.config is None else load(options.config).config.rewards
+    graded_by = None if options.config is None else load(options.config).config
     for package in ("uvicorn", "fastapi"):
         need(package, "serve", "posttrain serve")
     socket = listen(options.host, options.port)  # a port in use is an error before the model is loaded
@@ -69,7 +69,7 @@ def serve(
         from posttrain.serving.listening import run
 
     limits = options.max_rows, options.max_waiting, options.context, options.chat_template_kwargs or {}
-    served = Served(settings, name, adapters, reward, options.template, devices, *limits, options.record, rewards)
+    served = Served(settings, name, adapters, reward, options.template, devices, *limits, options.record, graded_by)
     run(
         lambda: Host.start(served),
         lambda host: Guard(make_app(host), key),

@@ -94,7 +94,7 @@ class Resuming:
 
 
 KEPT_PROMPTS = 8  # whose keys stay for further conversations from the same prompt; these begin one after another
-KEPT_TRUNKS = 32  # ended conversations whose keys stay for branches; these begin soon after
+KEPT_SHARE = 4  # of a part of the cache's tokens: the keys of ended conversations, kept for branches that begin soon
 
 
 class Conversing(Generation):
@@ -137,8 +137,8 @@ class Conversing(Generation):
         ready = [(self.pending.pop(future), future.result()) for future in list(self.pending) if future.done()]
         if self.branching:
             self.trunks |= {past.index: past for past, turn in ready if turn is None and past.tokens}
-            for index in list(self.trunks)[:-KEPT_TRUNKS]:
-                del self.trunks[index]
+            while sum(len(past.tokens) for past in self.trunks.values()) > self.room.tokens // KEPT_SHARE:
+                del self.trunks[next(iter(self.trunks))]
         for past, turn in ready:
             if turn is not None:
                 if turn.branches_from in self.trunks:

@@ -116,7 +116,13 @@ class Episodes:
         """
         keys = [(index, number) for index in range(len(starts)) for number in range(n)]
         episodes = [Episode(starts[index], seed_of(seeds[index], number), self.environments) for index, number in keys]
-        growth = _Growth(episodes, n, forest, lambda episode: self._starts.submit(self._begin, episode))
+        growth = _Growth(
+            episodes,
+            n,
+            forest,
+            begin=lambda episode: self._starts.submit(self._begin, episode),
+            repeat=lambda episode, trunk: self._turns.submit(self._branch, episode, trunk),
+        )
 
         def turn(index: int, reply: Completion) -> Turn | None:
             following = self._turn(episodes[index], reply)
@@ -158,8 +164,6 @@ class Episodes:
             episode.trajectory.prompt = codec.first(messages)
             if len(episode.trajectory.prompt) > self.limits.max_prompt_length:
                 return episode.finish("context_overflow")
-            if episode.trunk is not None:
-                return self._branch(episode, episode.trunk)
         except EpisodeError as error:
             return episode.fail(error)
         except DataError as error:
@@ -167,8 +171,7 @@ class Episodes:
         return Turn(episode.trajectory.prompt, episode.seed, self.limits.max_completion_length)
 
     def _branch(self, episode: Episode, trunk: Trunk) -> Turn | None:
-        """Repeat the first replies of another episode; None if the environment fails. Raises EpisodeError if it gives
-        other answers."""
+        """Repeat the first replies of another episode; None if the environment fails, or gives other answers."""
         own, turn = episode.trajectory, None
         for reply in trunk.trajectory.replies()[: trunk.replies]:
             turn = self._turn(episode, reply)
@@ -176,7 +179,8 @@ class Episodes:
                 return None
             same = trunk.trajectory.prompt == own.prompt and trunk.trajectory.tokens[: len(own.tokens)] == own.tokens
             if turn is None or not same:
-                raise EpisodeError("env_error", "a branch repeated the calls of another episode, with other results")
+                why = "a branch repeated the calls of another episode, with other results"
+                return episode.fail(EpisodeError("env_error", why))
         assert turn is not None
         own.shared = len(own.tokens)
         return Turn([*own.prompt, *own.tokens], turn.seed, turn.limit, trunk.index)
@@ -196,7 +200,8 @@ class Episodes:
             ended = "env_done" if done else self._last(episode)
             if not messages:
                 return episode.finish(ended or "completed")
-            added = codec.bridge([*trajectory.prompt, *trajectory.tokens], self._cut(messages, codec))
+            messages = self._cut(messages, codec)
+            added = codec.bridge([*trajectory.prompt, *trajectory.tokens], messages)
             if len(trajectory.tokens) + len(added) < self.limits.max_completion_length:
                 trajectory.add("user" if episode.is_game else "tool", added, calls=calls)
                 trajectory.messages += messages
@@ -242,7 +247,7 @@ class Episodes:
 class _Growth:
     """Begins the episodes of a run: those that begin anew at once, branches when the round before them is over.
 
-    `begun` are the futures of their first turns. `begin` starts an episode.
+    `begun` are the futures of their first turns. `begin` starts an episode; `repeat` gives a branch its shared turns.
     """
 
     def __init__(
@@ -251,8 +256,9 @@ class _Growth:
         n: int,
         forest: Forest | None,
         begin: Callable[[Episode], Future[Turn | None]],
+        repeat: Callable[[Episode, Trunk], Future[Turn | None]],
     ):
-        self.episodes, self.n, self.begin = episodes, n, begin
+        self.episodes, self.n, self.begin, self.repeat = episodes, n, begin, repeat
         trees = n if forest is None else forest.trees
         self.begun = [Future[Turn | None]() for _ in episodes]
         self._lock, self._started = Lock(), list[Future[Turn | None]]()
@@ -279,7 +285,16 @@ class _Growth:
         """Called when it is known what follows in an episode. If this is nothing, branches may begin."""
         if future.cancelled() or future.exception() is not None or future.result() is not None:
             return
-        root = self.episodes[index].root
+        try:
+            self._grow(self.episodes[index].root)
+        except BaseException as error:  # a callback's error would be lost, and the run would wait for these futures
+            for each in self.begun:
+                if not each.done():
+                    each.set_exception(error)
+            raise
+
+    def _grow(self, root: int) -> None:
+        """Note that an episode of a tree is over; start those of the next round if it was the last one."""
         with self._lock:
             self._live[root] -= 1
             if self._live[root] or len(self._rounds[root]) == 1:
@@ -304,11 +319,15 @@ class _Growth:
     def _has_begun(self, index: int, future: Future[Turn | None]) -> None:
         if future.cancelled():
             return
+        episode = self.episodes[index]
         if (error := future.exception()) is not None:
             self.begun[index].set_exception(error)
-            return
-        self.begun[index].set_result(future.result())
-        self.answered(index, future)
+        elif future.result() is not None and episode.trunk is not None and not episode.trajectory.shared:
+            self._started.append(repeated := self.repeat(episode, episode.trunk))
+            repeated.add_done_callback(partial(self._has_begun, index))
+        else:
+            self.begun[index].set_result(future.result())
+            self.answered(index, future)
 
 
 @contextmanager

@@ -74,16 +74,20 @@ def _add_completions(app: FastAPI) -> None:
         if recorder is not None:
             if body.n > 1 or body.continue_final_message:
                 raise DataError("a recorded request has one reply: leave out n and continue_final_message")
-            name = request.headers.get(EPISODE)
-            turn = await policy.in_thread(recorder.turn, codec, body.turns(), name, renders=True)
+            turns, kwargs = body.turns(), json.dumps(body.chat_template_kwargs, sort_keys=True)
+            kind = (policy.adapter(body.model) or policy.name, json.dumps(tools, sort_keys=True), kwargs)
+            policy.check_size(turns, tools)
+            name = request.headers.get(EPISODE) or None
+            turn = await policy.in_thread(recorder.turn, codec, kind, turns, name, renders=True)
         tokens = await _prompt(policy, body) if turn is None else turn.tokens
         form = wire.Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         job.processed = recorder is not None
-        replies = wire.Replies(form, policy.tokenizer, [job], policy.stops, codec if tools else None)
+        replies = wire.Replies(form, policy.tokenizer, [job], policy.stops, codec)
         if recorder is None or turn is None:
             return await _replied(request, body, policy, replies)
-        response = await _replied(request, body, policy, replies, partial(recorder.replied, turn))
+        record = partial(recorder.replied, turn, stops=job.sampling.stop)
+        response = await _replied(request, body, policy, replies, record)
         response.headers[EPISODE] = turn.episode
         return response
 
@@ -252,7 +256,7 @@ async def _recorded(events: AsyncGenerator[Event], record: Callable[[Completion]
     try:
         async for event in events:
             if isinstance(event, Ended):
-                record(event.completion)
+                await asyncio.to_thread(record, event.completion)
             yield event
     finally:
         await events.aclose()

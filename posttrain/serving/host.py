@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ from torch import nn
 
 from posttrain.base.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.batch import Example, Node, pack
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig
-from posttrain.config.schema.rewards import Reward
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data.codec import Codec
 from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.rows import Row, RowError, Turns
@@ -61,7 +61,7 @@ class Served:
     context: int | None
     variables: Mapping[str, Any] = field(default_factory=dict)  # defaults for the chat template
     record: Path | None = None  # a folder for recorded episodes
-    graded_by: Sequence[Reward] = ()  # rewards of recorded episodes
+    graded_by: RunConfig | None = None  # settings with rewards of recorded episodes
 
 
 class Policy:
@@ -82,6 +82,7 @@ class Policy:
         self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
         self._renderers = ThreadPoolExecutor(RENDERERS, "posttrain-templates")
         self._codecs: dict[str, Codec] = {}
+        self._codec_lock = threading.Lock()
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
@@ -140,10 +141,16 @@ class Policy:
         if not self.template.turns:
             raise DataError("tools need a chat template, and the model is served without one: start with --template")
         key = json.dumps([tools, variables], sort_keys=True)
-        if (codec := self._codecs.get(key)) is None:
-            codec = Codec(self.tokenizer, tools, variables)
-            self._codecs = dict([*self._codecs.items(), (key, codec)][-MOST_CODECS:])
-        return codec
+        with self._codec_lock:
+            self._codecs[key] = self._codecs.pop(key, None) or Codec(self.tokenizer, tools, variables)
+            if len(self._codecs) > MOST_CODECS:
+                del self._codecs[next(iter(self._codecs))]
+            return self._codecs[key]
+
+    def check_size(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError for a conversation that cannot fit, without tokenising it."""
+        calls = [json.dumps(turn["tool_calls"]) for turn in turns if turn.get("tool_calls")]
+        self._bound.check(*(str(turn["content"]) for turn in turns), *calls, json.dumps(tools))
 
     def chat_tokens(
         self,
@@ -158,7 +165,7 @@ class Policy:
         `continue_final_message` in transformers.
         """
         if tools:
-            self._bound.check(*(turn["content"] for turn in turns))
+            self.check_size(turns, tools)
             return self.codec(tools, variables).first(turns)
         return self._tokens(self._chat(turns, variables, continued))
 
@@ -276,15 +283,14 @@ class Host:
         rewards = None if reward is None else Rewards(reward, served.devices)
         if reward == served.model.path and served.adapters:
             raise ConfigError("a reward model cannot be served with adapters: leave out --adapter")
-        policy = None if is_reward else Policy(served)
-        if policy is None and served.record is not None:
+        if is_reward and served.record is not None:
             raise ConfigError("--record needs a model that generates completions, but this is a reward model")
-        recorder = None
+        recorder = None if served.record is None else _recorder(served, served.record)
+        policy = None if is_reward else Policy(served)
         if policy is not None:
             await policy.warm_up()
-            if served.record is not None:
-                given = EpisodeRewards(served.graded_by, devices=served.devices, environments=[TITLE])
-                recorder = Recorder(served.record, given, policy.tokenizer.save_pretrained)
+            if recorder is not None:  # for those who read the tokens
+                policy.tokenizer.save_pretrained(recorder.folder)
         return cls(policy, rewards, (served.name, *served.adapters), recorder)
 
     def close(self) -> None:
@@ -294,6 +300,21 @@ class Host:
             self.rewards.close()
         if self.recorder is not None:
             self.recorder.close()
+
+
+def _recorder(served: Served, folder: Path) -> Recorder:
+    config = served.graded_by
+    if config is None:
+        return Recorder(folder, EpisodeRewards((), environments=[TITLE]))
+    rewards = EpisodeRewards(
+        config.rewards,
+        tags=config.data.tags,
+        devices=served.devices,
+        max_completion_length=config.rollout.max_completion_length,
+        date=config.data.date,
+        environments=[TITLE],
+    )
+    return Recorder(folder, rewards)
 
 
 def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:

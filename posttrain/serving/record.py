@@ -1,8 +1,8 @@
 """Records the conversations of agents that use the server, as episodes for training.
 
-turn = recorder.turn(codec, messages, episode)      the tokens to complete: those of the conversation so far, and more
+turn = recorder.turn(codec, kind, messages, episode)      the tokens to complete: of the conversation so far, and more
 recorder.replied(turn, completion)
-recorder.reward(turn.episode, 1.0)                  stored in rollouts.sqlite
+recorder.reward(turn.episode, 1.0, {})                    stored in rollouts.sqlite
 
 A request continues the conversation whose messages it begins with: the model's replies keep the tokens that were
 sampled, and what follows them is appended, never rendered again. Requests that continue one conversation differently
@@ -11,8 +11,10 @@ with other spaces.
 """
 
 import json
+import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -21,23 +23,25 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.base.errors import DataError, RunError
+from posttrain.base.errors import DataError, PosttrainError, RunError
 from posttrain.data.codec import Codec
 from posttrain.data.render import Message
-from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion
 from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.rewards.compose import Rewards
-from posttrain.rewards.parts import CompletionReward, RewardInput
+from posttrain.rewards.parts import CompletionReward
 from posttrain.runs.folder import FolderLock
 from posttrain.runs.rollouts import GIB, NAME, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.runs.stored_rollouts import StoredRun
+from posttrain.serving.texts import cut
 from posttrain.training.evaluation import parts_of
 
 MOST_GB = 20
 MOST_OPEN = 4096  # episodes without a reward
 TITLE = "agent"  # names the reward that a client gives
 Keys = tuple[str, ...]  # messages as they are compared
+Kind = tuple[str, ...]  # the policy's name, and what else a conversation cannot change: tools, template variables
+log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,34 +51,50 @@ class State:
     messages: Keys
     trajectory: Trajectory
     codec: Codec
+    kind: Kind
     prompt: Sequence[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request: the state that it continues, the messages behind that, and their tokens."""
-
-    episode: str
-    state: State
-    messages: Sequence[Message]
-    bridge: Sequence[int]
+    before: "State | None" = None
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens to complete."""
-        return [*self.state.trajectory.prompt, *self.state.trajectory.tokens, *self.bridge]
+    def path(self) -> Iterator["State"]:
+        """This state and those before it."""
+        state: State | None = self
+        while state is not None:
+            yield state
+            state = state.before
 
 
 @dataclass(slots=True)
 class Open:
     """An episode without a reward: its states, by their messages, and those that a further turn continues."""
 
+    name: str
     states: dict[Keys, list[State]] = field(default_factory=dict)
     continued: set[State] = field(default_factory=set)
+    is_over: bool = False
 
     @property
     def leaves(self) -> list[State]:
         return [state for state in chain(*self.states.values()) if state not in self.continued]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request: its episode, the state that it continues, the messages behind that, and their tokens."""
+
+    opened: Open
+    state: State
+    messages: Sequence[Message]
+    bridge: Sequence[int]
+
+    @property
+    def episode(self) -> str:
+        return self.opened.name
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to complete."""
+        return [*self.state.trajectory.prompt, *self.state.trajectory.tokens, *self.bridge]
 
 
 class Recorder:
@@ -84,45 +104,67 @@ class Recorder:
     training run, and for one that another server records into.
     """
 
-    def __init__(self, folder: Path, rewards: Rewards, save_tokenizer: Callable[[str], Any]):
+    def __init__(self, folder: Path, rewards: Rewards):
         if (folder / "run.json").exists():
             raise RunError(f"--record {folder}: this folder has a training run; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder_lock = FolderLock(folder)
-        self.folder, self.rewards, self._lock = folder, rewards, Lock()
-        self._open, self._stored = dict[str, Open](), dict[tuple[int, ...], int]()  # completions of each prompt
+        self._resources = ExitStack()
+        self._resources.callback(FolderLock(folder).release)
+        self._resources.enter_context(rewards)
+        self.folder, self.rewards = folder, rewards
+        self._lock, self._ending = Lock(), Lock()
+        self._open = dict[str, Open]()
+        self._stored = dict[tuple[Any, ...], int]()  # the completions of each prompt with its facts
         self.step = 1 + _last_step(folder)
-        save_tokenizer(str(folder))  # for those who read the tokens
         self._store = RolloutStore(folder, MOST_GB * GIB, self.step)
+        self._resources.callback(self._store.close)
 
-    def turn(self, codec: Codec, messages: Sequence[Message], episode: str | None) -> Turn:
-        """What a request continues. `episode`: the name that the client gives; None: that of the conversation."""
+    def turn(self, codec: Codec, kind: Kind, messages: Sequence[Message], episode: str | None) -> Turn:
+        """What a request continues. `episode`: the name that the client gives; None: that of the conversation.
+
+        Raises DataError if several episodes without a name have the same messages, or too many are open."""
         keys = tuple(map(_key, messages))
         with self._lock:
-            if (episode not in self._open) and len(self._open) >= MOST_OPEN:
-                raise DataError(f"{MOST_OPEN:,} episodes are open: give them rewards (POST /v1/rewards)")
-            name, state = self._longest(codec, keys, episode)
+            opened, state = self._longest(kind, keys, episode) or (self._new(episode), None)
         if state is None:
-            begun = State(keys, Trajectory(codec.first(messages), [], title=TITLE), codec, messages)
-            return Turn(episode or secrets.token_hex(8), begun, (), ())
+            if any(map(_is_reply, keys)):
+                log.warning("episode %s begins with replies that were not sampled here", opened.name)
+            begun = State(keys, Trajectory(codec.first(messages), [], title=TITLE), codec, kind, messages)
+            return Turn(opened, begun, (), ())
         rest = messages[len(state.messages) :]
-        return Turn(name, state, rest, codec.bridge([*state.trajectory.prompt, *state.trajectory.tokens], rest))
+        tokens = [*state.trajectory.prompt, *state.trajectory.tokens]
+        return Turn(opened, state, rest, state.codec.bridge(tokens, rest))
 
-    def _longest(self, codec: Codec, keys: Keys, episode: str | None) -> tuple[str, State | None]:
+    def _new(self, episode: str | None) -> Open:
+        """The episode of a new conversation."""
+        name = episode or secrets.token_hex(8)
+        if len(self._open) >= MOST_OPEN:  # some may be of requests that failed
+            self._open = {name: opened for name, opened in self._open.items() if opened.states}
+        if name not in self._open and len(self._open) >= MOST_OPEN:
+            raise DataError(f"{MOST_OPEN:,} episodes are open: give them rewards (POST /v1/rewards)")
+        return self._open.setdefault(name, Open(name))
+
+    def _longest(self, kind: Kind, keys: Keys, episode: str | None) -> tuple[Open, State] | None:
         """The newest state with the most messages that a request begins with. No reply may follow these, since it would
         be one that was not sampled."""
-        opened = {name: each for name, each in self._open.items() if episode in (None, name)}
+        opened = [each for each in self._open.values() if episode in (None, each.name) and not each.is_over]
         for count in range(len(keys) - 1, 0, -1):
             if _is_reply(keys[count]):
                 break
-            for name, each in reversed(opened.items()):
-                for state in reversed(each.states.get(keys[:count], [])):
-                    if state.codec is codec:
-                        return name, state
-        return "", None
+            same = [(each, each.states.get(keys[:count], [])) for each in opened]
+            found = [(each, state) for each, states in same for state in states if state.kind == kind]
+            if len({each.name for each, _ in found}) > 1:
+                names = ", ".join(each.name for each, _ in found)
+                raise DataError(
+                    f"the episodes {names} begin with these messages: send the header X-Posttrain-Episode of the first "
+                    "response with every request of a conversation"
+                )
+            if found:
+                return found[-1]
+        return None
 
-    def replied(self, turn: Turn, completion: Completion) -> None:
-        """Add the reply to a turn."""
+    def replied(self, turn: Turn, completion: Completion, stops: Sequence[str] = ()) -> None:
+        """Add the reply to a turn. `stops`: strings before which the client's text ends."""
         state, before = turn.state, turn.state.trajectory
         made = replace(
             before, messages=[*before.messages, *turn.messages], tokens=[*before.tokens], trained=[*before.trained],
@@ -138,88 +180,108 @@ class Recorder:
             )  # fmt: skip
         made.add("model", completion.tokens, completion.logprobs)
         reply = state.codec.parse(completion.tokens)
-        made.messages.append(reply.message)
+        message = {**reply.message, "content": cut(reply.content, stops)}
+        made.messages.append(message)
         made.malformed += reply.malformed
-        messages = (*state.messages, *map(_key, turn.messages), _key(reply.message))
+        messages = (*state.messages, *map(_key, turn.messages), _key(message))
         with self._lock:
-            opened = self._open.setdefault(turn.episode, Open())
-            opened.states.setdefault(messages, []).append(State(messages, made, state.codec, state.prompt))
-            opened.continued.add(state)
+            if turn.opened.is_over:
+                log.warning("a reply came after the reward of episode %s: it is not stored", turn.episode)
+                return
+            self._open.setdefault(turn.episode, turn.opened)
+            after = State(messages, made, state.codec, state.kind, state.prompt, state)
+            turn.opened.states.setdefault(messages, []).append(after)
+            turn.opened.continued.add(state)
 
     def reward(self, episode: str, reward: float | None, columns: Mapping[str, Any]) -> list[float | None]:
         """End an episode and store its conversations, each with the sum of this reward and those of the settings, which
-        read the `columns`. Returns the sums. Raises DataError for an unknown episode, RewardError, RunError."""
-        with self._lock:
-            opened = self._open.pop(episode, None)
-        if opened is None:
-            raise DataError(f"there is no open episode {episode!r}: it has had no reply, or has been rewarded")
-        try:
-            return self._end(opened.leaves, reward, columns, self.rewards)
-        except BaseException:
+        read the `columns`. Returns the sums. Raises DataError for an unknown episode; RewardError and RunError, after
+        which the episode is still open."""
+        with self._ending:  # rewards are computed for one episode at a time
             with self._lock:
-                self._open[episode] = opened  # the client may try again
-            raise
-
-    def _end(
-        self,
-        leaves: Sequence[State],
-        reward: float | None,
-        columns: Mapping[str, Any],
-        rewards: Callable[[Sequence[RewardInput]], Sequence[CompletionReward]],
-    ) -> list[float | None]:
-        facts = [{"prompt": list(leaf.prompt), "answer": columns.get("answer"), "columns": columns} for leaf in leaves]
-        ended = [replace(leaf.trajectory, reward=reward) for leaf in leaves]
-        rewarded = rewards([rewarded_as(*pair) for pair in zip(ended, facts, strict=True)])
-        with self._lock:
-            for group in {tuple(each.prompt): None for each in ended}:
-                same = [n for n, each in enumerate(ended) if tuple(each.prompt) == group]
-                self._put(
-                    group, [leaves[n] for n in same], [ended[n] for n in same], [rewarded[n] for n in same], facts
-                )
-        self._store.flush()
-        return [each.total for each in rewarded]
+                opened = self._open.get(episode)
+                if opened is None or not opened.states:
+                    raise DataError(f"there is no open episode {episode!r}: it has had no reply, or has been rewarded")
+                opened.is_over = True
+            try:
+                self._store.check()
+                leaves = opened.leaves
+                facts = [_facts(leaf, columns) for leaf in leaves]
+                inputs = [replace(leaf.trajectory, reward=reward) for leaf in leaves]
+                rewarded = self.rewards([rewarded_as(*pair) for pair in zip(inputs, facts, strict=True)])
+                self._put(leaves, rewarded, facts)
+                self._store.flush()
+            except BaseException:
+                opened.is_over = False
+                raise
+            with self._lock:
+                self._open.pop(episode, None)
+            return list(rewarded.totals)
 
     def _put(
-        self,
-        prompt: tuple[int, ...],
-        leaves: Sequence[State],
-        ended: Sequence[Trajectory],
-        rewards: Sequence[CompletionReward],
-        facts: Sequence[Mapping[str, Any]],
+        self, leaves: Sequence[State], rewards: Sequence[CompletionReward], facts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Store conversations of one episode that begin with the same prompt: branches of the first."""
-        index, first = [*self._stored, prompt].index(prompt), self._stored.get(prompt, 0)
-        rows = []
-        for number, (leaf, made, reward) in enumerate(zip(leaves, ended, rewards, strict=True)):
-            common = [common_prefix(made.tokens, other.tokens) for other in ended[:number]]
-            branch = (first + int(np.argmax(common)), max(common)) if common else (None, 0)
-            made = replace(made, tree=first, trunk=branch[0], shared=branch[1])
-            rows.append(
-                StoredRollout(
-                    index, first + number, str(leaf.codec.tokenizer.decode(made.tokens)), reward.total, None,
-                    made.finish_reason, made.version, parts_of(reward),
-                    {"tokens": np.asarray(made.tokens), "sampler_logprobs": np.asarray(made.logprobs)},
-                    np.asarray(made.trained, bool), made.stored(),
-                )
+        """Store the conversations of an episode. One that shares turns with an earlier one is a branch of it."""
+        placed: list[tuple[State, int, int]] = []  # with the number of the completion, and of its tree
+        for leaf, reward, fact in zip(leaves, rewards, facts, strict=True):
+            key = (*leaf.trajectory.prompt, json.dumps(fact, sort_keys=True, default=str))
+            is_new = key not in self._stored
+            number = self._stored.setdefault(key, 0)
+            index = [*self._stored].index(key)
+            self._stored[key] += 1
+            common = [(_shared(leaf, other), *where) for other, *where in placed]
+            shared, trunk, tree = max(common, default=(0, None, number), key=lambda each: each[0])
+            trunk, tree = (trunk, tree) if shared else (None, number)
+            placed.append((leaf, number, tree))
+            made = replace(leaf.trajectory, tree=tree, trunk=trunk, shared=shared, reward=reward.total)
+            arrays = {"tokens": np.asarray(made.tokens), "sampler_logprobs": np.asarray(made.logprobs)}
+            text = str(leaf.codec.tokenizer.decode(made.tokens))
+            stored = StoredRollout(
+                index, number, text, reward.total, None, made.finish_reason, made.version, parts_of(reward), arrays,
+                np.asarray(made.trained, bool), made.stored(),
             )  # fmt: skip
-        text = "\n".join(str(message["content"]) for message in leaves[0].prompt)
-        asked = StoredPrompt(index, text, prompt, {**facts[0], "tools": leaves[0].codec.tools})
-        self._store.add(self.step, 0.0, [] if prompt in self._stored else [asked], rows, first=index)
-        self._stored[prompt] = first + len(rows)
+            shown = "\n".join(str(message["content"]) for message in leaf.prompt)
+            asked = [StoredPrompt(index, shown, made.prompt, fact)] if is_new else []
+            self._store.add(self.step, 0.0, asked, [stored], first=index)
 
     def close(self) -> None:
         """Store open episodes without rewards, and end."""
-        for opened in self._open.values():
-            self._end(opened.leaves, None, {}, lambda inputs: [CompletionReward() for _ in inputs])
-        self._open.clear()
-        self._store.close()
-        self.rewards.close()
-        self._folder_lock.release()
+        with self._resources:
+            for opened in list(self._open.values()):
+                opened.is_over, leaves = True, opened.leaves
+                self._put(leaves, [CompletionReward()] * len(leaves), [_facts(leaf, {}) for leaf in leaves])
+            self._open.clear()
+            try:
+                self._store.flush()
+            except PosttrainError as error:
+                log.error("the last episodes are not stored: %s", error)
+
+
+def _facts(leaf: State, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a prompt, for rewards and for those who read the store."""
+    more = {"answer": columns.get("answer"), "columns": columns, "tools": leaf.codec.tools, "policy": leaf.kind[0]}
+    return {"prompt": list(leaf.prompt), **more}
+
+
+def _shared(one: State, other: State) -> int:
+    """The number of tokens of the turns that two conversations share."""
+    of_other = set(other.path)
+    return next((len(state.trajectory.tokens) for state in one.path if state in of_other), 0)
 
 
 def _key(message: Message) -> str:
-    calls = [[call["function"][part] for part in ("name", "arguments")] for call in message.get("tool_calls") or ()]
-    return json.dumps([message["role"], str(message["content"]).strip(), calls], sort_keys=True)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    parts = [[call["name"], _plain(call["arguments"])] for call in calls]
+    return json.dumps([message["role"], str(message["content"]).strip(), parts], sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with whole numbers as integers: some clients write 3.0 as 3."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_reply(key: str) -> bool:
@@ -230,4 +292,4 @@ def _last_step(folder: Path) -> int:
     if not (folder / NAME).is_file():
         return 0
     with StoredRun(folder) as stored:
-        return max((row["step"] for row in stored.summary()), default=0)
+        return max(stored.steps(), default=0)

@@ -151,3 +151,8 @@ class Streamed:
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

@@ -21,7 +21,7 @@ from posttrain.engines import Completion, text_of
 from posttrain.engines.live import Ended, Event, Failed, Job, Token
 from posttrain.engines.protocol import Sampling
 from posttrain.serving.host import TokenScore
-from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText
+from posttrain.serving.texts import Report, ReportedToken, Streamed, TokenText, cut
 
 MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
 MOST_STOP_CHARACTERS = 1024
@@ -152,13 +152,34 @@ class Part(BaseModel):
     text: str
 
 
+class Schema(BaseModel):
+    """The function that a tool is. Keys that are not checked here are for the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _properties(self) -> Self:
+        if not isinstance((self.parameters or {}).get("properties", {}), dict):
+            raise ValueError(f"the properties of {self.name} must be an object")
+        return self
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"] = "function"
+    function: Schema
+
+
 class Function(BaseModel):
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _as_object(self) -> Self:
-        if isinstance(self.arguments, str):
+        if not isinstance(self.arguments, dict):
             try:
                 self.arguments = json.loads(self.arguments or "{}")
             except (ValueError, RecursionError) as error:
@@ -169,7 +190,7 @@ class Function(BaseModel):
 
 
 class ToolCall(BaseModel):
-    id: str = ""
+    id: str | None = None
     type: Literal["function"] = "function"
     function: Function
 
@@ -213,7 +234,7 @@ class RenderRequest(Templated):
     model: str = ""
     messages: list[Message] = Field(min_length=1)
     continue_final_message: bool = False  # continue the assistant's last message; not in OpenAI's API
-    tools: list[Json] = []
+    tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
 
     @model_validator(mode="before")
@@ -224,7 +245,7 @@ class RenderRequest(Templated):
 
     @property
     def used_tools(self) -> list[Json]:
-        return self.tools if self.tool_choice == "auto" else []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
 
     def turns(self) -> list[dict[str, Any]]:
         """The messages for the chat template. A tool's result has the name of the call that it answers."""
@@ -234,7 +255,7 @@ class RenderRequest(Templated):
             raise DataError("continue_final_message cannot be combined with tools")
         turns, names = [], dict[str, str]()
         for message in self.messages:
-            names |= {call.id: call.function.name for call in message.tool_calls}
+            names |= {call.id: call.function.name for call in message.tool_calls if call.id}
             turn = message.turn()
             if message.role == "tool" and (name := message.name or names.get(message.tool_call_id or "")):
                 turn["name"] = name
@@ -358,15 +379,15 @@ class Replies:
         if self.form.chat:
             body = {"message": {"role": "assistant", "content": text, "refusal": None}}
         if self.codec is not None:
-            body["message"] |= (parsed := self._parsed(completion))
-            reason = "tool_calls" if "tool_calls" in parsed else reason
+            body["message"] |= (parsed := self._parsed(completion, ended.job.sampling.stop))
+            reason = "tool_calls" if "tool_calls" in parsed and reason == "stop" else reason
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
 
-    def _parsed(self, completion: Completion) -> Json:
+    def _parsed(self, completion: Completion, stops: Sequence[str]) -> Json:
         """A reply's content, reasoning and tool calls."""
         assert self.codec is not None
         reply = self.codec.parse(completion.tokens)
-        message: Json = {"content": reply.content or (None if reply.calls else "")}
+        message: Json = {"content": cut(reply.content, stops) or (None if reply.calls else "")}
         if reply.reasoning is not None:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
@@ -409,7 +430,7 @@ class Replies:
                 continue  # whether it belongs to a call is known at the end
             if self.codec is not None and isinstance(event, Ended):
                 sampled += len(event.completion.tokens)
-                yield {**head, "choices": [await asyncio.to_thread(self._called, index, event.completion)], **extra}
+                yield {**head, "choices": [await asyncio.to_thread(self._in_one_chunk, index, event)], **extra}
             elif isinstance(event, Token):
                 text, logprobs = texts[index].add(event.token), None
                 if self.form.alternatives is not None:
@@ -423,13 +444,12 @@ class Replies:
         if include_usage:
             yield {**head, "choices": [], "usage": usage([job.tokens for job in self.jobs], sampled)}
 
-    def _called(self, index: int, completion: Completion) -> Json:
+    def _in_one_chunk(self, index: int, ended: Ended) -> Json:
         """A whole reply as the choice of a chunk."""
-        delta = self._parsed(completion)
-        calls = [{"index": number, **call} for number, call in enumerate(delta.pop("tool_calls", []))]
-        delta |= {"tool_calls": calls} if calls else {}
-        reason = "tool_calls" if calls else completion.finish_reason
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        choice = self._choice(index, ended)
+        delta = choice.pop("message")
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", []))]
+        return {**choice, "delta": {name: value for name, value in delta.items() if name != "tool_calls" or value}}
 
     def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
         """A prompt's log-probabilities in the format of text completions; the first token has none."""
@@ -471,8 +491,3 @@ def _by_text(token: ReportedToken) -> dict[str, float | None]:
 
 def _token(token: TokenText) -> Json:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
-
-
-def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
