@@ -399,7 +399,8 @@ def table(trials: Sequence[Trial]) -> str:
 def kept(anew: Sequence[str]) -> list[Trial]:
     """The saved trials of cases that were not run again and whose settings are unchanged."""
     saved = load_json(RESULTS)
-    same = {name for name in CASES if saved["settings"].get(name) == json.loads(json.dumps(SETTINGS[name]))}
+    now = json.loads(json.dumps(SETTINGS))  # may have further settings, with their defaults
+    same = {name for name in now if (was := saved["settings"].get(name)) and was.items() <= now[name].items()}
     return [Trial(**one) for one in saved["trials"] if one["name"] in same - {*anew}]
 
 
