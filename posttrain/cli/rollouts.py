@@ -237,6 +237,7 @@ def _turns_table(completion: CompletionReceipt) -> Table:
     table = _table("turn", "author", "tokens", "reward", "advantage", "push", "completion")
     table.title = f"{counted(sum(turn.author == 'model' for turn in completion.turns), 'reply', 'replies')}, " + (
         f"ended by {completion.finish_reason}"
+        + ("" if completion.trunk is None else f", branch of rollout {completion.trunk}")
     )
     for number, turn in enumerate(completion.turns):
         advantage, push = completion.of_turn(turn)

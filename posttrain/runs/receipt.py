@@ -174,6 +174,7 @@ class CompletionReceipt:
     parts: dict[str, StoredPart]
     numbers: TokenNumbers
     turns: Sequence[Turn]
+    trunk: int | None  # of an episode that branches: the completion whose first turns it shares
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> CompletionReceipt:
@@ -182,10 +183,8 @@ class CompletionReceipt:
         parts = {name: StoredPart.of(part) for name, part in (row.get("parts") or {}).items()}
         episode = row.get("turns") or None
         ended = episode["stop_reason"] if episode else row["finish_reason"]
-        if episode and episode.get("trunk") is not None:
-            ended += f", branch of rollout {episode['trunk']}"
-        facts = [*(row[column] for column in columns), ended]
-        return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=shown_turns(episode))
+        facts, trunk = [*(row[column] for column in columns), ended], (episode or {}).get("trunk")
+        return cls(*facts, parts=parts, numbers=TokenNumbers.of(row), turns=shown_turns(episode), trunk=trunk)
 
     def of_turn(self, turn: Turn) -> tuple[float | None, float]:
         """The mean advantage of a turn's tokens, None outside the loss, and the sum of their absolute pushes."""

@@ -245,6 +245,8 @@ def _facts(completion: CompletionReceipt) -> dict[str, object]:
     facts |= {name: short(str(value), 60) for name, value in extras}
     if completion.turns:
         facts["replies"] = str(sum(turn.author == "model" for turn in completion.turns))
+    if completion.trunk is not None:
+        facts["branch of"] = f"completion {completion.trunk}"
     return facts | ({"verdict": completion.verdict} if completion.verdict else {})
 
 
