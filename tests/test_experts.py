@@ -23,7 +23,8 @@ from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.lean import enable_gradient_checkpointing, lean
 from posttrain.models.load import load_tokenizer
 from posttrain.planning.largest import FirstEpoch, with_completions
-from posttrain.rollout import _fitting
+from posttrain.rewards.parts import CompletionReward
+from posttrain.rollout import Rollout, SampledCompletion
 from posttrain.runs.stored_rollouts import StoredRun
 from posttrain.runs.summary import read_run
 from posttrain.scoring import RewardScorer, Scorer
@@ -344,9 +345,10 @@ def test_several_packs_are_averaged(tmp_path, shared, mixture):
 def test_planned_completions_are_divided_as_sampled_ones(feeds_last):
     """The sizes around each that holds one completion more, with a prompt of three tokens."""
     prompt = Example((Node(np.arange(3)),), 0)
+    sampled = [SampledCompletion(0, [7] * 5, [0.0] * 5, "", "stop", 0, CompletionReward()) for _ in range(5)]
     for size in range(8, 30):
         planned = with_completions(prompt, 5, 5, size, feeds_last)
-        divided = _fitting(range(5), [5 if feeds_last else 4] * 5, 3, size)
+        _, divided = Rollout([prompt], sampled).examples(range(5), size, feeds_last)
         assert [len(one.trees[0].children) for one in planned] == [len(some) for some in divided]
         assert len(pack(planned, size, feeds_last)) == -(-5 // ((size - 3) // (5 if feeds_last else 4)))
 
