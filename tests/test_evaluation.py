@@ -54,7 +54,7 @@ def test_sft_is_evaluated_by_what_it_writes(sums_home, data, tmp_path):
     for line in seen.values():
         assert line["eval_loss"] > 0 and line["eval_held_out_loss"] > 0
         assert 0 <= line["eval_held_out_reward"] <= 1 and line["eval_completions/mean_length"] >= 1
-    assert seen[10]["eval_held_out_reward"] > seen[0]["eval_held_out_reward"] + 0.2
+    assert seen[10]["eval_held_out_reward"] > seen[0]["eval_held_out_reward"] + 0.05
     losses = [[line["loss"] for line in lines(folder) if "loss" in line] for folder in (watched, plain)]
     assert losses[0] == losses[1] and len(losses[0]) == 10
     assert (watched / "final/model.safetensors").read_bytes() == (plain / "final/model.safetensors").read_bytes()

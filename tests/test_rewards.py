@@ -480,8 +480,8 @@ def test_a_reward_model_scores_the_sampled_tokens(shared, reward_model, tmp_path
     want = [scored(read) for *_, read in cases]
     text = scored([*tokenizer(prompt + " named").input_ids, end])
     print(found, want, text)
-    assert found == pytest.approx(want, rel=1e-5, abs=1e-5) and abs(want[1] - text) > 1e-3
-    assert others == pytest.approx([text, scored([*tokenizer(prompt + "named").input_ids, end])], abs=1e-5)
+    assert found == pytest.approx(want, abs=1e-4) and abs(want[1] - text) > 1e-3
+    assert others == pytest.approx([text, scored([*tokenizer(prompt + "named").input_ids, end])], abs=1e-4)
     with Rewards(term, sampled_ids=False) as rewards:
         assert rewards(inputs[1:]).totals == pytest.approx([text] * 3, abs=1e-5)
 
