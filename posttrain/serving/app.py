@@ -23,6 +23,7 @@ from posttrain.engines.live import Busy, Ended, Event, Job
 from posttrain.serving import wire
 from posttrain.serving.host import Host, Policy, TokenScore
 from posttrain.serving.listening import error_body
+from posttrain.serving.replies import Form, Replies, usage
 from posttrain.serving.texts import Report
 from posttrain.serving.wire import Json
 
@@ -80,10 +81,10 @@ def _add_completions(app: FastAPI) -> None:
             name = request.headers.get(EPISODE) or None
             turn = await policy.in_thread(recorder.turn, codec, kind, turns, name, renders=True)
         tokens = await _prompt(policy, body) if turn is None else turn.tokens
-        form = wire.Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
+        form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         job.processed = recorder is not None
-        replies = wire.Replies(form, policy.tokenizer, [job], policy.stops, codec)
+        replies = Replies(form, policy.tokenizer, [job], policy.stops, codec)
         if recorder is None or turn is None:
             return await _replied(request, body, policy, replies)
         record = partial(recorder.replied, turn, stops=job.sampling.stop)
@@ -109,11 +110,11 @@ def _add_completions(app: FastAPI) -> None:
             if outside is not None:
                 known = policy.live.vocabulary
                 raise DataError(f"prompt {index} has the token id {outside}; the model has only {known:,} tokens")
-        form = wire.Form(False, body.model or policy.name, body.logprobs)
+        form = Form(False, body.model or policy.name, body.logprobs)
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
         jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts]
-        return await _replied(request, body, policy, wire.Replies(form, policy.tokenizer, jobs, policy.stops))
+        return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
 
 
 def _add_scores(app: FastAPI) -> None:
@@ -204,7 +205,7 @@ async def _prompt(policy: Policy, body: wire.RenderRequest) -> list[int]:
     return await policy.in_thread(policy.chat_tokens, *arguments, renders=True)
 
 
-def _job(policy: Policy, body: wire.Sampled, form: wire.Form, tokens: list[int], limit: int | None) -> Job:
+def _job(policy: Policy, body: wire.Sampled, form: Form, tokens: list[int], limit: int | None) -> Job:
     """A job for a prompt's completions, whose length is bounded by `limit` and by the room that the prompt leaves."""
     context = policy.live.context
     room = context - len(tokens)
@@ -224,7 +225,7 @@ async def _replied(
     request: Request,
     body: wire.Sampled,
     policy: Policy,
-    replies: wire.Replies,
+    replies: Replies,
     record: Callable[[Completion], None] = lambda completion: None,
 ) -> Response:
     events = _recorded(policy.events(replies.jobs), record)
@@ -275,10 +276,10 @@ async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
         task.cancel()
 
 
-async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[list[int]], form: wire.Form) -> Json:
+async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[list[int]], form: Form) -> Json:
     """The JSON object of completions that begin with their prompts."""
     jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts] if body.max_tokens else []
-    replies = wire.Replies(form, policy.tokenizer, jobs, policy.stops)
+    replies = Replies(form, policy.tokenizer, jobs, policy.stops)
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
@@ -294,7 +295,7 @@ async def _echoed(policy: Policy, body: wire.CompletionRequest, prompts: list[li
                 after["text_offset"] = [len(text) + offset for offset in after["text_offset"]]
             logprobs = before and {name: before[name] + (after[name] if after else []) for name in before}
             choices.append({**choice, "index": len(choices), "text": text + choice["text"], "logprobs": logprobs})
-    return {**whole, "choices": choices, "usage": wire.usage(prompts, whole["usage"]["completion_tokens"])}
+    return {**whole, "choices": choices, "usage": usage(prompts, whole["usage"]["completion_tokens"])}
 
 
 def _host(request: Request) -> Host:
