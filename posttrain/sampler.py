@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
@@ -97,13 +96,13 @@ class Sampler:
 
         Raises VitalSignError if the weights have another version; RewardError.
         """
-        sample = partial(self._sample, n=num_generations, version=version, forest=forest)
-        rollout = sample(f"{stream}", prompts)
+        how = num_generations, version, forest
+        rollout = self._sample(f"{stream}", prompts, *how)
         for round in range(1, rounds + 1):
             again = (~rollout.spread_G()).nonzero().squeeze(1).tolist()
             if not again:
                 break
-            fresh = sample(f"{stream} {round}", [prompts[group] for group in again])
+            fresh = self._sample(f"{stream} {round}", [prompts[group] for group in again], *how)
             rollout = with_groups(rollout, again, fresh)
         if not self.keeps:
             self.engine.release()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +125,7 @@ def test_a_wrong_mask_fails_the_part(run, monkeypatch, models):
         self.end_T = whole.end_T.clone()
         for start, stop in zip(whole.tree_start, whole.tree_start[1:], strict=False):
             self.end_T[start:stop] = stop
-        self._cuts = tuple((start, int(self.end_T[start])) for start, _ in whole.nodes)
+        self._pack = replace(whole, nodes=tuple((start, int(self.end_T[start])) for start, _ in whole.nodes))
 
     monkeypatch.setattr(attention.PackedMask, "__init__", leaking)
     few = [case for case in right.cases(Setup(CPU, "tiny", models)) if "one by one, qwen3" in case.name]

@@ -281,7 +281,7 @@ def test_tokens_of_others_are_stored_and_shown_as_such(tmp_path, capsys, monkeyp
     assert lines["2"] == ["2", "50", *["-"] * 6, "not", "sampled"]
     assert lines["1"][:5] == ["1", "8", "+2.0000", "1.0000", "-0.2000"] and lines["1"][-1] == "clipped"
     texts = [str(token) for token in one.tokens]
-    page = html.unescape(str(heat(texts, shown.push, True, shown, [0, 4], None, Query())))
+    page = html.unescape(str(heat(texts, "push", shown, [0, 4], None, Query())))
     assert page.count('class="other"') == 2 and page.count(NOT_SAMPLED) == 2
 
 

@@ -1,6 +1,7 @@
 """Each vital check fails when, and only when, what it checks is broken."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -66,7 +67,7 @@ def one_tree(init):
         init(self, whole, *read)
         self.end_T = torch.full_like(self.end_T, whole.num_tokens)
         self.position_T = torch.arange(whole.num_tokens)
-        self._cuts = ((0, whole.num_tokens),)
+        self._pack = replace(whole, nodes=((0, whole.num_tokens),))
 
     return broken
 

@@ -99,7 +99,8 @@ def check_packing(
     differences exceed rounding.
     """
     rewards, few = isinstance(scorer, RewardScorer), [examples[0], *examples[1:][-1:]]
-    pack = pack_of(few)[0].to(next(scorer.parameters()).device)
+    laid = pack_of(few)[0]
+    pack = laid.to(next(scorer.parameters()).device)
     base = base_of(scorer.model)
     modes = {module: module.training for module in scorer.modules()}
     implementation = base.config._attn_implementation or "eager"
@@ -117,7 +118,7 @@ def check_packing(
     scorer.eval()
     try:
         with whole(scorer):
-            got = scorer(pack)[:, None] if rewards else scorer(pack).logprob_N.split(pack.length_S.tolist())
+            got = scorer(pack)[:, None] if rewards else scorer(pack).logprob_N.split(laid.length_S.tolist())
             types = {p.dtype for p in scorer.parameters()}
             base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
             difference_N = torch.cat([(got[sequence] - plain(sequence)).abs() for sequence in ends])
