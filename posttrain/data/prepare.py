@@ -23,8 +23,8 @@ from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
-from posttrain.data.kinds import KINDS, Kind
-from posttrain.data.reading import Dataset, Loaded, Reader, SourcePart, limited, most_rows, parts_of
+from posttrain.data.kinds import KINDS, Dataset, Kind
+from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError
 from posttrain.data.table import Limits, Room

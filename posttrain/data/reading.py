@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
-from posttrain.batch import Example
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
-from posttrain.data.kinds import Kind
+from posttrain.data.kinds import Dataset, Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
@@ -79,46 +78,6 @@ def limited(
             yield part, part.max_rows, before
         elif left := most - before:
             yield part, min(left, part.max_rows or left), before
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
-
-    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
-        row, *columns = map(int, self.view[index])
-        return self._kind.example(self._table, row, columns)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted across all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def labels(self) -> Array:
-        """Whether each labelled completion is desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Whether each example is a tie; only pairs can be."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
 
 
 @dataclass(frozen=True, slots=True)
