@@ -115,3 +115,28 @@ def test_the_page_says_the_same():
     assert page == with_reference(page)
     for name in HINTS:
         assert f"`{name}`" in page or name == "init_from"
+
+
+def test_all_unknown_flags_are_told_at_once(capsys):
+    """A command line of another system has several."""
+    line = [
+        "--model_name_or_path",
+        "gpt2",
+        "--dataset_name=x",
+        "--group_size",
+        "4",
+        "--max-steps",
+        "1",
+        "--max-step",
+        "2",
+    ]
+    assert main(["train", *line]) == 2
+    told = capsys.readouterr().err
+    for flag, what in {
+        "--model_name_or_path": "write model.path",
+        "--dataset_name": "write data.source",
+        "--group_size": "write method.num_generations",
+        "--max-step": "did you mean --max-steps?",
+    }.items():
+        assert f"there is no flag {flag}; {what}" in " ".join(told.split())
+    assert told.count("there is no flag") == 4

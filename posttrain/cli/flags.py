@@ -136,24 +136,28 @@ class SettingsCommand(TyperCommand):
 def plain(
     args: list[str], declared: set[str], spelt: dict[str, str] | None = None, bare: Collection[str | None] = ()
 ) -> list[str]:
-    """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
+    """The arguments with every flag as `--declared=value`. Raises UsageError, which names all unknown flags.
 
     `declared` are the names, without dashes, of all flags of the command, and `bare` the names of flags that take no
     value. The value of `--resume` is optional unless it is in `bare`. `spelt` receives the typed form of each name.
     """
     result: list[str] = []
-    rest = list(args)
+    rest, unknown = list(args), list[str]()
     while rest:
         arg = rest.pop(0)
         if arg == "--":
-            return [*result, arg, *rest]
+            result += [arg, *rest]
+            break
         if not arg.startswith("--"):
             result.append(arg)
             continue
         typed, equals, value = arg[2:].partition("=")
         name, negated = _declared(typed.replace("_", "-"), declared)
         if name is None:
-            raise UsageError(_unknown_flag(typed, declared))
+            unknown.append(_unknown_flag(typed, declared))
+            if not equals and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # its value
+            continue
         _refuse_foreign(typed, name)
         if spelt is not None:
             spelt[name] = typed
@@ -169,6 +173,8 @@ def plain(
             result.append(f"--{name}={rest.pop(0)}")
         else:
             result.append(f"--{name}")
+    if unknown:
+        raise UsageError("\n".join(unknown))
     return result
 
 
