@@ -82,13 +82,7 @@ def teach(folder: Path, seed: int) -> None:
     for name, talks in (("calls", calls), ("guess", guesses)):
         write(folder / f"{name}.jsonl", [{"messages": talk, "tools": tools()} for talk in talks])
     tokenizer = make_tokenizer(calls[:2000], tools())
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
+    put_start(folder / "start", tokenizer, seed, positions=128)
     sources = {name: {"source": str(folder / f"{name}.jsonl")} for name in ("calls", "guess")}
     stages = {
         "calls": {"data": sources["calls"], "training": {"max_steps": 400, "learning_rate": 4e-3}},
@@ -101,6 +95,18 @@ def teach(folder: Path, seed: int) -> None:
     }  # fmt: skip
     (folder / "taught.json").write_text(json.dumps(settings))
     posttrain.train_all(folder / "taught.json")
+
+
+def put_start(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, positions: int) -> None:
+    """Write a small model with random weights, and its tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=positions, initializer_range=0.05, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def make_tokenizer(talks: list[list[dict[str, Any]]], shown: list[dict[str, Any]] | None) -> PreTrainedTokenizerFast:

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
-from benchmarks.calculator import make_tokenizer, write
+from benchmarks.calculator import make_tokenizer, put_start, write
 from posttrain.environments.guess import Guess
 
 HIGH = 15
@@ -62,13 +62,7 @@ def teach(folder: Path, seed: int, games: list[list[dict[str, Any]]]) -> Path:
     """Train a small model on games; the folder of the model."""
     write(folder / "games.jsonl", [{"messages": messages} for messages in games])
     tokenizer = make_tokenizer(games[:500], None)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
+    put_start(folder / "start", tokenizer, seed, positions=256)
     settings = {
         "name": "taught", "output_dir": str(folder), "model": str(folder / "start"), "devices": {"type": "cpu"},
         "method": {"type": "sft", "assistant_only_loss": True}, "seed": seed,

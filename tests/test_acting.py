@@ -59,16 +59,22 @@ def test_a_model_learns_to_call_the_tool(calculator_home, tmp_path):
     assert all(line["episodes/env_error"] == line["episodes/tool_timeout"] == 0 for line in sampled)
 
 
+def whole_and_resumed(home, folder, method, overrides, power_cut):
+    """A run, and one that was cut off after its first step and resumed: their weights are equal to the bit."""
+    whole = train(home, folder / "whole", method, *overrides)
+    with power_cut(step=1):
+        train(home, folder / "cut", method, *overrides)
+    cut = train(home, folder / "cut", method, *overrides, resume=True)
+    one, other = (load_file(run / "final/model.safetensors") for run in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return whole, cut
+
+
 @pytest.mark.parametrize("method", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
 def test_a_resumed_run_samples_the_same_episodes(calculator_home, tmp_path, power_cut, capsys, method):
     settings = {"type": method} | ({"num_generations": 2} if method == "ppo" else {})
     overrides = ("training.max_steps=3", "checkpoint.save_steps=1", "training.batch_size=4")
-    whole = train(calculator_home, tmp_path / "whole", settings, *overrides)
-    with power_cut(step=1):
-        train(calculator_home, tmp_path / "cut", settings, *overrides)
-    cut = train(calculator_home, tmp_path / "cut", settings, *overrides, resume=True)
-    one, other = (load_file(folder / "final/model.safetensors") for folder in (whole, cut))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, cut = whole_and_resumed(calculator_home, tmp_path, settings, overrides, power_cut)
     capsys.readouterr()
     assert main(["regrade", str(cut), "--reward", '{"type": "gsm8k"}']) == 0
     count = 24 if method == "ppo" else 96

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_acting import CALCULATOR, train
+from test_acting import CALCULATOR, train, whole_and_resumed
 from test_engines import policy_of
 from test_episodes import CODE, END, Scripted, add, check
 from test_turns import Again
@@ -302,12 +301,7 @@ TREES = {"type": "grpo", "num_generations": 8, "num_trees": 4, "beta": 0.05}
 
 def test_a_run_with_branches_resumes_regrades_and_is_shown(calculator_home, tmp_path, power_cut, capsys):
     overrides = ("training.max_steps=3", "checkpoint.save_steps=1", "training.batch_size=12")
-    whole = train(calculator_home, tmp_path / "whole", TREES, *overrides)
-    with power_cut(step=1):
-        train(calculator_home, tmp_path / "cut", TREES, *overrides)
-    cut = train(calculator_home, tmp_path / "cut", TREES, *overrides, resume=True)
-    one, other = (load_file(folder / "final/model.safetensors") for folder in (whole, cut))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    _, cut = whole_and_resumed(calculator_home, tmp_path, TREES, overrides, power_cut)
     rows = [row for step in (1, 2, 3) for row in StoredRun(cut).rollouts(step)]
     branches = [row for row in rows if row["turns"]["trunk"] is not None]
     assert branches and all(row["turns"]["tree"] == row["rollout_index"] % 4 for row in rows)

@@ -31,7 +31,7 @@ from posttrain.data.rows import (
     valid,
     without_weights,
 )
-from posttrain.data.table import Array, Fitted, Limits, Room, Table, chunks, read, size_of
+from posttrain.data.table import Array, Dataset, Fitted, Limits, Room, Table, chunks, read, size_of
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained
 
 INTS = pa.list_(pa.int32())
@@ -158,6 +158,10 @@ class Kind(ABC):
 
     def refuse_training(self, table: Table, view: Array, data: DataConfig) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError for examples from which nothing can be learned."""
+
+    def dataset(self, table: Table, fitted: Fitted, indices: Array) -> Dataset:
+        """The fitted examples with these indices."""
+        return Dataset(table, fitted, indices, self.example, self.longest)
 
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
         """The number of tokens of the longest sequence."""
@@ -410,43 +414,3 @@ def _rejected_prompts(table: Table) -> Array:
     """The number of prompt tokens before each pair's rejected reply."""
     lists = table.lists
     return np.where(table.numbers["two_prompts"], lists["rejected_prompt"].lengths, lists["prompt"].lengths)
-
-
-class Dataset:
-    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
-    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`."""
-
-    def __init__(self, kind: Kind, table: Table, fitted: Fitted, indices: Array):
-        self._kind, self._table = kind, table
-        self.view = fitted.view[indices]
-        self.lengths: Array = fitted.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def __getitem__(self, index: int) -> Example:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
-        row, *columns = map(int, self.view[index])
-        return self._kind.example(self._table, row, columns)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence; a pair has two sequences."""
-        return self._kind.longest(self._table, self.view, self.lengths)
-
-    @property
-    def rows(self) -> Array:
-        """The row number of each example, counted across all sources."""
-        return self._table.row[self.view[:, 0]]
-
-    @property
-    def labels(self) -> Array:
-        """Whether each labelled completion is desirable."""
-        return self._table.numbers["label"][self.view[:, 0]]
-
-    @property
-    def ties(self) -> Array:
-        """Whether each example is a tie; only pairs can be."""
-        tie = self._table.numbers.get("tie")
-        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]

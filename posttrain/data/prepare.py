@@ -23,11 +23,11 @@ from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
-from posttrain.data.kinds import KINDS, Dataset, Kind
+from posttrain.data.kinds import KINDS, Kind
 from posttrain.data.reading import Loaded, Reader, SourcePart, limited, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.rows import Row, RowError
-from posttrain.data.table import Limits, Room
+from posttrain.data.table import Dataset, Limits, Room
 
 log = logging.getLogger("posttrain")
 
@@ -239,7 +239,7 @@ def _validating(
     fitted = whole.fitted
     if limits != whole.limits if options.behavior_version >= 2 else shorter is not None:
         fitted = whole.kind.fit(whole.table, limits, np.zeros(len(among), bool), among)
-    dataset = Dataset(whole.kind, whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
+    dataset = whole.kind.dataset(whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
     readable, usable = int(np.isin(held.validation, whole.table.row).sum()), len(np.unique(dataset.rows))
     if shorter and readable:
         _report_room("validation", len(dataset), readable, shorter, data)

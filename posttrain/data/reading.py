@@ -21,14 +21,14 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import default_cache
 from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
-from posttrain.data.kinds import Dataset, Kind
+from posttrain.data.kinds import Kind
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.table import Array, Fitted, Limits, Table
+from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
 from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -96,7 +96,7 @@ class Loaded:
     def examples(self, indices: Array | None = None) -> Dataset:
         """The examples at these positions in `fitted`; all of them by default."""
         indices = np.arange(len(self.fitted.view)) if indices is None else indices
-        return Dataset(self.kind, self.table, self.fitted, indices)
+        return self.kind.dataset(self.table, self.fitted, indices)
 
 
 @dataclass

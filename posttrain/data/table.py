@@ -1,6 +1,6 @@
 """Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from posttrain.base.errors import DataError
+from posttrain.batch import Example
 from posttrain.data.report import Lengths
 
 Array = np.ndarray
@@ -182,3 +183,51 @@ def chunks(view: Array, split: Array, size: int) -> Array:
         begins = range(start, stop - 1, size - 1) if cut else (start,)
         out += [(index, begin, min(begin + size, stop) if cut else stop, *heads) for begin in begins]
     return np.asarray(out, np.int64).reshape(-1, view.shape[1])
+
+
+class Dataset:
+    """A sequence of `posttrain.batch.Example` within the length limits, read from the cached rows. `lengths` are
+    physical tokens per example; `view` locates the examples in the table, with the columns of `Fitted.view`.
+    `example` and `longest` are those of their kind."""
+
+    def __init__(
+        self,
+        table: Table,
+        fitted: Fitted,
+        indices: Array,
+        example: Callable[[Table, int, Sequence[int]], Example],
+        longest: Callable[[Table, Array, Array], int],
+    ):
+        self._table, self._example, self._longest = table, example, longest
+        self.view = fitted.view[indices]
+        self.lengths: Array = fitted.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no example {index}: the data set has {len(self)}")
+        row, *columns = map(int, self.view[index])
+        return self._example(self._table, row, columns)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence; a pair has two sequences."""
+        return self._longest(self._table, self.view, self.lengths)
+
+    @property
+    def rows(self) -> Array:
+        """The row number of each example, counted across all sources."""
+        return self._table.row[self.view[:, 0]]
+
+    @property
+    def labels(self) -> Array:
+        """Whether each labelled completion is desirable."""
+        return self._table.numbers["label"][self.view[:, 0]]
+
+    @property
+    def ties(self) -> Array:
+        """Whether each example is a tie; only pairs can be."""
+        tie = self._table.numbers.get("tie")
+        return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
