@@ -114,7 +114,8 @@ class Recorder:
         self.folder, self.rewards = folder, rewards
         self._lock, self._ending = Lock(), Lock()
         self._open = dict[str, Open]()
-        self._stored = dict[tuple[Any, ...], int]()  # the completions of each prompt with its facts
+        # Of each prompt with its facts: its index, and the number of its completions.
+        self._stored = dict[tuple[Any, ...], tuple[int, int]]()
         self.step = 1 + _last_step(folder)
         self._store = RolloutStore(folder, MOST_GB * GIB, self.step)
         self._resources.callback(self._store.close)
@@ -188,10 +189,10 @@ class Recorder:
             if turn.opened.is_over:
                 log.warning("a reply came after the reward of episode %s: it is not stored", turn.episode)
                 return
-            self._open.setdefault(turn.episode, turn.opened)
+            opened = self._open.setdefault(turn.episode, turn.opened)
             after = State(messages, made, state.codec, state.kind, state.prompt, state)
-            turn.opened.states.setdefault(messages, []).append(after)
-            turn.opened.continued.add(state)
+            opened.states.setdefault(messages, []).append(after)
+            opened.continued.add(state)
 
     def reward(self, episode: str, reward: float | None, columns: Mapping[str, Any]) -> list[float | None]:
         """End an episode and store its conversations, each with the sum of this reward and those of the settings, which
@@ -226,9 +227,8 @@ class Recorder:
         for leaf, reward, fact in zip(leaves, rewards, facts, strict=True):
             key = (*leaf.trajectory.prompt, json.dumps(fact, sort_keys=True, default=str))
             is_new = key not in self._stored
-            number = self._stored.setdefault(key, 0)
-            index = [*self._stored].index(key)
-            self._stored[key] += 1
+            index, number = self._stored.get(key, (len(self._stored), 0))
+            self._stored[key] = index, number + 1
             common = [(_shared(leaf, other), *where) for other, *where in placed]
             shared, trunk, tree = max(common, default=(0, None, number), key=lambda each: each[0])
             trunk, tree = (trunk, tree) if shared else (None, number)
