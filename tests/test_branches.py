@@ -320,6 +320,7 @@ def test_a_run_with_branches_resumes_regrades_and_is_shown(calculator_home, tmp_
     lab = losses(cut, 3, [method.loss_name])
     line = next(line for line in read_metrics(cut) if line["step"] == 3 and "loss" in line)
     assert lab.rows[0].norm == pytest.approx(line["grad_norm"], rel=1e-4)
+    assert len(losses(cut, 3, []).rows) > 5, "other losses are computed on branches too"
     capsys.readouterr()
     row = next(row for row in branches if row["step"] == branches[0]["step"])
     where = ["--step", str(row["step"]), "--prompt", str(row["prompt_index"]), "--rollout", str(row["rollout_index"])]

@@ -200,15 +200,16 @@ def of_tokens(method: PolicyGradientMethod, turns: Turns, group_S: Tensor, penal
     if method.advantage_level == "trajectory":
         total_S = turns.totals(penalty_N)
         advantage_S = compared(method, total_S, group_S)
-        if turns.tree_S is not None:
-            advantage_S += compared(method, total_S, group_S * (int(turns.tree_S.max()) + 1) + turns.tree_S)
+        if turns.tree_S is not None and forest_of(method) is not None:
+            trees = group_S * (int(turns.tree_S.max()) + 1) + turns.tree_S
+            advantage_S = advantage_S + compared(method, total_S, trees)
         return advantage_S[turns.sequence_N]
     to_go_U, number_U = turns.to_go(penalty_N)
     place_U = group_S[turns.sequence_U] * (int(number_U.max()) + 1) + number_U
     return compared(method, to_go_U, place_U).repeat_interleave(turns.length_U)
 
 
-def forest_of(method: AnyMethod) -> Forest | None:
+def forest_of(method: PolicyGradientMethod) -> Forest | None:
     """How the episodes of a prompt branch."""
     if isinstance(method, GRPOMethod) and method.num_trees is not None:
         return Forest(method.num_trees, method.tree_rounds)
