@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Example, Node, Pack, sent
-from posttrain.data.turns import common_prefix
 from posttrain.engines.protocol import FinishReason
 from posttrain.environments.trajectory import Trajectory, metrics_of
 from posttrain.losses.advantage import Turns
@@ -74,6 +73,18 @@ class SampledCompletion:
         trained = len(self.tokens) if self.trained is None else sum(self.trained)
         if len(self.logprobs) != trained:
             raise ValueError(f"{len(self.logprobs)} log-probabilities for {trained} trained tokens: give one for each")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A path through a completion's tokens: all of them, or of an episode that forks, those of one of its branches."""
+
+    completion: int
+    tree: int  # equal for branches that may share tokens
+    tokens: np.ndarray
+    trained: np.ndarray  # bool
+    rank: np.ndarray  # of each trained token among those of the completion
+    own: np.ndarray  # whether a trained token is in none of the completion's earlier branches
 
 
 @dataclass(frozen=True)
@@ -154,62 +165,39 @@ class Rollout:
 
     def examples(
         self, chosen: Sequence[int] | Tensor, tokens_per_pack: int, feeds_last: bool = False
-    ) -> tuple[list[Example], list[list[int]]]:
-        """The chosen completions as trees, and for each tree the indices of the completions that are its leaves.
+    ) -> tuple[list[Example], list[list[Branch]]]:
+        """The chosen completions as trees, and for each tree the branches of completions that are its leaves.
 
         The completions of a prompt are leaves of one tree, or of several if one tree would be larger than a pack.
         `feeds_last`: packs include each completion's last token.
         """
         fed_S = [len(completion.tokens) - int(not feeds_last) for completion in self.completions]
         examples: list[Example] = []
-        owners: list[list[int]] = []
+        owners: list[list[Branch]] = []
         members: dict[int, list[int]] = {}
         for index in map(int, chosen):
             members.setdefault(int(self.group_S[index]), []).append(index)
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
-            for some in self._fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
-                nodes, leaves = self._nodes(some)
+            branches = {index: self._branches(index) for index in indices}
+            for some in _fitting(branches, fed_S, len(prompt.tokens), tokens_per_pack):
+                nodes, leaves = _nodes([branch for index in some for branch in branches[index]])
                 examples.append(replace(self.prompts[group], trees=(replace(prompt, children=nodes),)))
                 owners.append(leaves)
         return examples, owners
 
-    def _fitting(self, indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-        """Divide completions that feed `fed_S` tokens into parts that fit, with the prompt, in packs of `most`."""
-        some: list[int] = []
-        taken = prompt
-        for index in indices:
-            fed = fed_S[index] - max((self._shared(index, other) for other in some), default=0)
-            if some and taken + fed > most:
-                yield some
-                some, taken, fed = [], prompt, fed_S[index]
-            some.append(index)
-            taken += fed
-        yield some
-
-    def _nodes(self, some: Sequence[int], start: int = 0) -> tuple[tuple[Node, ...], list[int]]:
-        """The nodes of completions without their first `start` tokens, where branches share what they have in common;
-        and the completions that are their leaves, in order."""
-        nodes, leaves, left = list[Node](), list[int](), [*some]
-        while left:
-            first, *left = left
-            near = [other for other in left if self._shared(first, other) > start]
-            left = [other for other in left if other not in near]
-            stop = min((self._shared(first, other) for other in near), default=None)
-            children, below = ((), [first]) if stop is None else self._nodes([first, *near], stop)
-            completion = self.completions[first]
-            trained = True if completion.trained is None else completion.trained[start:stop]
-            nodes.append(Node(completion.tokens[start:stop], trained, children))
-            leaves += below
-        return tuple(nodes), leaves
-
-    def _shared(self, one: int, other: int) -> int:
-        """The number of tokens that two completions of a tree have in common, while each has a further one."""
-        left, right = self.completions[one], self.completions[other]
-        if left.tree is None or left.tree != right.tree or left.trained is None or right.trained is None:
-            return 0
-        same = min(common_prefix(left.tokens, right.tokens), common_prefix(left.trained, right.trained))
-        return min(same, len(left.tokens) - 1, len(right.tokens) - 1)
+    def _branches(self, index: int) -> list[Branch]:
+        """The branches of a completion: one, unless it is an episode that forks."""
+        completion, taken, branches = self.completions[index], 0, list[Branch]()
+        tokens, episode = np.asarray(completion.tokens, np.int64), completion.episode
+        trained = np.ones(len(tokens), bool) if completion.trained is None else np.asarray(completion.trained, bool)
+        rank = np.cumsum(trained) - 1
+        for path in [np.arange(len(tokens))] if episode is None else map(np.asarray, episode.paths()):
+            ranks = rank[path][trained[path]]
+            tree = index if completion.tree is None else -1 - completion.tree
+            branches.append(Branch(index, tree, tokens[path], trained[path], ranks, ranks >= taken))
+            taken = max(taken, 1 + int(ranks.max(initial=-1)))
+        return branches
 
     def parts(
         self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int, feeds_last: bool = False
@@ -218,9 +206,8 @@ class Rollout:
         examples, owners = self.examples(chosen, tokens_per_pack, feeds_last)
         start_S, made = self.length_S.cumsum(0) - self.length_S, []
         for packed in pack_of(examples):
-            indices = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
-            positions = [torch.arange(int(self.length_S[i])) + start_S[i] for i in indices]
-            made.append(RolloutPack(packed, torch.tensor(indices), torch.cat(positions)))
+            leaves = [leaf for example in dict.fromkeys(packed.groups) for leaf in owners[example]]
+            made.append(_of_completions(packed, leaves, start_S))
         return made
 
     def metrics(self) -> dict[str, float]:
@@ -245,6 +232,76 @@ class Rollout:
             metrics["completions/mean_terminated_length"] = stopped.mean().item()
         episodes = [completion.episode for completion in self.completions if completion.episode is not None]
         return metrics | (metrics_of(episodes) if episodes else {}) | self.rewarded.metrics()
+
+
+def _fitting(
+    branches: Mapping[int, Sequence[Branch]], fed_S: Sequence[int], prompt: int, most: int
+) -> Iterable[list[int]]:
+    """Divide completions that feed `fed_S` tokens into parts that fit, with the prompt, in packs of `most`."""
+    some: list[int] = []
+    taken = prompt
+    for index, (first, *_) in branches.items():
+        others = [branch for other in some for branch in branches[other]]
+        fed = fed_S[index] - max((_shared(first, other) for other in others), default=0)
+        if some and taken + fed > most:
+            yield some
+            some, taken, fed = [], prompt, fed_S[index]
+        some.append(index)
+        taken += fed
+    yield some
+
+
+def _nodes(some: Sequence[Branch], start: int = 0) -> tuple[tuple[Node, ...], list[Branch]]:
+    """The nodes of branches without their first `start` tokens, where they share what they have in common; and the
+    branches that are their leaves, in order."""
+    nodes, leaves, left = list[Node](), list[Branch](), [*some]
+    while left:
+        first, *left = left
+        near = [other for other in left if _shared(first, other) > start]
+        left = [other for other in left if other not in near]
+        stop = min((_shared(first, other) for other in near), default=None)
+        children, below = ((), [first]) if stop is None else _nodes([first, *near], stop)
+        nodes.append(Node(first.tokens[start:stop], first.trained[start:stop], children))
+        leaves += below
+    return tuple(nodes), leaves
+
+
+def _shared(left: Branch, right: Branch) -> int:
+    """The number of tokens that two branches of a tree have in common, while each has a further one."""
+    if left.tree != right.tree:
+        return 0
+    most = min(len(left.tokens), len(right.tokens))
+    differ = (left.tokens[:most] != right.tokens[:most]) | (left.trained[:most] != right.trained[:most])
+    return int(np.argmax(differ)) if differ.any() else most - 1
+
+
+def _of_completions(packed: Pack, leaves: Sequence[Branch], start_S: Tensor) -> RolloutPack:
+    """A pack whose sequences are these branches as one whose sequences are their completions, each of whose tokens is
+    scored once. `start_S`: the first of the trained tokens of each completion of the rollout."""
+    owners = [leaf.completion for leaf in leaves]
+    token_N = torch.cat([torch.from_numpy(leaf.rank) + start_S[leaf.completion] for leaf in leaves])
+    last = {owner: index for index, owner in enumerate(owners)}  # the last branch of each completion
+    completion_S = torch.tensor([*last])
+    if len(last) == len(leaves):
+        return RolloutPack(packed, completion_S, token_N)
+    own_N = torch.from_numpy(np.concatenate([leaf.own for leaf in leaves]))
+    packed, token_N = packed.with_targets(own_N), token_N[own_N]
+    numbers = {owner: number for number, owner in enumerate(last)}
+    number_N = torch.tensor([numbers[owner] for owner in owners])[packed.sequence_N]
+    order_N = torch.argsort(number_N * (int(token_N.max()) + 1) + token_N)
+    last_S = torch.tensor([*last.values()])
+    packed = replace(
+        packed,
+        source_N=packed.source_N[order_N],
+        target_N=packed.target_N[order_N],
+        where_N=packed.where_N[order_N],
+        sequence_N=number_N[order_N],
+        length_S=torch.bincount(number_N, minlength=len(last)),
+        last_S=packed.last_S[last_S],
+        group_S=packed.group_S[last_S],
+        groups=tuple(packed.groups[index] for index in last.values()),
+    )
+    return RolloutPack(packed, completion_S, token_N[order_N])
 
 
 def turns_of(episodes: Sequence[Trajectory | None], reward_S: Tensor, length_S: Tensor) -> Turns:

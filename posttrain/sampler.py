@@ -185,7 +185,8 @@ def of_episodes(prompts: Sequence[Example], completions: Sequence[SampledComplet
     for group, members in groupby(completions, key=attrgetter("group")):
         begun = [(each, each.episode) for each in members if each.episode is not None]
         texts = [episode.prompt for _, episode in begun if episode.turns]
-        common = min((common_prefix(texts[0], text) for text in texts), default=0)
+        kept = [len(each.prompt) + keep for _, each in begun for _, keep in each.forks]
+        common = min((*(common_prefix(texts[0], text) for text in texts), *kept), default=0)
         if common:
             node = replace(prompts[group].trees[0], tokens=texts[0][:common])
             shared[group] = replace(prompts[group], trees=(node,))

@@ -43,6 +43,10 @@ SHOWN = 12  # tokens of an error on each side of a difference
 THINK = ("<think>", "</think>")
 
 
+class RewrittenTurn(DataError):
+    """A chat template that writes a reply otherwise once messages follow it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A reply in parts. Text that is not a complete tool call stays in `content`."""
@@ -91,15 +95,18 @@ class Codec:
         self._call_end, self._wrapper = self._end, ("", "")  # of a turn with tool calls; the text around all calls
         self._think = _thinking(self._opened, thought)
         self._grammar = self._learn() if self.tools else None
+        self._forgets: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow a reply
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation and of the opening of the next reply. Raises DataError if it is refused."""
         [whole] = self._render([[*messages]], self.tools)
         return self._ids(_text(whole, "the messages"))
 
-    def bridge(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def bridge(self, ids: Sequence[int], messages: Sequence[Message], thought: bool = False) -> list[int]:
         """The tokens to append to `ids`, which end in a reply: its end of turn, unless it has one, the messages, and
-        the opening of the next reply. Raises DataError if the template does not write messages after a reply."""
+        the opening of the next reply. Raises DataError if the template refuses the messages, RewrittenTurn if it writes
+        the reply otherwise once they follow it; with `thought`, also if it then leaves out the thinking of the reply.
+        """
         names = [str(message.get("name") or FIRST) for message in messages if message["role"] == "tool"]
         reply = _reply(tool_calls=tool_calls([(name, {}) for name in names])) if names else _reply()
         answered = [
@@ -115,12 +122,29 @@ class Codec:
         if not whole.startswith(before):  # the last turn may end otherwise
             end, same = "", same - len(end)
         if not whole.startswith(before[:same]):
-            raise DataError(
+            raise RewrittenTurn(
                 "the chat template writes a reply otherwise once messages follow it, so no tokens can be appended: "
                 f"{self._differing(before, whole)}; choose another template with data.template"
             )
+        if thought and self._forgotten(reply, answered):
+            raise RewrittenTurn(
+                "the chat template removes the thinking of a reply once messages follow it, so these follow other "
+                f"tokens than were sampled: {self._think[0]} … {self._think[1]} is left out; choose another template "
+                "with data.template, or set rewritten_turns: fork or keep"
+            )
         added = self._ids(end + whole[same:])
         return added[_overlap(ids, added) :]
+
+    def _forgotten(self, reply: Message, messages: Sequence[Message]) -> bool:
+        """Whether the template leaves out the thinking of a reply that these messages follow, be it given apart or in
+        the text of the reply."""
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._forgets:
+            begin, end = self._think
+            within = {**reply, "content": f"{begin}\n{THOUGHT}\n{end}\n\n{REPLY}"}
+            talks = [[QUESTION, known, *messages] for known in ({**reply, "reasoning_content": THOUGHT}, within)]
+            self._forgets[roles] = not any(THOUGHT in each.text for each in self._render(talks, self.tools))
+        return self._forgets[roles]
 
     def cut(self, text: str, most: int) -> str:
         """The text without what follows its first `most` tokens."""

@@ -41,6 +41,7 @@ class Turn:
     tokens: Sequence[int]  # at least one
     seed: int  # of the next reply
     limit: int  # its tokens
+    keep: int | None = None  # the tokens of the conversation so far that it follows, at least one; None: all
     branches_from: int | None = None  # of a prompt: the index of the conversation that begins with the same tokens
 
 
@@ -57,6 +58,15 @@ class Past:
     index: int
     tokens: list[int]  # none before the prompt
     layers: Layers
+
+    def until(self, keep: int | None) -> Past:
+        """The conversation's first `keep` tokens."""
+        if keep is None:
+            return self
+        layers = {
+            number: (keys[:, : keep - 1], values[:, : keep - 1]) for number, (keys, values) in self.layers.items()
+        }
+        return Past(self.index, self.tokens[:keep], layers)
 
 
 class Resuming:
@@ -141,8 +151,10 @@ class Conversing(Generation):
                 del self.trunks[next(iter(self.trunks))]
         for past, turn in ready:
             if turn is not None:
-                if turn.branches_from in self.trunks:
-                    past, turn = self._branch(past.index, self.trunks[turn.branches_from], turn)
+                trunk = None if turn.branches_from is None else self.trunks.get(turn.branches_from)
+                if trunk is not None and trunk.tokens[: len(turn.tokens)] == [*turn.tokens]:
+                    past, turn = self._branch(past.index, trunk, turn)
+                past = past.until(turn.keep)
                 group = Group(self._request(past, turn), range(1), self.stepper.sampling, self.texts)
                 self.pasts[group] = past
                 self.waiting.append(group)
@@ -150,9 +162,7 @@ class Conversing(Generation):
     @staticmethod
     def _branch(index: int, trunk: Past, turn: Turn) -> tuple[Past, Turn]:
         """A branch with the keys and values of its trunk for all but its last token, and nothing to add."""
-        own = len(turn.tokens) - 1
-        layers = {number: (keys[:, :own], values[:, :own]) for number, (keys, values) in trunk.layers.items()}
-        return Past(index, [*turn.tokens], layers), replace(turn, tokens=())
+        return replace(trunk.until(len(turn.tokens)), index=index), replace(turn, tokens=())
 
     def _request(self, past: Past, turn: Turn) -> Request:
         """The request of the next reply. Raises DataError for one that the room does not hold."""
@@ -247,7 +257,7 @@ def converse(
     while pending:
         wait(pending, WAIT_S, FIRST_COMPLETED)
         ready = [(pending.pop(future), future.result()) for future in list(pending) if future.done()]
-        turns = [(past, turn) for past, turn in ready if turn is not None]
+        turns = [(past.until(turn.keep), turn) for past, turn in ready if turn is not None]
         if not turns:
             continue
         whole = [[*past.tokens, *turn.tokens] for past, turn in turns]

@@ -22,6 +22,10 @@ class Start:
     row: Mapping[str, Any]  # columns, for `reset`
     environment: str | None = None  # its name; None: the only one
 
+    def conversation(self) -> list[Message]:
+        """The messages before the environment adds to them; without any, an empty one of the user."""
+        return [dict(message) for message in self.messages] or [{"role": "user", "content": ""}]
+
 
 def start_of(facts: Mapping[str, Any]) -> Start:
     """The start of an episode from a row's facts: its messages, its columns, the environment that it names."""

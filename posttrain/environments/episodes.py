@@ -30,10 +30,11 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import DataError
 from posttrain.base.words import counted
 from posttrain.config import RolloutConfig
-from posttrain.config.schema.environments import EnvironmentConfig
+from posttrain.config.schema.environments import EnvironmentConfig, RewrittenTurns
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.data.codec import Codec, Reply
+from posttrain.data.codec import Codec, Reply, RewrittenTurn
 from posttrain.data.render import Message
+from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.episode import Episode, Start, Trunk
@@ -55,6 +56,7 @@ class Limits:
     max_turns: int | None = None  # replies
     max_tool_calls: int | None = None
     max_tool_result: int | None = None  # tokens of a tool's result; more are cut. None: without room, the episode ends
+    rewritten_turns: RewrittenTurns = "keep"
 
     @classmethod
     def of(cls, settings: RolloutConfig | SuiteConfig, room: int, config: Any, most: int | None = None) -> Self:
@@ -62,7 +64,9 @@ class Limits:
         transformers configuration has fewer positions. `most`: tokens of all turns; None: those of the settings."""
         most, positions = most or settings.max_completion_length, positions_of(config)
         room = room if positions is None else min(room, positions + 1 - most)
-        return cls(most, room, settings.max_turns, settings.max_tool_calls, settings.max_tool_result)
+        return cls(
+            most, room, settings.max_turns, settings.max_tool_calls, settings.max_tool_result, settings.rewritten_turns
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ class Forest:
 class Episodes:
     """Runs episodes on an engine. `codecs` are those for the tools of each environment.
 
-    At most `environments.workers` episodes have an environment at a time; others begin when one ends.
+    At most `environments.workers` episodes have an environment at a time; others begin when one ends. Raises
+    RewrittenTurn for a chat template that rewrites earlier turns if the limits refuse it.
     """
 
     def __init__(
@@ -93,6 +98,11 @@ class Episodes:
         limits: Limits,
     ):
         self.engine, self.codecs, self.environments, self.limits = engine, codecs, environments, limits
+        if limits.rewritten_turns == "refuse":
+            for name, kind in environments.kinds.items():
+                following = {"role": "user" if kind.is_game else "tool", "content": ""}
+                if kind.is_game or kind.tools:
+                    codecs[name].bridge([], [following], thought=True)
         # Each live episode has a thread for its turn, whatever others wait for.
         workers = environments.workers
         self._turns = ThreadPoolExecutor(workers, thread_name_prefix="posttrain-episodes")
@@ -157,7 +167,7 @@ class Episodes:
     def _begin(self, episode: Episode) -> Turn | None:
         """Reset an episode's environment and return its prompt; None if that has failed."""
         codec = self.codecs[episode.name]
-        messages = [dict(message) for message in episode.start.messages] or [{"role": "user", "content": ""}]
+        messages = episode.start.conversation()
         try:
             _extend(messages, observed := episode.reset())
             episode.trajectory.asked = messages if observed else None
@@ -183,7 +193,7 @@ class Episodes:
                 return episode.fail(EpisodeError("env_error", why))
         assert turn is not None
         own.shared = len(own.tokens)
-        return Turn([*own.prompt, *own.tokens], turn.seed, turn.limit, trunk.index)
+        return Turn(own.context(), turn.seed, turn.limit, branches_from=trunk.index)
 
     def _turn(self, episode: Episode, reply: Completion) -> Turn | None:
         """Add a reply and what the environment answers; None if the episode has ended."""
@@ -201,9 +211,10 @@ class Episodes:
             if not messages:
                 return episode.finish(ended or "completed")
             messages = self._cut(messages, codec)
-            added = codec.bridge([*trajectory.prompt, *trajectory.tokens], messages)
+            added, keep = self._following(episode, parsed, messages)
             if len(trajectory.tokens) + len(added) < self.limits.max_completion_length:
-                trajectory.add("user" if episode.is_game else "tool", added, calls=calls)
+                own = None if keep is None else keep - len(trajectory.prompt)
+                trajectory.add("user" if episode.is_game else "tool", added, calls=calls, keep=own)
                 trajectory.messages += messages
             else:  # without the messages, as in TRL
                 trajectory.parts[-1].calls, ended = calls, ended or "max_tokens"
@@ -212,11 +223,26 @@ class Episodes:
         except EpisodeError as error:
             return episode.fail(error)
         except DataError as error:
-            if not episode.is_game:
+            if not episode.is_game or isinstance(error, RewrittenTurn):
                 raise
             return episode.fail(EpisodeError("env_error", f"its messages cannot be rendered: {error}"))
         left = self.limits.max_completion_length - len(trajectory.tokens)
-        return Turn(added, seed_of(episode.seed, trajectory.turns), left)
+        return Turn(added, seed_of(episode.seed, trajectory.turns), left, keep)
+
+    def _following(self, episode: Episode, parsed: Reply, messages: Sequence[Message]) -> tuple[list[int], int | None]:
+        """The tokens that follow a reply, and how many of those before, the prompt's included, they follow; None: all
+        of them. Raises RewrittenTurn if the template rewrites the reply and `rewritten_turns` does not fork."""
+        trajectory, codec = episode.trajectory, self.codecs[episode.name]
+        context, how = trajectory.context(), self.limits.rewritten_turns
+        try:
+            return codec.bridge(context, messages, thought=how != "keep" and parsed.reasoning is not None), None
+        except RewrittenTurn:
+            if how != "fork":
+                raise
+        asked = trajectory.asked or episode.start.conversation()
+        whole = codec.first([*asked, *trajectory.messages, *messages])
+        keep = common_prefix(context, whole)
+        return whole[keep:], keep if keep < len(context) else None
 
     def _ended(self, episode: Episode, reply: Completion, parsed: Reply) -> StopReason | None:
         """Why an episode ends with this reply; None if the environment answers it."""

@@ -29,10 +29,14 @@ class Part:
     start: int
     stop: int
     calls: Calls = ()
+    # Of a turn that begins a branch of the episode: the number of the tokens before that it follows, below 0 if part of
+    # the prompt is left out too.
+    keep: int | None = None
 
     def moved(self, by: int) -> Part:
         """This turn behind `by` further tokens."""
-        return replace(self, start=self.start + by, stop=self.stop + by)
+        keep = None if self.keep is None else self.keep + by
+        return replace(self, start=self.start + by, stop=self.stop + by, keep=keep)
 
 
 @dataclass(slots=True)
@@ -85,6 +89,29 @@ class Trajectory:
         """`length` if there was no room for the next turn."""
         return "length" if self.stop_reason in ("max_tokens", "context_overflow") else "stop"
 
+    @property
+    def forks(self) -> list[tuple[int, int]]:
+        """The first token of each branch, and how many of the tokens before it follows (`Part.keep`)."""
+        return [(part.start, part.keep) for part in self.parts if part.keep is not None]
+
+    def paths(self) -> list[list[int]]:
+        """The indices of the tokens that each branch has after the prompt, its first ones those of the branch before.
+
+        No branch may leave out part of the prompt."""
+        paths, path, begin = list[list[int]](), list[int](), 0
+        size = self.parts[-1].stop if self.parts else len(self.tokens)
+        for start, keep in (*self.forks, (size, 0)):
+            paths.append(path := [*path, *range(begin, start)])
+            path, begin = path[:keep], start
+        return paths
+
+    def context(self) -> list[int]:
+        """The tokens that the next reply follows: the prompt and the last branch."""
+        ids, begin = [*self.prompt], 0
+        for start, keep in self.forks:
+            ids, begin = [*ids, *self.tokens[begin:start]][: len(self.prompt) + keep], start
+        return [*ids, *self.tokens[begin:]]
+
     def replies(self) -> list[Completion]:
         """Its replies, as they were sampled."""
         made, begin = [], 0
@@ -118,13 +145,20 @@ class Trajectory:
             trunk=stored.get("trunk"), shared=stored.get("shared", 0),
         )  # fmt: skip
 
-    def add(self, author: Author, tokens: Sequence[int], logprobs: Sequence[float] = (), calls: Calls = ()) -> None:
+    def add(
+        self,
+        author: Author,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] = (),
+        calls: Calls = (),
+        keep: int | None = None,
+    ) -> None:
         """Append a turn; one without log-probabilities is not trained."""
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [bool(logprobs)] * len(tokens)
         self.logprobs += logprobs
-        self.parts.append(Part(author, start, len(self.tokens), calls))
+        self.parts.append(Part(author, start, len(self.tokens), calls, keep))
 
 
 def rewarded_as(trajectory: Trajectory, facts: Mapping[str, Any]) -> RewardInput:
@@ -160,6 +194,7 @@ def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "tools/call_frequency": len(calls) / count,
         "tools/failure_frequency": sum(calls) / len(calls) if calls else 0.0,
         **{f"episodes/{reason}": reasons[reason] / count for reason in get_args(StopReason)},
+        "episodes/forks": sum(len(each.forks) for each in trajectories) / count,
         **({"trees/shared_ratio": shared / max(1, sum(map(sum, (e.trained for e in trajectories))))} if shared else {}),
         **{f"environments/{name}": sum(some) / len(some) for name, some in values.items()},
     }

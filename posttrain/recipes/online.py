@@ -87,7 +87,11 @@ class Step:
         if not (self._has_episodes and fed):
             return {}
         chosen = [self.rollout.completions[index] for index in self.in_loss_S.tolist()]
-        separate = sum(len(self.rollout.prompts[c.group].trees[0].tokens) + len(c.tokens) - 1 for c in chosen)
+        separate = 0
+        for each in chosen:
+            prompt = len(self.rollout.prompts[each.group].trees[0].tokens)
+            paths = each.episode.paths() if each.episode is not None else [each.tokens]
+            separate += sum(prompt + len(path) - 1 for path in paths)
         return {"packing_ratio": separate / fed}
 
     def score_truncated(self, job: Job) -> list[RolloutPack]:

@@ -141,7 +141,8 @@ def shown_turns(episode: Mapping[str, Any] | None) -> list[Turn]:
         if not is_model and made:
             made[-1], failed = replace(made[-1], failed=failed), 0
         reward = next(rewards, None) if is_model else None
-        text = "\n".join(map(_said, own))
+        before = [] if part.get("keep") is None else ["(earlier turns rewritten by the template)"]
+        text = "\n".join([*before, *map(_said, own)])
         made.append(Turn(part["author"], part["start"], part["stop"], text, calls, failed, reward))
     return made
 

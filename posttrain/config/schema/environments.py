@@ -18,6 +18,11 @@ MaxToolResult = Annotated[
     Field(description="Maximum tokens of a tool's result, cut beyond; null: one without room ends the episode."),
 ]
 
+RewrittenTurns = Annotated[
+    Literal["fork", "keep", "refuse"],
+    Field(description="Turns that the template rewrites later; fork: branch there; keep: as sampled; refuse: error."),
+]
+
 
 class EnvironmentConfig(Settings):
     """A class whose instances a model acts in over several turns."""

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
-from posttrain.config.schema.environments import MaxToolCalls, MaxToolResult, MaxTurns
+from posttrain.config.schema.environments import MaxToolCalls, MaxToolResult, MaxTurns, RewrittenTurns
 from posttrain.config.schema.types import AboveZero, Fraction, Natural, NonNegative, Positive, Texts, ZeroToOne, address
 
 SERVER_ONLY = ("base_url", "servers", "gpus", "push", "timeout", "max_restarts")
@@ -72,6 +72,7 @@ class RolloutConfig(Settings):
     max_turns: MaxTurns = None
     max_tool_calls: MaxToolCalls = None
     max_tool_result: MaxToolResult = None
+    rewritten_turns: RewrittenTurns = "fork"
     environment_workers: Positive = setting(
         64, "Maximum number of episodes with a live environment at a time, on each rank."
     )

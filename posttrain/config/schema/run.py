@@ -17,7 +17,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig, TrainingConfig
 from posttrain.config.schema.types import Folder, FolderName, Int, Text, is_name
 
-OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "environment_workers")
+OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "rewritten_turns", "environment_workers")
 
 # 1: runs from before the version was recorded. Code whose results have changed since then reads the run's version.
 BEHAVIOR_VERSION: Literal[2] = 2

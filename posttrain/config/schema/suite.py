@@ -6,7 +6,14 @@ from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, Settings, setting
 from posttrain.config.schema.data import Variables, check_template
-from posttrain.config.schema.environments import EnvironmentConfig, MaxToolCalls, MaxToolResult, MaxTurns, check_tools
+from posttrain.config.schema.environments import (
+    EnvironmentConfig,
+    MaxToolCalls,
+    MaxToolResult,
+    MaxTurns,
+    RewrittenTurns,
+    check_tools,
+)
 from posttrain.config.schema.types import FUNCTION, Natural, NonNegative, OneOrMore, Positive, Text, Texts, Word
 
 RULE = r"^[a-z][a-z0-9_]*$"
@@ -76,6 +83,7 @@ class SuiteConfig(Settings):
     max_turns: MaxTurns = None
     max_tool_calls: MaxToolCalls = None
     max_tool_result: MaxToolResult = None
+    rewritten_turns: RewrittenTurns = "fork"
     outputs: Text | None = setting(None, "File for the completions in AlpacaEval's format; null: none is written.")
 
     @property
