@@ -124,6 +124,19 @@ class Moody:
 '''
 
 
+def test_tools_of_rows_are_not_read_which_is_said(calculator_home, tmp_path, caplog):
+    """An episode has the tools of its environment: nothing would carry out the calls of others."""
+    rows = [json.loads(line) for line in (calculator_home / "train.jsonl").read_text().splitlines()[:40]]
+    own = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+    lines = [json.dumps(row | ({"tools": own} if number % 2 else {})) for number, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    data = {"source": str(tmp_path / "rows.jsonl"), "max_length": 96}
+    folder = train(calculator_home, tmp_path / "runs", None, "training.max_steps=1", data=data)
+    assert "not read: `tools` in 20 of 40 rows" in caplog.text
+    tools = [prompt["facts"]["tools"] for prompt in StoredRun(folder).prompts(1)]
+    assert {tool["function"]["name"] for each in tools for tool in each} == {"calculate"}
+
+
 def test_what_fails_is_counted_and_dropped(calculator_home, tmp_path, monkeypatch):
     (tmp_path / "moody_env.py").write_text(FAILS)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from posttrain.base.errors import RewardError
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.engines import Completion, Sampling
-from posttrain.environments.episode import Start
+from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, codecs_of
 from posttrain.environments.process import BUILT_IN, Environments
 
@@ -137,7 +137,7 @@ def run(tmp_path, monkeypatch, shared):
         episodes = Episodes(Scripted(tokenizer, scripts), environments, codecs, bounds)
         opened.append(episodes)
         rows = rows or [{"goal": 7}]
-        starts = [Start([{"role": "user", "content": f"Row {i}."}], row) for i, row in enumerate(rows)]
+        starts = [start_of({"prompt": f"Row {i}.", "columns": row}) for i, row in enumerate(rows)]
         made = episodes.run(starts, n, Sampling(), [11 * i for i in range(len(rows))])
         check(made, tokenizer, codecs["e"])
         return made
@@ -216,6 +216,15 @@ def test_a_game_of_messages(run):
     assert made.stop_reason == "env_done" and made.turns == 3
     assert made.turn_rewards == [-0.1, -0.1, 1.0] and made.reward == pytest.approx(0.8)
     assert [part.author for part in made.parts] == ["model", "user", "model", "user", "model"]
+
+
+def test_a_row_has_variables_of_the_template(run, shared):
+    rows = [{"goal": 7}, {"goal": 7, "chat_template_kwargs": {"enable_thinking": False}}]
+    [plain], [varied] = run({"Row": [add(7), "It is 7." + END]}, rows)
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
+    assert tokenizer.decode(varied.prompt).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.decode(plain.prompt).endswith("assistant\n")
+    assert plain.reward == varied.reward == 1.0
 
 
 def test_a_game_answers_the_last_reply_and_ends_even_without_room(run):

@@ -11,6 +11,8 @@ known ones, and `Codec` proves on others that `parse` reads them back. A reply i
 spaces, number formats and escapes that a rendering would change stay as they were sampled.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +98,10 @@ class Codec:
         self._think = _thinking(self._opened, thought)
         self._grammar = self._learn() if self.tools else None
         self._forgets: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow a reply
+
+    def varied(self, variables: Mapping[str, Any]) -> Codec:
+        """A codec of the same template and tools with these variables too. Raises DataError as the class does."""
+        return Codec(self.tokenizer, self.tools or (), {**(self._variables or {}), **variables}, self._date)
 
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation and of the opening of the next reply. Raises DataError if it is refused."""

@@ -51,12 +51,14 @@ class Kind(ABC):
     which may begin with a prompt.
 
     With `completion_only_loss` None, the completion is trained on if a row has a prompt, and every token otherwise;
-    `with_completions` keeps the completion that the data has for each prompt, as its only branch.
+    `with_completions` keeps the completion that the data has for each prompt, as its only branch; `acts`: the tools are
+    those of environments, and a row's own are not read.
     """
 
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     with_completions: bool = False
+    acts: bool = False
 
     name: ClassVar[KindName]
     schema: ClassVar[pa.Schema]  # columns of the rows in the cache

@@ -26,7 +26,7 @@ from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import Row, RowError, UntrainedError, variables_of, with_system, without_think
+from posttrain.data.rows import VARIABLES, Row, RowError, UntrainedError, variables_of, with_system, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
@@ -35,7 +35,6 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained
 
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows above the limits that a report lists
-KWARGS = "chat_template_kwargs"  # column with chat template variables, in every format
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -132,6 +131,7 @@ class Reader:
             "assistant_only_loss": kind.assistant_only_loss,
         }
         settings |= {"with_completions": True} if kind.with_completions else {}
+        settings |= {"acts": True} if kind.acts else {}
         settings |= {"behavior_version": self.behavior_version} if self.behavior_version > 1 else {}
         return settings | ({} if self.date is None else {"date": self.date})
 
@@ -212,6 +212,7 @@ class Reader:
                 rows, records_of = [], []
                 for record in batch:
                     unread.update(layout.unread(record.value or {}))
+                    unread.update(["tools"] if self.kind.acts and (record.value or {}).get("tools") else [])
                     try:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
@@ -242,7 +243,7 @@ class Reader:
         if self.kind.samples:
             unread.pop("answer", None)  # read by rewards in every format
         if self._has_turns(layout):
-            unread.pop(KWARGS, None)
+            unread.pop(VARIABLES, None)
         reading.unread, reading.unwritten = dict(unread), dict(tokeniser.writer.unwritten)
         return reading
 
@@ -278,10 +279,12 @@ class Reader:
         if not row.prompt and not row.chosen:
             raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
         row = self.kind.target(row, layout.name == "text")
+        if self.kind.acts:
+            row = replace(row, tools=None)
         if self.data.system_prompt is not None and layout.name != "text":
             row = with_system(row, self.data.system_prompt)
         if self._has_turns(layout) and self.behavior_version > 1:
-            row = replace(row, variables=variables_of(record.value.get(KWARGS)))
+            row = replace(row, variables=variables_of(record.value.get(VARIABLES)))
         return row
 
 

@@ -296,6 +296,9 @@ def tools_of(value: object) -> list[Any] | None:
     return valid([parsed(tool, "tools") if isinstance(tool, str) else tool for tool in listed], "tools")
 
 
+VARIABLES = "chat_template_kwargs"  # column with chat template variables, in every format
+
+
 def variables_of(value: object) -> dict[str, Any]:
     """Chat template variables from a mapping or its JSON string, without nulls. Raises RowError for names and values
     that a template cannot take."""

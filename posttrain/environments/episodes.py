@@ -13,6 +13,7 @@ and go on with other replies (Tree-GRPO, arXiv 2509.21240). A branch's environme
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ class Episodes:
                 following = {"role": "user" if kind.is_game else "tool", "content": ""}
                 if kind.is_game or kind.tools:
                     codecs[name].bridge([], [following], thought=True)
+        self._varied: dict[tuple[str | None, str], Codec] = {}  # by environment and variables of rows
         # Each live episode has a thread for its turn, whatever others wait for.
         workers = environments.workers
         self._turns = ThreadPoolExecutor(workers, thread_name_prefix="posttrain-episodes")
@@ -166,9 +168,9 @@ class Episodes:
 
     def _begin(self, episode: Episode) -> Turn | None:
         """Reset an episode's environment and return its prompt; None if that has failed."""
-        codec = self.codecs[episode.name]
         messages = episode.start.conversation()
         try:
+            codec = self._codec(episode)
             _extend(messages, observed := episode.reset())
             episode.trajectory.asked = messages if observed else None
             episode.trajectory.prompt = codec.first(messages)
@@ -197,7 +199,7 @@ class Episodes:
 
     def _turn(self, episode: Episode, reply: Completion) -> Turn | None:
         """Add a reply and what the environment answers; None if the episode has ended."""
-        trajectory, codec = episode.trajectory, self.codecs[episode.name]
+        trajectory, codec = episode.trajectory, self._codec(episode)
         trajectory.version = reply.version
         trajectory.add("model", reply.tokens, reply.logprobs)
         parsed = codec.parse(reply.tokens)
@@ -232,7 +234,7 @@ class Episodes:
     def _following(self, episode: Episode, parsed: Reply, messages: Sequence[Message]) -> tuple[list[int], int | None]:
         """The tokens that follow a reply, and how many of those before, the prompt's included, they follow; None: all
         of them. Raises RewrittenTurn if the template rewrites the reply and `rewritten_turns` does not fork."""
-        trajectory, codec = episode.trajectory, self.codecs[episode.name]
+        trajectory, codec = episode.trajectory, self._codec(episode)
         context, how = trajectory.context(), self.limits.rewritten_turns
         try:
             return codec.bridge(context, messages, thought=how != "keep" and parsed.reasoning is not None), None
@@ -243,6 +245,15 @@ class Episodes:
         whole = codec.first([*asked, *trajectory.messages, *messages])
         keep = common_prefix(context, whole)
         return whole[keep:], keep if keep < len(context) else None
+
+    def _codec(self, episode: Episode) -> Codec:
+        """The codec for an episode's tools and the variables of its row."""
+        if not episode.start.variables:
+            return self.codecs[episode.name]
+        key = episode.name, json.dumps(episode.start.variables, sort_keys=True)
+        if key not in self._varied:
+            self._varied[key] = self.codecs[episode.name].varied(episode.start.variables)
+        return self._varied[key]
 
     def _ended(self, episode: Episode, reply: Completion, parsed: Reply) -> StopReason | None:
         """Why an episode ends with this reply; None if the environment answers it."""

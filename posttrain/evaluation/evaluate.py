@@ -41,7 +41,9 @@ log = logging.getLogger("posttrain")
 
 SHOWN = 50  # disagreements that --calibrate lists
 OWN = "posttrain.evaluation.rules"
-ACTING = ("environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result")
+ACTING = (
+    "environments", "tools", "max_prompt_length", "max_turns", "max_tool_calls", "max_tool_result", "rewritten_turns",
+)  # fmt: skip
 
 
 def evaluate_recorded(file: Path, chosen: Sequence[Items], options: EvalOptions, folder: Path) -> dict[str, Any]:
