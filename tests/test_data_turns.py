@@ -490,3 +490,41 @@ def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
             weighed(tmp_path, tokenizer, [flagged(value)])
     with pytest.raises(DataError, match="line 1: train_detail weights parts of a message"):
         weighed(tmp_path, tokenizer, [flagged({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]})])
+
+
+# --- completions of several turns -------------------------------------------------------------------------------------
+
+SUM = [{"role": "user", "content": "1+2?"}]
+CALLED = [
+    {"role": "assistant", "content": "add 1 2"},
+    {"role": "tool", "content": "three, as was asked"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+def pairs_of(tmp_path, rows, **settings):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="chat", **settings)
+    return prepare(data, byte_tokenizer(CHATML), "pair", assistant_only_loss=True, cache_dir=tmp_path / "cache")
+
+
+def trained_of(leaf):
+    tokens, tokenizer = np.asarray(leaf.tokens), byte_tokenizer(CHATML)
+    return tokenizer.decode(tokens[np.broadcast_to(leaf.trained, tokens.shape)])
+
+
+def test_of_a_pair_only_the_assistants_turns_are_trained(tmp_path):
+    rows = [{"prompt": SUM, "chosen": CALLED, "rejected": CALLED[:1]}] * 2
+    [tree] = pairs_of(tmp_path, rows).train[0].trees
+    chosen, rejected = tree.children
+    assert "three, as was asked" in byte_tokenizer(CHATML).decode(chosen.tokens)
+    assert trained_of(chosen) == "add 1 2<|im_end|>\n3<|im_end|>\n" and trained_of(rejected) == "add 1 2<|im_end|>\n"
+
+
+def test_a_completion_without_a_trained_token_is_dropped_and_counted(tmp_path):
+    """Truncation leaves none."""
+    late = [{"role": "user", "content": "wait " * 8}, CALLED[2]]
+    rows = [{"prompt": SUM, "chosen": CALLED, "rejected": CALLED[:1]}] * 9
+    rows += [{"prompt": SUM, "chosen": CALLED[:1], "rejected": late}]
+    report = pairs_of(tmp_path, rows, overlong="truncate", max_length=60).reports["train"]
+    assert (report.read, report.used, report.overlong_dropped) == (10, 9, 1)

@@ -91,36 +91,28 @@ def test_rows_are_trained_on(calculator_home, tmp_path, kind, method):
     assert any("loss" in line for line in read_metrics(tmp_path / "after"))
 
 
-def test_episodes_of_several_turns_are_for_sft(episodes, tmp_path, capsys):
-    """Where every token of a completion is a target, they are left out and counted."""
-    for kind in ("sft", "pairs", "kto"):
-        status = main(["rollouts", str(episodes), "--to", kind, "--output", str(tmp_path / kind)])
-        said = " ".join("".join(capsys.readouterr()).split())
-        assert ("of several turns" in said) == (kind != "sft") and status == (0 if kind == "sft" else 2), said
-        assert ("assistant_only_loss" in said) == (kind == "sft")
-    rows = [json.loads(line) for line in (tmp_path / "sft").read_text().splitlines()]
+@pytest.mark.parametrize(("kind", "method"), [("sft", "sft"), ("pairs", "dpo"), ("kto", "kto")])
+def test_only_sampled_tokens_are_targets(episodes, calculator_home, tmp_path, capsys, kind, method):
+    """The trained tokens of an episode are those that the run has stored as trained."""
+    file = tmp_path / "rows.jsonl"
+    which = {"sft": ["--best", "9", "--above", "0.5"], "pairs": ["--best", "9"], "kto": []}[kind]
+    assert main(["rollouts", str(episodes), "--to", kind, *which, "--output", str(file)]) == 0
+    assert "assistant_only_loss" in capsys.readouterr().out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(row["tools"][0]["function"]["name"] == "calculate" for row in rows)
-
-
-def test_only_sampled_tokens_are_targets(episodes, calculator_home, tmp_path, capsys):
-    """The trained tokens of a good episode are those that the run has stored as trained."""
-    file = tmp_path / "sft.jsonl"
-    assert main(["rollouts", str(episodes), "--to", "sft", "--best", "9", "--above", "0.5", "--output", str(file)]) == 0
-    command = ["explore", "method=sft", "method.assistant_only_loss=true", f"model={calculator_home / 'model'}"]
-    capsys.readouterr()
+    command = ["explore", f"method={method}", "method.assistant_only_loss=true", f"model={calculator_home / 'model'}"]
     assert main([*command, f"data.source={file}", "--json", "--no-quality", "--rows", "999", "devices.type=cpu"]) == 0
     shown = json.loads(capsys.readouterr().out)["rows"]
     tokenizer = AutoTokenizer.from_pretrained(calculator_home / "model")
     with StoredRun(episodes) as stored:
         sampled = [row for step in stored.steps() for row in stored.rollouts(step)]
     expected = {str(tokenizer.decode(of_trained(row)["tokens"])) for row in sampled}
-    trained = ["".join(text for text, is_trained in pieces(row) if is_trained) for row in shown]
-    texts = {text.replace("<|im_end|>\n", "<|im_end|>") for text in trained}  # a line break after the end of turn
-    assert len(trained) > 5 and texts <= expected
-
-
-def pieces(row):
-    return [(text, is_trained) for part in row["parts"] for text, _, is_trained in part["pieces"]]
+    parts = [part["pieces"] for row in shown for part in row["parts"]]
+    trained = {"".join(text for text, _, is_trained in pieces if is_trained) for pieces in parts} - {""}
+    whole = {text for text in trained if "<call>" in text or "name" not in text}  # a broken call is text without marks
+    texts = {text.replace("<|im_end|>\n", "<|im_end|>") for text in whole}  # a line break after the end of turn
+    assert len(texts) > 5 and texts <= expected
+    assert any(text.count("<|im_end|>") > 1 for text in texts), "of several turns"
 
 
 def test_tools_are_stored_with_the_prompts(episodes):

@@ -93,7 +93,8 @@ def _write_rows(
     total = counts.pop("completions")
     left = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
     say(f"{output}: {counted(len(rows), 'row')} of {counted(total, 'completion')}{left}")
-    if any(len(row["completion"]) > 1 for row in rows if isinstance(row.get("completion"), list)):
+    said = [row[name] for row in rows for name in ("completion", "chosen", "rejected") if name in row]
+    if any(len(each) > 1 for each in said if isinstance(each, list)):
         say(
             "Some rows have several turns: train them with method.assistant_only_loss=true, so that only replies count."
         )

@@ -26,11 +26,12 @@ from posttrain.data.streams import sha256_of
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 11  # increase it when the same rows and settings give different tokens
+CODE_VERSION = 12  # increase it when the same rows and settings give different tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # two runs may find an entry damaged; one of them may then remove what the other has just rebuilt
 
-DERIVED = ("heads", "rejected_heads")  # columns computed from the others, so not needed to identify the data
+# Columns that the rows and settings determine, so not needed to identify the data.
+DERIVED = ("heads", "rejected_heads", "chosen_spans", "rejected_spans")
 
 
 def key_of(facts: dict[str, Any]) -> str:

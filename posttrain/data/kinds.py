@@ -40,7 +40,7 @@ PAIR = [
     ("row", pa.int64()),
     *((name, INTS) for name in ("prompt", "chosen", "rejected", "rejected_prompt")),
     *(("two_prompts", pa.bool_()), ("margin", pa.float64()), ("tie", pa.bool_())),
-    *((name, INTS) for name in ("heads", "rejected_heads")),
+    *((name, INTS) for name in ("heads", "rejected_heads", "chosen_spans", "rejected_spans")),
 ]
 Item = Trained | Compared
 
@@ -71,7 +71,7 @@ class Kind(ABC):
     @classmethod
     def of(cls, method: MethodSettings) -> Self:
         """The kind as configured by a method's settings."""
-        return cls()
+        return cls(**method.model_dump(include={"completion_only_loss", "assistant_only_loss"}))
 
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError if the columns belong to a different kind; called when the format is inferred."""
@@ -173,7 +173,8 @@ class Kind(ABC):
         """The prompt of a table row, with its completion as the only branch, if it has one."""
         start, stop, *head = columns
         tokens, cut = table.lists["tokens"][row], int(table.numbers["prompt"][row])
-        completion = (Node(tokens[cut:stop], True),) if cut < stop else ()
+        trained = table.trained(row, stop)[cut:] if self.assistant_only_loss else True
+        completion = (Node(tokens[cut:stop], trained),) if cut < stop else ()
         return Node(read(tokens, start, min(cut, stop), head), False, completion)
 
     @abstractmethod
@@ -186,10 +187,6 @@ class Sequences(Kind):
 
     name, trainer = "sft", "SFT"
     schema = pa.schema([*SEQUENCE, ("weights", pa.list_(pa.float32()))])
-
-    @classmethod
-    def of(cls, method: MethodSettings) -> Self:
-        return cls(**method.model_dump(include={"completion_only_loss", "assistant_only_loss"}))
 
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:
         if "label" in columns and any(isinstance(value.get("label"), bool) for value in sample):
@@ -359,6 +356,9 @@ class Pairs(Kind):
                 other_heads = np.where(two[:, None], apart[1], heads)
             new_chosen, new_rejected = np.minimum(chosen, room), np.minimum(rejected, other_room)
             keep = (new_chosen > 0) & (new_rejected > 0)
+            for row in map(int, np.flatnonzero(over & keep)) if self.assistant_only_loss else ():
+                left = (("chosen", new_chosen[row]), ("rejected", new_rejected[row]))
+                keep[row] = all(np.any(self._trained(table, row, *side)) for side in left)
             for row in map(int, np.flatnonzero(over & keep & ~two & (new_chosen == new_rejected))):
                 left, right = (table.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
                 keep[row] = not np.array_equal(left, right)  # the difference between them was cut off
@@ -376,6 +376,10 @@ class Pairs(Kind):
             Lengths.of(self.prompt_lengths(table)),
         )
 
+    def _trained(self, table: Table, row: int, side: str, stop: int) -> Array | bool:
+        """Which of the first `stop` tokens of a completion are trained on."""
+        return table.trained(row, stop, f"{side}_spans") if self.assistant_only_loss else True
+
     def longest(self, table: Table, view: Array, lengths: Array) -> int:
         row, start, other_start, chosen, rejected = view.T[:5]
         first = table.lists["prompt"].lengths[row] - start + size_of(view[:, 5:8]) + chosen
@@ -387,7 +391,10 @@ class Pairs(Kind):
         prompt = table.lists["prompt"][row]
         prompt = read(prompt, start, len(prompt), heads[:3])
         lists, numbers = table.lists, table.numbers
-        leaves = (Node(lists["chosen"][row][:chosen], True), Node(lists["rejected"][row][:rejected], True))
+        leaves = tuple(
+            Node(lists[side][row][:size], self._trained(table, row, side, size))
+            for side, size in (("chosen", chosen), ("rejected", rejected))
+        )
         trees: tuple[Node, ...] = (Node(prompt, False, leaves),)
         if numbers["two_prompts"][row]:
             other = lists["rejected_prompt"][row]

@@ -103,10 +103,10 @@ class Table:
             elif name != "row":
                 self.numbers[name] = as_numpy(column)
 
-    def trained(self, row: int, stop: int) -> Array:
+    def trained(self, row: int, stop: int, spans: str = "spans") -> Array:
         """Whether each of the first `stop` tokens of a sequence is trained on."""
         mask = np.zeros(stop, bool)
-        for begin, end in self.lists["spans"][row].reshape(-1, 2):
+        for begin, end in self.lists[spans][row].reshape(-1, 2):
             mask[begin:end] = True
         return mask
 

@@ -44,6 +44,8 @@ class Compared:
     shifted: bool = False
     heads: Ids = ()
     rejected_heads: Ids = ()
+    chosen_spans: Ids = ()  # with assistant_only_loss: start, stop, start, stop … of the trained tokens
+    rejected_spans: Ids = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +99,23 @@ class Tokeniser:
         self.adds_begin = whole[:1] == [bos] != bare[:1]
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
-        """Preference pairs; all completion tokens are trained on."""
+        """Preference pairs; trained on all tokens of the completions, or on those of the assistant's turns."""
         parts = []
         for row in rows:
             other = row.prompt if row.rejected_prompt is None else row.rejected_prompt
             parts += [(row, row.prompt, row.chosen), (row, other, cast(str | Turns, row.rejected))]
-        read = iter(self._read(rows, self.writer.with_prompts(parts)))
-        return [self._pair(row, next(read), next(read)) for row in rows]
+        texts = self.writer.with_prompts(parts)
+        read, turns = iter(self._read(rows, texts)), iter(self.writer.assistants([row for row, *_ in parts], texts))
+        return [self._pair(row, next(read), next(read), next(turns), next(turns)) for row in rows]
 
-    def _pair(self, row: Row, best: _Read | RowError, worst: _Read | RowError) -> Compared | RowError:
+    def _pair(
+        self,
+        row: Row,
+        best: _Read | RowError,
+        worst: _Read | RowError,
+        best_turns: Sequence[Span],
+        worst_turns: Sequence[Span],
+    ) -> Compared | RowError:
         if isinstance(best, RowError):
             return best
         if isinstance(worst, RowError):
@@ -118,6 +128,15 @@ class Tokeniser:
         same = list(chosen[:cut]) == list(rejected[:other_cut])
         if same and list(chosen[cut:]) == list(rejected[other_cut:]):
             return RowError("chosen and rejected have the same tokens")
+        spans = [()] * 2
+        if self.assistant_only_loss:
+            sides = ("chosen", best, best_turns, cut), ("rejected", worst, worst_turns, other_cut)
+            spans = []
+            for name, side, turns, start in sides:
+                own = [(max(a, start), b) for a, b in self._token_spans(side.whole, turns) if b > start]
+                if not own:
+                    return RowError(f"{name} has no turn of the assistant")
+                spans.append([end - start for span in own for end in span])
         return Compared(
             chosen[:cut],
             chosen[cut:],
@@ -126,6 +145,7 @@ class Tokeniser:
             shifted,
             self._heads(best.prompt, cut),
             () if same else self._heads(worst.prompt, other_cut),
+            *spans,
         )
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:

@@ -27,8 +27,8 @@ def select(
     sft: the `best` completions of each prompt (1), if their reward is above `above`. pairs: the `best` most rewarded
     completions of each prompt (1), each with one of the least rewarded ones. kto: every completion, desirable if its
     reward is above `above` or, by default, above the mean of its prompt. The completions of a prompt are those of all
-    `steps`, each text once. Completions without a reward and truncated ones are left out; for pairs and kto, so are
-    episodes of several turns. Raises UsageError if no row is left.
+    `steps`, each text once. Completions without a reward and truncated ones are left out. Raises UsageError if no row
+    is left.
     """
     counts: Counter[str] = Counter()
     rows: list[Row] = []
@@ -88,10 +88,6 @@ def _rows(
         for done in good[:best]:
             yield {"prompt": asked, "completion": completed(done)}
         return
-    single = [(reward, done) for reward, done in completions if isinstance(done, str) or len(done) == 1]
-    if len(single) < len(completions):  # all tokens of these would be trained, a tool's output too
-        counts["of several turns"] += len(completions) - len(single)
-    completions = single
     if to == "pairs":
         pairs = [*zip(completions[:best], reversed(completions), strict=False)]
         pairs = [(good, bad) for good, bad in pairs if good[0] > bad[0]]

@@ -22,6 +22,10 @@ REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 EXO_SMOOTHING = 0.001  # label_smoothing of exo_pair in its paper; it must be above 0
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
+AssistantOnly = Annotated[
+    bool, Field(description="Whether to train only on the assistant's turns; with a prompt, those of the completion.")
+]
+
 
 class SFTMethod(MethodSettings):
     """Supervised fine-tuning: negative log-likelihood of the target tokens."""
@@ -36,9 +40,7 @@ class SFTMethod(MethodSettings):
     completion_only_loss: bool | None = setting(
         None, "Whether to train only on the completion; null: if the data has a prompt."
     )
-    assistant_only_loss: bool = setting(
-        False, "Whether to train on all assistant turns of a conversation, and on nothing else."
-    )
+    assistant_only_loss: AssistantOnly = False
 
     def check(self) -> Conflicts:
         if self.completion_only_loss and self.assistant_only_loss:
@@ -75,6 +77,8 @@ class PreferenceMethod(MethodSettings):
         *("entropy", "mean_token_accuracy", "logps/chosen", "logps/rejected"),
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     )
+
+    assistant_only_loss: AssistantOnly = False
 
 
 class DPOMethod(PreferenceMethod):
@@ -247,6 +251,7 @@ class KTOMethod(MethodSettings):
     loss_setting = "loss_type"
 
     type: Literal["kto"] = setting("kto", "Single completions labelled desirable or undesirable.")
+    assistant_only_loss: AssistantOnly = False
     loss_type: UnpairedLoss = setting("kto", "Loss: kto, bco or apo_zero_unpaired.")
     beta: AboveZero = setting(0.1, "Strength of the regularisation towards the reference.")
     desirable_weight: NonNegative = setting(1.0, "Weight of desirable completions, to balance classes of unequal size.")
