@@ -254,7 +254,10 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "good.yaml", "--model-index", "1"], 2, "--model-index 1: there are models 0 to 0"),
         (["config", "new", "dpoo"], 1, "there is no method dpoo; did you mean dpo?"),
         (["config", "new"], 2, "Missing argument"),
-        (["confg"], 2, "No such command 'confg'"),
+        (["confg"], 2, "there is no command confg; did you mean config?"),
+        (["finetune", "--lr", "1"], 2, "there is no command finetune; write posttrain train"),
+        (["grpo"], 2, "write posttrain train --method grpo"),
+        (["xyzzy"], 2, "posttrain --help lists all commands"),
     ],
 )
 def test_mistakes_are_one_message_without_a_stack_trace(run, args, status, message):

@@ -97,6 +97,26 @@ def test_precedence_and_one_stage_by_its_name(write):
     assert dpo.config.method.type == "dpo" and dpo.config.method.beta == 0.3
 
 
+THREE = """stages:
+  sft: {method: sft}
+  ppo: {method: ppo, init_from: sft, rewards: [{type: math}]}
+  dpo: {method: dpo, init_from: sft}
+"""
+
+
+def test_the_command_line_is_for_the_stages_that_read_it(write):
+    """An error only if none does, or if it names the stage."""
+    given = ["method.kl_coef=0.3", "method.assistant_only_loss=true", "rewards.0.weight=2"]
+    sft, ppo, dpo = load(write(COMMON + THREE), given, {"method.num_generations": "3"}).stages
+    assert sft.config.method.assistant_only_loss and dpo.config.method.assistant_only_loss
+    assert ppo.config.method.num_generations == 3
+    assert (ppo.config.method.kl_coef, dpo.config.method.beta) == (0.3, 0.3)
+    assert ppo.config.rewards[0].weight == 2 and not sft.config.rewards
+    for wrong in ("stages.sft.method.num_generations=4", "method.num_trees=2", "stages.sft.rewards.0.weight=2"):
+        with pytest.raises(ConfigError, match=re.escape(f"override {wrong}")):
+            load(write(COMMON + THREE), [wrong])
+
+
 def test_stages_are_inherited_by_name(write):
     write(COMMON + TWO, "base.yaml")
     stages = load(write("extends: base.yaml\nstages: {sft: {seed: 5}, more: {method: sft, init_from: dpo}}\n")).stages
@@ -134,7 +154,7 @@ def test_dumped_stages_load_back_equal(write):
         (TWO, ["stages.dop.seed=1"], r"there is no stage dop; did you mean dpo\?"),
         (TWO, ["stages.dpo.name=x"], r"name belongs to the whole run"),
         (TWO, ["stages.dpo.model.path=b"], r"starts from the final model of another stage, but names a different"),
-        (TWO, ["method.beta=1"], r"stage sft: override method\.beta=1: method\.beta is not a setting of sft"),
+        (TWO, ["stages.sft.method.beta=1"], r"stage sft: override stages\.sft\.method\.beta=1: method\.beta is not a setting of sft"),
         (TWO, ["data.fromat=x"], r"^override data\.fromat=x: data\.fromat is not a setting"),
         (TWO.replace("    method: sft\n", ""), [], r"stage sft: method is missing"),
         (TWO.replace("format: messages", "formt: messages"), [], r"stage sft: a\.yaml:12: data\.formt is not"),

@@ -10,12 +10,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 import typer
 
 from posttrain import __version__
+from posttrain.base.errors import UsageError
 from posttrain.base.terminal import enduring, quitting, say
 from posttrain.cli.command import guarded, with_options
 from posttrain.runs.logs import ConsoleLog
@@ -34,6 +36,16 @@ VERBS = {
 }  # fmt: skip
 TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # with a flag for every setting
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
+# Commands of other tools -> those of this one.
+OTHERS = {
+    **dict.fromkeys(["finetune", "fine-tune", "fit", "run"], "train"),
+    **{method: f"train --method {method}" for method in ("sft", "dpo", "kto", "ppo", "grpo", "reward", "distill")},
+    **dict.fromkeys(["evaluate", "test", "benchmark"], "eval"),
+    **dict.fromkeys(["inference", "infer", "predict", "complete"], "generate"),
+    **dict.fromkeys(["merge", "upload", "push"], "export"),
+    **{"webui": "ui", "webchat": "ui", "studio": "ui", "api": "serve", "env": "doctor", "resume": "train --resume"},
+    **{"list": "runs list", "show": "runs show", "download": "data save", "cli": "--help"},
+}
 TOKENS = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")  # read from `.env`, never written
 
 
@@ -60,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(verb: str = "") -> typer.Typer:
-    """The application with this verb, or with all verbs if the verb is unknown."""
+    """The application with this verb, or with all verbs if it is none. Raises UsageError for an unknown verb."""
+    if verb and not verb.startswith("-") and verb not in VERBS | GROUPS:
+        near = get_close_matches(verb, [*VERBS, *GROUPS], n=1)
+        meant = f"write posttrain {OTHERS[verb]}" if verb in OTHERS else f"did you mean {near[0]}?" if near else ""
+        raise UsageError(f"there is no command {verb}; {meant or 'posttrain --help lists all commands'}")
     app = typer.Typer(
         name="posttrain",
         help=HELP,

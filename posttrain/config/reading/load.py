@@ -17,8 +17,9 @@ from posttrain.base.files import MOST_DEPTH, path_of
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show
 from posttrain.config.reading.files import Tree, read_settings, value_at, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
-from posttrain.config.reading.layers import Layers, override
+from posttrain.config.reading.layers import ALIASES, Layers, override
 from posttrain.config.reading.stages import WHOLE_RUN, Stage, arranged, split, take_init_from
+from posttrain.config.schema.methods import METHODS, PPO_NAMES, spell_out
 from posttrain.config.schema.run import RunConfig
 
 PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
@@ -139,11 +140,16 @@ def _load_stages(
     configs: dict[str, RunConfig] = {}
     notes, unread = list(common.notes), list[str]()
     replaced, wrong = dict[str, list[str]](), dict[str, list[str]]()
+    merged = {name: common.copy() for name in trees}
     for name, own in trees.items():
         sources[name], where[name] = take_init_from(own)
-        layers = common.copy()
         for tree in own:
-            layers.lay(tree, every_model=True)
+            merged[name].lay(tree, every_model=True)
+    methods = {name: _method_of(merged[name], own_assignments[name], own_flags[name]) for name in trees}
+    own_assignments = _for_readers(own_assignments, assignments, methods, merged)
+    own_flags = _for_readers(own_flags, from_flags, methods, merged)
+    for name, own in trees.items():
+        layers = merged[name]
         for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
             replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
@@ -159,6 +165,38 @@ def _load_stages(
         raise _refusal(_with_stages(wrong, trees))
     notes = [*notes, *_with_stages(replaced, trees), *unread]
     return Loaded(arranged(configs, sources, where), list(dict.fromkeys(notes)))
+
+
+def _method_of(layers: Layers, assignments: list[Assignment], from_flags: list[Assignment]) -> str | None:
+    """The name of the method of a stage with these assignments; None if it has none."""
+    given = [value for path, value, _ in [*assignments, *from_flags] if path in ("method", "method.type")]
+    method = spell_out(given[-1] if given and isinstance(given[-1], str) else layers.values.get("method"))
+    return method.get("type") if isinstance(method, dict) else None
+
+
+def _for_readers(
+    by_stage: Mapping[str, list[Assignment]],
+    common: Sequence[Assignment],
+    methods: Mapping[str, str | None],
+    merged: Mapping[str, Layers],
+) -> dict[str, list[Assignment]]:
+    """The assignments of each stage, without those for all stages (`common`) that only other stages can read: settings
+    of another method, entries of a list that it lacks."""
+
+    def reads(stage: str, path: str) -> bool:
+        section, *rest = path.split(".")
+        if rest and rest[0].isdecimal():
+            return isinstance(merged[stage].values.get(section), list)
+        if section != "method" or not rest or (method := methods[stage]) not in METHODS:
+            return True
+        name = ALIASES["method"].get(rest[0], (rest[0],))[0]
+        return (PPO_NAMES.get(name, name) if method == "ppo" else name) in METHODS[method].model_fields
+
+    read = {path for path, *_ in common if any(reads(stage, path) for stage in by_stage)}
+    return {
+        stage: [each for each in own if each not in common or each[0] not in read or reads(stage, each[0])]
+        for stage, own in by_stage.items()
+    }
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
