@@ -443,7 +443,7 @@ def test_sources_of_a_mixture_by_name_alone():
 def test_a_saved_run_keeps_the_rules_that_it_started_with(write):
     """Settings of a run from before the record are read as version 1; a file of the user's is new."""
     old = dump(load({"model": "gpt2", "method": "sft", "data": {"source": "x"}}).config).replace(
-        "version: 2", "version: 1"
+        "version: 3", "version: 1"
     )
     without = "".join(line for line in old.splitlines(True) if not line.startswith("behavior_version"))
     for beside in ("run/run.json", "checkpoint-1/state.json", "stages/sft/run.json", "both/model/sft/run.json"):
@@ -457,13 +457,13 @@ def test_a_saved_run_keeps_the_rules_that_it_started_with(write):
         }
     )
     assert load("recorded/config.yaml").config.behavior_version == 2
-    assert load("config.yaml").config.behavior_version == 2
+    assert load("config.yaml").config.behavior_version == 3
     write({"new.yaml": "extends: run/config.yaml\n"})
-    assert load("new.yaml").config.behavior_version == 2
+    assert load("new.yaml").config.behavior_version == 3
 
     given = load("config.yaml").config
     assert as_started(given, Path("run")).behavior_version == 1
-    assert as_started(given, Path("none yet")).behavior_version == 2
+    assert as_started(given, Path("none yet")).behavior_version == 3
     asked = load("config.yaml", ["behavior_version=2"]).config
     assert as_started(asked, Path("run")).behavior_version == 2
 

@@ -154,7 +154,8 @@ def prompts(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "settings", "longest"),
     [
-        ("prompt", {}, 19),
+        ("prompt", {}, 20),
+        ("prompt", {"behavior_version": 2}, 19),
         ("prompt", {"max_prompt_length": None}, 20),
         ("prompt", {"overlong": "truncate"}, 20),
         ("prompt", {"overlong": "error"}, 20),
@@ -162,11 +163,15 @@ def prompts(tmp_path):
         ("sft", {}, 20),
     ],
 )
-def test_online_methods_drop_the_longest_tenth_of_the_prompts(tmp_path, prompts, completions, kind, settings, longest):
-    """Of the training data; a set with a source of its own is measured whole, unless the limit was asked for."""
+def test_only_prompts_without_room_are_too_long_unless_the_settings_say_so(
+    tmp_path, prompts, completions, kind, settings, longest
+):
+    """A set with a source of its own is measured whole, unless the limit was asked for. Online runs that started with
+    behavior_version 2 drop the longest tenth."""
     other = EvaluationDataset(name="other", source=prompts if kind == "prompt" else completions)
     source = prompts if kind == "prompt" else completions
-    prepared = run(tmp_path, kind, source=source, options={"datasets": [other]}, **settings)
+    options = {"datasets": [other]} | {name: settings.pop(name) for name in {"behavior_version"} & {*settings}}
+    prepared = run(tmp_path, kind, source=source, options=options, **settings)
     report = prepared.report
     assert (report.used, report.overlong_dropped) == (longest, 20 - longest)
     if longest < 20:

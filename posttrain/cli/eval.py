@@ -90,14 +90,14 @@ def _evaluated(
         from posttrain.evaluation.items import load_items
         from posttrain.evaluation.table import show, write_sweep
         from posttrain.models.load import load_config
-    to_evaluate = [*(load_items(part, options.max_rows) for part in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
     folders = _folders(models, options.output)
     configs = {path: from_flags(ModelConfig, path=path, dtype=dtype) for path, _ in folders.values()}
     for path, model in configs.items():
         if not Path(path).is_file():
-            load_config(model)  # a missing model is an error before any model is evaluated
+            load_config(model)  # a missing model is an error before any data is read
         elif tasks:
             raise UsageError(f"{path} has recorded completions, which lm-eval's tasks cannot grade: give a model")
+    to_evaluate = [*(load_items(part, options.max_rows) for part in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
     summaries: dict[str, Mapping[str, Any]] = {}
     try:
         for folder, (path, name) in folders.items():

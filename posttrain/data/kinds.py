@@ -112,11 +112,11 @@ class Kind(ABC):
         unless the data contains the completions."""
         return Limits(data.max_length, None, data.overlong)
 
-    def training_limits(self, data: DataConfig, limits: Limits, table: Table) -> Limits:
+    def training_limits(self, data: DataConfig, limits: Limits, behavior_version: int, table: Table) -> Limits:
         """`limits` with the `max_prompt_length` of the settings, for `table`, the training data."""
         most = data.max_prompt_length
         if most == "auto":
-            most = "p90" if self.samples and data.overlong == "drop" else None
+            most = "p90" if self.samples and data.overlong == "drop" and behavior_version < 3 else None
         if isinstance(most, str):  # p90: the length that 90 % of the prompts do not exceed
             lengths = self.prompt_lengths(table)
             most = max(1, int(np.percentile(lengths, int(most[1:]), method="higher"))) if len(lengths) else None

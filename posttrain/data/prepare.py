@@ -20,7 +20,7 @@ from posttrain.base.words import counted
 from posttrain.config.schema.base import KindName
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
-from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION, RunConfig
 from posttrain.data import cache
 from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.kinds import KINDS, Kind
@@ -74,7 +74,7 @@ class Options:
     held_out: np.ndarray | None = None
     cache_dir: Path | None = None
     seed: int = 0
-    behavior_version: int = 2
+    behavior_version: int = BEHAVIOR_VERSION
     method: str | None = None
 
 
@@ -188,7 +188,8 @@ def prepare(
     evaluated = options.evaluated or room
     trained_limits, limits = (kind.limits(data, each, options.positions) for each in (room, evaluated))
     reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
-    whole = reader.load("train", parts_of(data), partial(kind.training_limits, data, trained_limits), most_rows(data))
+    limits_of = partial(kind.training_limits, data, trained_limits, options.behavior_version)
+    whole = reader.load("train", parts_of(data), limits_of, most_rows(data))
     # `auto` does not limit evaluation prompts
     percentile = whole.limits.max_prompt_length if data.max_prompt_length != "auto" else None
     most = percentile if isinstance(data.max_prompt_length, str) else data.max_prompt_length

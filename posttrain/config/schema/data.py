@@ -158,7 +158,7 @@ class DataConfig(Settings):
     strip_think: bool = setting(False, "Whether to remove <think>...</think> from completions.")
     max_length: Positive = setting(1024, "Maximum number of tokens of prompt and completion.")
     max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = setting(
-        "auto", "Maximum prompt tokens, or a percentile (p90); auto: p90 for online methods, otherwise null."
+        "auto", "Maximum prompt tokens, or a percentile (p90); auto or null: as many as leave room for a completion."
     )
     overlong: Literal["drop", "truncate", "error"] = setting(
         "drop", "Treatment of examples above the limits: drop (and count), truncate, or stop with an error."

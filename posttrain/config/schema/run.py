@@ -20,7 +20,7 @@ from posttrain.config.schema.types import Folder, FolderName, Int, Text, is_name
 OF_EPISODES = ("max_turns", "max_tool_calls", "max_tool_result", "rewritten_turns", "environment_workers")
 
 # 1: runs from before the version was recorded. Code whose results have changed since then reads the run's version.
-BEHAVIOR_VERSION: Literal[2] = 2
+BEHAVIOR_VERSION: Literal[3] = 3
 
 
 class RunConfig(Settings):
@@ -29,7 +29,7 @@ class RunConfig(Settings):
     name: FolderName | None = setting(None, "Name of the run folder; null: {method}-{model}-{timestamp}.")
     output_dir: Folder = setting("runs", "Folder that contains the run folders.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = setting(0, "Random seed for shuffling, initialisation and dropout.")
-    behavior_version: Literal[1, 2] = setting(
+    behavior_version: Literal[1, 2, 3] = setting(
         BEHAVIOR_VERSION, "Version of the rules for reading data and settings; a run keeps the version it started with."
     )
     rewards: tuple[Reward, ...] = setting(
