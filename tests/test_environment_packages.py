@@ -1,6 +1,7 @@
-"""Environments of other packages, unmodified: an MCP server, an OpenEnv server, SkyRL-Gym (`make test-env`)."""
+"""Environments of other packages, unmodified: MCP and OpenEnv servers, SkyRL-Gym, verifiers (`make test-env`)."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,11 +9,19 @@ import time
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
+from openai import OpenAI
 from test_episodes import END, call, results
 from test_episodes import run as run  # the fixture
+from test_record import TEMPERATURE, agent
+from test_serve import serving
+from transformers import AutoTokenizer
 
 from posttrain.base.errors import RewardError
+from posttrain.cli import main
+from posttrain.data.codec import Codec
+from posttrain.runs.stored_rollouts import StoredRun, trained_tokens
 
 MCP = '''
 from mcp.server.mcpserver import MCPServer
@@ -205,3 +214,141 @@ def test_environments_of_skyrl_gym(run, tmp_path):
     [[right], [wrong]] = run({"Row 0": ["#### 12" + END], "Row 1": ["#### 13" + END]}, [row, row],
                              args={"environment": "gsm8k"}, **settings)  # fmt: skip
     assert right.reward > wrong.reward and right.stop_reason == "env_done", json.dumps([right.reason, wrong.reason])
+
+
+VERIFIERS = """
+import verifiers.v1 as vf
+
+
+class Row(vf.TaskData):
+    answer: int
+
+
+class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def calculate(self, expression: str) -> str:
+        "Add numbers."
+        return str(sum(map(int, expression.split("+"))))
+
+
+class SumConfig(vf.TaskConfig):
+    has_calculator: bool = False
+
+
+class Sum(vf.Task[Row, vf.State, SumConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(vf.ToolsetConfig())] if config.has_calculator else []
+
+    @vf.reward(weight=0.5)
+    async def near(self, trace: vf.Trace) -> float:
+        said = trace.last_reply
+        return 1 / (1 + abs(int(said) - self.data.answer)) if said.isdigit() else 0.0
+
+    @vf.reward
+    async def called(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns > 1)
+
+
+class SumsConfig(vf.TasksetConfig):
+    task: SumConfig = SumConfig()
+
+
+class Sums(vf.Taskset[Sum, SumsConfig]):
+    def load(self):
+        return [Sum(Row(prompt=f"{a}+{b}=?", answer=a + b), self.config.task) for a, b in ((314, 159), (271, 828))]
+
+
+__all__ = ["Sums"]
+
+if __name__ == "__main__":
+    Calculator.run()
+"""
+
+PLAYED = """
+import asyncio, json, sys
+import verifiers.v1 as vf
+
+address, sampling = sys.argv[1], vf.Sampling(**json.loads(sys.argv[2]))
+agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+async def play(has_calculator):
+    taskset = {"id": "sums", "task": {"has_calculator": has_calculator}}
+    env = vf.load_environment(vf.SingleAgentEnvConfig(taskset=taskset, agent=agent))
+    async with env.serving():
+        for number, task in enumerate(env.taskset):
+            name = f"{has_calculator} {number}"
+            client = vf.EvalClientConfig(base_url=f"{address}/v1", headers={"X-Posttrain-Episode": name})
+            episode = await env.run_episode(task, vf.ModelContext("m", client, sampling))
+            assert episode.ok, [*episode.errors, *episode.traces[0].errors]
+            [trace] = episode.traces
+            messages = [message.model_dump() for message in trace.messages]
+            told = {"episode": name, "reward": trace.reward, "sampled": trace.num_output_tokens, "messages": messages}
+            print(json.dumps(told))
+
+
+asyncio.run(play(False))
+asyncio.run(play(True))
+"""
+
+
+def test_a_taskset_of_verifiers_is_recorded(calculator_home, tmp_path, monkeypatch):
+    """verifiers plays and rewards, our server answers and records. The packages of its harness, which `uv` would
+    download, are those installed here."""
+    pytest.importorskip("verifiers")
+    (tmp_path / "sums.py").write_text(VERIFIERS)
+    (tmp_path / "play.py").write_text(PLAYED)
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\ncase "$*" in *--help) echo --script;; "python find"*) echo {sys.executable};; esac\n')
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, folder = calculator_home / "model", tmp_path / "recorded"
+    with serving(model, template=None, record=tmp_path / "tried") as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        tried = range(400)  # the model calls for one question in twenty
+        seed = next(seed for seed in tried if len(agent(client, "314+159=?", seed)[0]) == 4)
+    with serving(model, template=None, record=folder) as address:
+        sampling = json.dumps({"temperature": TEMPERATURE, "max_tokens": 40, "seed": seed})
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "play.py"), address, sampling], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        played = [json.loads(line) for line in done.stdout.splitlines()]
+        for one in played:
+            body = {"episode": one["episode"], "reward": one["reward"]}
+            assert httpx.post(f"{address}/v1/rewards", json=body).json()["rewards"] == [one["reward"]]
+    with StoredRun(folder) as stored:
+        rows, prompts = stored.rollouts(1), stored.prompts(1)
+    assert len(rows) == len(prompts) == len(played) == 4 and len(played[2]["messages"]) == 4
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for one, row, prompt in zip(played, rows, prompts, strict=True):
+        asked, *followed = one["messages"]
+        codec, turns = Codec(tokenizer, prompt["facts"]["tools"] or ()), row["turns"]["turns"]
+        replies = [row["tokens"][turn["start"] : turn["stop"]] for turn in turns if turn["author"] == "model"]
+        assert prompt["tokens"].tolist() == codec.first([{"role": "user", "content": asked["content"]}])
+        sampled = [message for message in followed if message["role"] == "assistant"]
+        assert said([codec.parse(reply.tolist()).message for reply in replies]) == said(sampled)
+        assert said(row["turns"]["messages"]) == said(followed)
+        assert row["reward"] == one["reward"] and trained_tokens(row).sum() == one["sampled"]
+    assert played[2]["reward"] >= 1 > played[0]["reward"]
+    output = tmp_path / "good.jsonl"
+    assert main(["rollouts", str(folder), "--to", "sft", "--above", "0.9", "--output", str(output)]) == 0
+    good = [json.loads(line) for line in output.read_text().splitlines()]
+    talks = [said([*row["prompt"], *row["completion"]]) for row in good]
+    assert said(played[2]["messages"]) in talks and said(played[0]["messages"]) not in talks
+
+
+def said(messages):
+    """Role, text and calls of messages, of verifiers' or of ours."""
+    return [(each["role"], each["content"] or "", [*map(called, each.get("tool_calls") or ())]) for each in messages]
+
+
+def called(made):
+    function = made.get("function", made)
+    arguments = function["arguments"]
+    return function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments

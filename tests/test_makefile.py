@@ -80,7 +80,7 @@ def test_the_suite_runs_with_the_kernels_of_other_processors_and_on_other_weight
     ("name", "tests", "packages", "others"),
     [
         ("eval", "test_interoperability.py", {"inspect_ai", "lm_eval"}, {"fsspec", "python-dateutil"}),
-        ("env", "test_environment_packages.py", {"mcp", "openenv-core", "skyrl-gym"}, set()),
+        ("env", "test_environment_packages.py", {"mcp", "openenv-core", "skyrl-gym", "verifiers"}, set()),
     ],
 )
 def test_other_packages_have_an_environment_of_their_own_with_our_versions(clone, name, tests, packages, others):
