@@ -163,15 +163,14 @@ def prompts(tmp_path):
         ("sft", {}, 20),
     ],
 )
-def test_only_prompts_without_room_are_too_long_unless_the_settings_say_so(
-    tmp_path, prompts, completions, kind, settings, longest
-):
+def test_only_prompts_without_room_are_too_long_by_default(tmp_path, prompts, completions, kind, settings, longest):
     """A set with a source of its own is measured whole, unless the limit was asked for. Online runs that started with
     behavior_version 2 drop the longest tenth."""
     other = EvaluationDataset(name="other", source=prompts if kind == "prompt" else completions)
     source = prompts if kind == "prompt" else completions
-    options = {"datasets": [other]} | {name: settings.pop(name) for name in {"behavior_version"} & {*settings}}
-    prepared = run(tmp_path, kind, source=source, options=options, **settings)
+    own = {name: value for name, value in settings.items() if name == "behavior_version"}
+    settings = {name: value for name, value in settings.items() if name not in own}
+    prepared = run(tmp_path, kind, source=source, options={"datasets": [other], **own}, **settings)
     report = prepared.report
     assert (report.used, report.overlong_dropped) == (longest, 20 - longest)
     if longest < 20:
