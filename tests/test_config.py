@@ -276,11 +276,13 @@ def test_json_and_numbers_of_yaml_1_2(write):
 
 def test_learning_rate_follows_method_and_lora(write):
     write({"a.yaml": "models: [gpt2, {path: b, lora: true}]\nmethod: sft\ndata: {source: x}\n"})
-    expected = {"sft": [2e-5, 2e-4], "reward": [1e-5, 1e-4], "dpo": [1e-6, 1e-6], "orpo": [8e-6, 8e-5]}
-    expected |= {"cpo": [8e-6, 8e-5], "simpo": [1e-6, 1e-6]}
+    expected = {"sft": [2e-5, 2e-4], "reward": [1e-5, 1e-4], "dpo": [1e-6, 1e-5], "orpo": [8e-6, 8e-5]}
+    expected |= {"cpo": [8e-6, 8e-5], "simpo": [1e-6, 1e-5], "kto": [1e-6, 1e-5]}
     for method, rates in expected.items():
         config = load("a.yaml", [f"method={method}"]).config
         assert [learning_rate(config, model) for model in config.models] == rates
+        before = load("a.yaml", [f"method={method}", "behavior_version=2"]).config
+        assert learning_rate(before, before.models[1]) == (1e-6 if method in ("dpo", "simpo", "kto") else rates[1])
     config = load("a.yaml", ["training.learning_rate=0.5"]).config
     assert [learning_rate(config, model) for model in config.models] == [0.5, 0.5]
 
@@ -511,3 +513,19 @@ def test_a_metric_of_others_needs_a_direction():
     assert [config.lower_is_better(f"eval_{name}") for name in ("gsm8k", "my_loss", "other", "loss")] == [
         False, False, False, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "watched"),
+    [("sft", "loss"), ("reward", "accuracy"), ("simpo", "rewards/accuracies"), ("kto", "rewards/margins"),
+     ("grpo", "reward")],
+)  # fmt: skip
+def test_early_stopping_alone_watches_the_main_metric(method, watched):
+    """Which is the first of those that lists of runs show."""
+    from posttrain.runs.metrics import of_method
+
+    settings = ["model=m", f"method={method}", "data={source: x, validation: {rows: 5}}"]
+    settings += ["rewards=[{type: math}]"] if method == "grpo" else []
+    config = load(None, [*settings, "checkpoint.early_stopping_patience=2"]).config
+    assert config.best_metric == f"eval_{watched}" and watched == (*of_method(method), "loss")[0]
+    assert load(None, settings).config.best_metric == ("eval_accuracy" if method == "reward" else None)

@@ -65,7 +65,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
             "checkpoint: {best_metric: loss}\n",
             "checkpoint.best_metric is 'loss'; it must be text that begins with eval_",
         ),
-        ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs checkpoint.best_metric"),
+        ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs data.validation"),
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
         (
             "evaluation: {with_replacement: true}\n",

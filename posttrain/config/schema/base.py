@@ -79,6 +79,7 @@ class MethodSettings(Settings):
 
     # Metrics and checks.
     measured: ClassVar[tuple[str, ...]] = ()  # metrics of an evaluation of the loss, besides the loss
+    headline: ClassVar[str] = "reward"  # the main metric, which early stopping watches
     starts_as_reference: ClassVar[bool] = False  # whether the reference is, by default, the policy before training
     has_ratio: ClassVar[bool] = False  # whether the loss reads the ratio of the policy to the sampling policy
 

@@ -35,6 +35,7 @@ class SFTMethod(MethodSettings):
     dropout = True
     learning_rates = (2e-5, 2e-4)
     measured = ("entropy", "mean_token_accuracy")
+    headline = "loss"
 
     type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
     completion_only_loss: bool | None = setting(
@@ -58,6 +59,7 @@ class RewardMethod(MethodSettings):
     head = "reward"
     learning_rates = (1e-5, 1e-4)
     measured = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    headline = "accuracy"
 
     type: Literal["reward"] = setting("reward", "Reward model.")
     center_rewards_coefficient: NonNegative | None = setting(
@@ -77,6 +79,7 @@ class PreferenceMethod(MethodSettings):
         *("entropy", "mean_token_accuracy", "logps/chosen", "logps/rejected"),
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     )
+    headline = "rewards/accuracies"
 
     assistant_only_loss: AssistantOnly = False
 
@@ -84,7 +87,7 @@ class PreferenceMethod(MethodSettings):
 class DPOMethod(PreferenceMethod):
     """Direct preference optimisation and its variants; `type: ipo` is `dpo` with `loss_type: ipo`."""
 
-    learning_rates = (1e-6, 1e-6)
+    learning_rates = (1e-6, 1e-5)
     starts_as_reference = True
 
     type: Literal["dpo"] = setting("dpo", "Preference optimisation on pairs: DPO and its variants.")
@@ -227,7 +230,7 @@ class CPOMethod(PreferenceMethod):
 class SimPOMethod(PreferenceMethod):
     """Simple preference optimisation: log-probabilities per token as rewards, with a margin; without a reference."""
 
-    learning_rates = (1e-6, 1e-6)
+    learning_rates = (1e-6, 1e-5)
     measured = (*PreferenceMethod.measured, "nll_loss")
 
     type: Literal["simpo"] = setting("simpo", "Simple preference optimisation, without a reference.")
@@ -245,8 +248,9 @@ class KTOMethod(MethodSettings):
 
     kind = "unpaired"
     example = ("Qwen/Qwen3-0.6B", "trl-lib/kto-mix-14k")
-    learning_rates = (1e-6, 1e-6)
+    learning_rates = (1e-6, 1e-5)
     measured = ("entropy", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins")
+    headline = "rewards/margins"
     starts_as_reference = True
     loss_setting = "loss_type"
 

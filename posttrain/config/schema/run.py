@@ -129,8 +129,9 @@ class RunConfig(Settings):
         """The metric that selects the best model; None if none is kept."""
         if self.checkpoint.best_metric != "auto":
             return self.checkpoint.best_metric
-        judged = self.method.head == "reward" and self.data.validation is not None and self.evaluates
-        return "eval_accuracy" if judged else None
+        watched = self.method.head == "reward" or self.checkpoint.early_stopping_patience is not None
+        measured = self.data.validation is not None and self.evaluates
+        return f"eval_{self.method.headline}" if watched and measured else None
 
     def lower_is_better(self, metric: str) -> bool | None:
         """Whether a metric of an evaluation gets better as it falls; None if unknown. Runs of version 1 decide by
@@ -315,7 +316,10 @@ class RunConfig(Settings):
         if best is not None and self.evaluates:
             yield from self._check_measured(best)
         if checkpoint.early_stopping_patience is not None and best is None:
-            yield "checkpoint.early_stopping_patience", "needs checkpoint.best_metric: which metric should get better?"
+            yield (
+                "checkpoint.early_stopping_patience",
+                "needs data.validation, e.g. {ratio: 0.05}, for the method's main metric, or checkpoint.best_metric",
+            )
         if self.evaluation.num_batches is not None and not self._has_validation:
             yield "evaluation.num_batches", "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}"
         evaluation = self.evaluation
@@ -349,4 +353,6 @@ def learning_rate(config: RunConfig, model: ModelConfig) -> float:
     if config.training.learning_rate is not None:
         return config.training.learning_rate
     full, lora = config.method.learning_rates
+    if config.behavior_version < 3 and config.method.type in ("dpo", "simpo", "kto"):
+        lora = full
     return full if model.lora is None else lora

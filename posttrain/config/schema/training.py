@@ -60,7 +60,7 @@ class CheckpointConfig(Settings):
     save_steps: Positive = setting(500, "Number of steps between checkpoints.")
     save_total_limit: Positive | None = setting(2, "Number of checkpoints to keep; null: all.")
     best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = setting(
-        "auto", "Metric that selects best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none."
+        "auto", "Metric that selects best/; auto: the main one of reward models, and for early stopping; null: none."
     )
     best_direction: Literal["auto", "higher", "lower"] = setting(
         "auto", "Direction in which best_metric improves; auto: known for posttrain's metrics."
