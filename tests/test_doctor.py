@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.base.child import Child
 from posttrain.base.errors import ConfigError
+from posttrain.base.imports import installing
 from posttrain.cli import main
 from posttrain.doctor import all_checks, checks, chosen, examine, libraries, machine, services
 from posttrain.doctor.checks import Broken, Check
@@ -170,7 +171,7 @@ def test_versions_outside_the_range(version, detail, fix, monkeypatch):
 
 def test_an_optional_package_that_is_not_there():
     found = checks.absent("vllm", "no_such_module", "rollout.engine: vllm", "vllm")
-    assert found is not None and found.state == "absent" and found.fix == "pip install 'posttrain[vllm]'"
+    assert found is not None and found.state == "absent" and found.fix == installing("vllm")
 
 
 def test_faults_of_a_disk(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from posttrain import runner
 from posttrain.base.errors import ConfigError
+from posttrain.base.imports import installing
 from posttrain.cli import main
 from posttrain.config import dump, load
 from posttrain.runs.metrics import read_metrics
@@ -318,7 +319,7 @@ def test_a_tracker_that_is_not_installed_names_the_extra(tmp_path, name, monkeyp
     monkeypatch.setitem(sys.modules, name, None)
     settings(tmp_path)
     assert main(["train", str(tmp_path / "a.json"), f"tracking.report_to={name}"]) == 1
-    message = f"tracking.report_to: {name} needs {name}, which is not installed: pip install 'posttrain[track]'"
+    message = f"tracking.report_to: {name} needs {name}, which is not installed: {installing('track')}"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

@@ -5,10 +5,20 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.words import first_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def installing(extra: str) -> str:
+    """The command that installs an extra: from the clone that this package is part of, otherwise from the index."""
+    if not (ROOT / "pyproject.toml").is_file():
+        return f"pip install 'posttrain[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == ROOT else ROOT}[{extra}]'"
 
 
 def need(module: str, extra: str, setting: str) -> ModuleType:
@@ -20,9 +30,7 @@ def need(module: str, extra: str, setting: str) -> ModuleType:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise ConfigError(
-                f"{setting} needs {package}, which is not installed: pip install 'posttrain[{extra}]'"
-            ) from error
+            raise ConfigError(f"{setting} needs {package}, which is not installed: {installing(extra)}") from error
         what = f"{setting} needs {package}, which is installed but does not load here"
         raise ConfigError(f"{what}: {first_line(error)}") from error
 

@@ -77,6 +77,11 @@ def _evaluated(
     models: Sequence[str], suite: str, data: Sequence[str], options: EvalOptions, dtype: str, devices: DevicesConfig
 ) -> list[str]:
     """Evaluate the models and print the tables. Returns the folders."""
+    for model in models:
+        name, equals, value = model.partition("=")
+        if equals and name.replace(".", "").isidentifier() and not Path(model).exists():
+            flag = name.rpartition(".")[2].replace("_", "-")
+            raise UsageError(f"{model} is neither a model nor a flag: write --{flag} {value} (eval takes no overrides)")
     from_flags(RolloutConfig, engine=options.engine, top_k=options.top_k, min_p=options.min_p)
     names = [name.strip() for name in suite.split(",")]
     tasks = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.files import default_cache
+from posttrain.base.imports import installing
 
 HERE = "posttrain.doctor"
 TORCH_S = 120.0  # deadline for the first import of torch from a slow disk, or for a kernel's first compilation
@@ -148,7 +149,7 @@ def absent(package: str, module: str, purpose: str, extra: str) -> Found | None:
     """The finding that an optional package is not installed, or None if it is."""
     if importlib.util.find_spec(module) is not None:
         return None
-    return Found(f"not installed; for {purpose}", "absent", f"pip install 'posttrain[{extra}]'")
+    return Found(f"not installed; for {purpose}", "absent", installing(extra))
 
 
 def python() -> Found:

@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.base import system
 from posttrain.base.files import put_file, put_folder
+from posttrain.base.imports import installing
 from posttrain.base.words import counted, in_units
 from posttrain.doctor.checks import Broken, Found, version_of
 from posttrain.runs.folder import FolderLock, is_locked
@@ -304,7 +305,7 @@ def triton() -> Found:
 
     on_gpu = torch.cuda.is_available()
     if why := attention.lacking_for_triton():
-        install = "pip install 'posttrain[gpu-dev]'" if "Triton" in why else "apt-get install gcc"
+        install = installing("gpu-dev") if "Triton" in why else "apt-get install gcc"
         return Found(f"{why}; PyTorch's operations are used", "limited" if on_gpu else "absent", install)
     import triton
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.base.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
-from posttrain.base.imports import need
+from posttrain.base.imports import installing, need
 from posttrain.base.words import first_line
 from posttrain.engines.protocol import Request, Sampling, StopTexts
 from posttrain.models.families import positions_of
@@ -54,7 +54,7 @@ def import_vllm() -> ModuleType:
     if not vllm.__version__.startswith(VERSIONS):
         raise ConfigError(
             f"rollout.engine: vllm works with vLLM {' and '.join(VERSIONS)}, but {vllm.__version__} is installed: "
-            "pip install 'posttrain[vllm]'"
+            f"{installing('vllm')}"
         )
     return vllm
 
