@@ -74,8 +74,13 @@ def test_runs_are_filtered_sorted_and_compared(browser, address):
         page.get_by_text("0.9", exact=True).click()
         page.wait_for_url("**smooth=0.9**")
         chart = page.locator("figure.chart svg").first
-        chart.hover(position={"x": 100, "y": 60})
-        page.locator(".tip").get_by_text("saved").wait_for()
+        tip = page.locator(".tip").get_by_text("saved")
+        for x in range(100, 160):  # the page may replace the chart under the mouse once more
+            chart.hover(position={"x": x, "y": 60})
+            if tip.is_visible():
+                break
+            page.wait_for_timeout(100)
+        tip.wait_for()
 
 
 def test_from_a_falling_reward_to_the_tokens_in_at_most_four_clicks(browser, address):
