@@ -197,7 +197,7 @@ class Rollout:
             tree = index if completion.tree is None else -1 - completion.tree
             branches.append(Branch(index, tree, tokens[path], trained[path], ranks, ranks >= taken))
             taken = max(taken, 1 + int(ranks.max(initial=-1)))
-        return branches
+        return [branch for branch in branches if branch.own.any()] or branches[:1]
 
     def parts(
         self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int, feeds_last: bool = False

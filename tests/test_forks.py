@@ -11,7 +11,7 @@ from test_acting import train, whole_and_resumed
 from test_branches import packs_of
 from test_codec import HELLO, RESULT, WEATHER
 from test_engines import policy_of
-from test_episodes import CODE, END, Scripted, check
+from test_episodes import CODE, END, Scripted, add, check
 from test_turns import Again
 from transformers import AutoTokenizer
 
@@ -57,12 +57,13 @@ def tokenizer(shared):
 # --- the codec --------------------------------------------------------------------------------------------------------
 
 
-def rewrites(codec, following):
+def rewrites(codec, following, empty=False):
     """Whether the codec says that the thinking of a reply is left out before these messages."""
-    ids = codec.first(HELLO) + codec._ids("<think>\nRome is in the south.\n</think>\n\nYes.<|im_end|>")
+    thinking = "" if empty else "Rome is in the south."
+    ids = codec.first(HELLO) + codec._ids(f"<think>\n{thinking}\n</think>\n\nYes.<|im_end|>")
     assert codec.bridge(ids, following), "without asking, what was sampled stays"
     try:
-        codec.bridge(ids, following, thought=True)
+        codec.bridge(ids, following, thought=True, empty=empty)
     except RewrittenTurn as error:
         assert "removes the thinking" in str(error) and "rewritten_turns" in str(error)
         return True
@@ -73,6 +74,7 @@ def test_which_templates_leave_out_thinking_and_when(tokenizer):
     """Qwen3 keeps thinking while tools are called, and leaves it out once the user speaks again."""
     codec = Codec(tokenizer, [WEATHER])
     assert [rewrites(codec, [following]) for following in (USER, RESULT)] == [True, False]
+    assert [rewrites(codec, [following], empty=True) for following in (USER, RESULT)] == [True, True]
     for template, expected in ((STRIPS, True), (KEEPS, False)):
         tokenizer.chat_template = template
         assert rewrites(Codec(tokenizer), [USER]) is expected
@@ -87,16 +89,17 @@ def play(tmp_path, users_module, tokenizer):
     users_module(name, CODE)
     opened = []
 
-    def play(script, template=None, cls="Guess", contract="messages", **limits):
+    def play(script, template=None, cls="Guess", contract="messages", variables=None, **limits):
         tokenizer.chat_template = template or tokenizer.chat_template
         settings = EnvironmentConfig(**{"name": "e", "class": f"{name}.py:{cls}", "contract": contract})
         environments = Environments([settings], [], 3)
         opened.append(environments)
         codecs = codecs_of(environments, tokenizer)
-        limits = Limits(**{"max_completion_length": 2000, "max_prompt_length": 500} | limits)
+        limits = Limits(**{"max_completion_length": 2000, "max_prompt_length": 500, "rewritten_turns": "fork"} | limits)
         episodes = Episodes(Scripted(tokenizer, {"Row": script}), environments, codecs, limits)
         opened.append(episodes)
-        made = episodes.run([Start([{"role": "user", "content": "Row 0."}], {"secret": 3})], 1, Sampling(), [0])
+        start = Start([{"role": "user", "content": "Row 0."}], {"secret": 3}, variables=variables)
+        made = episodes.run([start], 1, Sampling(), [0])
         check(made, tokenizer, codecs["e"])
         return made, codecs["e"], episodes.engine
 
@@ -138,6 +141,47 @@ def test_what_is_not_rewritten_stays(play, template, how, replies):
     assert made.turns == 3 and not made.forks
     for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
         assert after.startswith(before) and script[0].removesuffix(END) in after
+
+
+def test_an_empty_block_of_thinking_is_left_out_too(play, tokenizer):
+    """With thinking off, Qwen3's opening writes one; what follows later has none."""
+    [[made]], codec, engine = play(["1" + END, "2" + END, "3" + END], variables={"enable_thinking": False})
+    assert made.turns == 3 and len(made.forks) == 2
+    asked = made.asked or [{"role": "user", "content": "Row 0."}]
+    codec = codec.varied({"enable_thinking": False})
+    talks = [[*asked, *made.messages[:count]] for count in (0, 2, 4)]
+    assert engine.prompts == [tokenizer.decode(codec.first(talk)) for talk in talks]
+
+
+CHECKED = (  # a template that needs the ids of calls, and leaves out thinking before anything
+    "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}{{ raise_exception('no id') }}{% endif %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_keep_their_ids_where_a_conversation_is_written_again(play):
+    script = ["<think>\nI add.\n</think>\n\n" + add(3), "<think>\nOn.\n</think>\n\n" + add(4), "It is 7." + END]
+    [[made]], *_ = play(script, CHECKED, cls="Sum", contract="tools", rewritten_turns="fork")
+    assert made.stop_reason == "completed" and made.turns == 3 and len(made.forks) == 2, made.reason
+
+
+def test_what_no_reply_follows_is_not_computed():
+    """A game that ends with a message writes the conversation again, and nothing is sampled after it."""
+    made = Trajectory([1, 2, 3, 4], [])
+    made.add("model", [40, 41], [-0.5, -0.5])
+    made.add("user", [7, 8, 9], keep=0)
+    [part] = Rollout([Example((Node([1, 2, 3, 4]),), 0)], [completion_of(made)]).parts([0], packs_of, 100)
+    assert part.pack.num_tokens == 5 and part.pack.target_N.tolist() == [40, 41]
+
+
+def test_variables_of_a_row_that_are_none_end_only_its_episode(play):
+    [[made]], *_ = play(["1" + END], variables="not json")
+    assert made.stop_reason == "env_error" and "chat_template_kwargs" in made.reason
 
 
 def test_a_template_that_rewrites_is_refused_at_the_start(play):

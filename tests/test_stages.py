@@ -112,6 +112,9 @@ def test_the_command_line_is_for_the_stages_that_read_it(write):
     assert ppo.config.method.num_generations == 3
     assert (ppo.config.method.kl_coef, dpo.config.method.beta) == (0.3, 0.3)
     assert ppo.config.rewards[0].weight == 2 and not sft.config.rewards
+    of_one = ["stages.dpo.rewards=[{type: math}]", "stages.dpo.data={source: x, validation: {rows: 5}}"]
+    _, ppo, dpo = load(write(COMMON + THREE), [*of_one, "rewards.0.weight=3"]).stages
+    assert (ppo.config.rewards[0].weight, dpo.config.rewards[0].weight) == (3, 3)
     for wrong in ("stages.sft.method.num_generations=4", "method.num_trees=2", "stages.sft.rewards.0.weight=2"):
         with pytest.raises(ConfigError, match=re.escape(f"override {wrong}")):
             load(write(COMMON + THREE), [wrong])

@@ -30,8 +30,8 @@ CODE_VERSION = 12  # increase it when the same rows and settings give different 
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # two runs may find an entry damaged; one of them may then remove what the other has just rebuilt
 
-# Columns that the rows and settings determine, so not needed to identify the data.
-DERIVED = ("heads", "rejected_heads", "chosen_spans", "rejected_spans")
+DERIVED = ("heads", "rejected_heads")  # columns computed from the others, so not needed to identify the data
+IF_ANY = ("weights", "chosen_spans", "rejected_spans")  # rows without these keep the hash of earlier versions
 
 
 def key_of(facts: dict[str, Any]) -> str:
@@ -72,18 +72,17 @@ class Writer:
         batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         self.file.write_batch(batch)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name == "weights":  # rows without weights keep the hash of versions without this column
+            if name in IF_ANY:
                 has_some = pa.array([bool(length) for length in column.value_lengths().to_pylist()])
-                self._hash("weighed", batch.column("row").filter(has_some))
-                self._hash("weights", column.filter(has_some))
+                if any(has_some.to_pylist()):
+                    self._hash("weighed" if name == "weights" else f"{name} rows", batch.column("row").filter(has_some))
+                    self._hash(name, column.filter(has_some))
             elif name not in DERIVED:
                 self._hash(name, column)
 
     def content(self) -> str:
         """SHA-256 of the rows written, however they were batched."""
-        empty = hashlib.sha256().hexdigest()  # the digest of weights if no row has any
-        digests = {name: column.hexdigest() for name, column in self._hashes.items()}
-        return digest_of({name: digest for name, digest in digests.items() if "weigh" not in name or digest != empty})
+        return digest_of({name: column.hexdigest() for name, column in self._hashes.items()})
 
     def _hash(self, name: str, column: pa.Array) -> None:
         if pa.types.is_string(column.type):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,7 @@ class Reply:
     reasoning: str | None = None
     calls: tuple[Call, ...] = ()
     malformed: int = 0  # openings of tool calls without a readable call
+    thinks: bool = field(default=False, compare=False)  # whether it begins with a block of thinking, be it empty
 
     @property
     def message(self) -> Message:
@@ -97,7 +98,8 @@ class Codec:
         self._call_end, self._wrapper = self._end, ("", "")  # of a turn with tool calls; the text around all calls
         self._think = _thinking(self._opened, thought)
         self._grammar = self._learn() if self.tools else None
-        self._forgets: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow a reply
+        # Whether thinking is left out: by whether it is empty, and the roles of the messages that follow a reply.
+        self._forgets: dict[tuple[bool | str, ...], bool] = {}
 
     def varied(self, variables: Mapping[str, Any]) -> Codec:
         """A codec of the same template and tools with these variables too. Raises DataError as the class does."""
@@ -108,10 +110,13 @@ class Codec:
         [whole] = self._render([[*messages]], self.tools)
         return self._ids(_text(whole, "the messages"))
 
-    def bridge(self, ids: Sequence[int], messages: Sequence[Message], thought: bool = False) -> list[int]:
+    def bridge(
+        self, ids: Sequence[int], messages: Sequence[Message], thought: bool = False, empty: bool = False
+    ) -> list[int]:
         """The tokens to append to `ids`, which end in a reply: its end of turn, unless it has one, the messages, and
         the opening of the next reply. Raises DataError if the template refuses the messages, RewrittenTurn if it writes
-        the reply otherwise once they follow it; with `thought`, also if it then leaves out the thinking of the reply.
+        the reply otherwise once they follow it; with `thought`, also if it then leaves out the thinking of the reply,
+        or with `empty` the block without any.
         """
         names = [str(message.get("name") or FIRST) for message in messages if message["role"] == "tool"]
         reply = _reply(tool_calls=tool_calls([(name, {}) for name in names])) if names else _reply()
@@ -132,7 +137,7 @@ class Codec:
                 "the chat template writes a reply otherwise once messages follow it, so no tokens can be appended: "
                 f"{self._differing(before, whole)}; choose another template with data.template"
             )
-        if thought and self._forgotten(reply, answered):
+        if thought and self._forgotten(reply, answered, empty):
             raise RewrittenTurn(
                 "the chat template removes the thinking of a reply once messages follow it, so these follow other "
                 f"tokens than were sampled: {self._think[0]} … {self._think[1]} is left out; choose another template "
@@ -141,16 +146,19 @@ class Codec:
         added = self._ids(end + whole[same:])
         return added[_overlap(ids, added) :]
 
-    def _forgotten(self, reply: Message, messages: Sequence[Message]) -> bool:
+    def _forgotten(self, reply: Message, messages: Sequence[Message], empty: bool) -> bool:
         """Whether the template leaves out the thinking of a reply that these messages follow, be it given apart or in
-        the text of the reply."""
-        roles = tuple(str(message["role"]) for message in messages)
-        if roles not in self._forgets:
+        the text of the reply; if the thinking is `empty`, its block."""
+        key = empty, *(str(message["role"]) for message in messages)
+        if key not in self._forgets:
             begin, end = self._think
-            within = {**reply, "content": f"{begin}\n{THOUGHT}\n{end}\n\n{REPLY}"}
-            talks = [[QUESTION, known, *messages] for known in ({**reply, "reasoning_content": THOUGHT}, within)]
-            self._forgets[roles] = not any(THOUGHT in each.text for each in self._render(talks, self.tools))
-        return self._forgets[roles]
+            thinking = "" if empty else f"{THOUGHT}\n"
+            within = {**reply, "content": f"{begin}\n{thinking}{end}\n\n{REPLY}"}
+            apart = {**reply, "reasoning_content": thinking.strip()}
+            done = self._render([[QUESTION, known, *messages] for known in (apart, within)], self.tools)
+            before = [each.text.rpartition(REPLY)[0].rstrip() for each in done]
+            self._forgets[key] = not any(text.endswith(end) if empty else THOUGHT in text for text in before)
+        return self._forgets[key]
 
     def cut(self, text: str, most: int) -> str:
         """The text without what follows its first `most` tokens."""
@@ -163,12 +171,13 @@ class Codec:
         begin, end = self._think
         if begin and self._opened.rstrip().endswith(begin):
             text = begin + text
+        thinks = bool(begin) and (text.lstrip().startswith(begin) or self._opened.rstrip().endswith(end))
         reasoning = None
         if begin and text.lstrip().startswith(begin):
             reasoning, _, text = text.lstrip()[len(begin) :].partition(end)
             reasoning = self._plain(reasoning) or None
         calls, content, malformed = self._read(text, self._types)
-        return Reply(self._plain(content), reasoning, tuple(calls), malformed)
+        return Reply(self._plain(content), reasoning, tuple(calls), malformed, thinks)
 
     def _read(self, text: str, types: Types) -> tuple[list[Call], str, int]:
         """The tool calls of a text, the text without them, and the number of openings without a complete call."""

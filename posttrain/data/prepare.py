@@ -82,7 +82,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
     """Prepare the data of a run: the training set and every validation set. `positions` is the number of positions of
     the model, in which prompts leave room for a completion."""
     method = config.method
-    kind = replace(KINDS[method.kind].of(method), acts=config.acts)
+    kind = replace(KINDS[method.kind].of(method), acts=config.acts and config.behavior_version > 2)
     options = Options(
         datasets=config.evaluation.datasets,
         completion_length=config.completion_length,

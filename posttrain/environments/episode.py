@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, cast
 
 from posttrain.base.words import counted
 from posttrain.data.codec import Reply
 from posttrain.data.render import Message
-from posttrain.data.rows import VARIABLES, variables_of
+from posttrain.data.rows import VARIABLES
 from posttrain.environments.process import Environments, EpisodeError, EpisodeProcess
 from posttrain.environments.trajectory import Calls, StopReason, Trajectory
 
@@ -22,7 +22,7 @@ class Start:
     messages: Sequence[Message]
     row: Mapping[str, Any]  # columns, for `reset`
     environment: str | None = None  # its name; None: the only one
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    variables: Any = None  # of the chat template, as the row has them
 
     def conversation(self) -> list[Message]:
         """The messages before the environment adds to them; without any, an empty one of the user."""
@@ -33,7 +33,7 @@ def start_of(facts: Mapping[str, Any]) -> Start:
     """The start of an episode from a row's facts: its messages, its columns, the environment that it names."""
     prompt, columns = facts["prompt"], facts["columns"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    return Start(messages, columns, columns.get("environment"), variables_of(columns.get(VARIABLES)))
+    return Start(messages, columns, columns.get("environment"), columns.get(VARIABLES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from posttrain.config.schema.environments import EnvironmentConfig, RewrittenTur
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.codec import Codec, Reply, RewrittenTurn
 from posttrain.data.render import Message
+from posttrain.data.rows import RowError, variables_of
 from posttrain.data.turns import common_prefix
 from posttrain.engines import Completion, Engine, Sampling, seed_of
 from posttrain.engines.turns import Turn, converse
@@ -60,14 +61,21 @@ class Limits:
     rewritten_turns: RewrittenTurns = "keep"
 
     @classmethod
-    def of(cls, settings: RolloutConfig | SuiteConfig, room: int, config: Any, most: int | None = None) -> Self:
+    def of(
+        cls,
+        settings: RolloutConfig | SuiteConfig,
+        room: int,
+        config: Any,
+        most: int | None = None,
+        behavior_version: int = 3,
+    ) -> Self:
         """The limits of these settings with prompts of at most `room` tokens, and fewer if the model of this
-        transformers configuration has fewer positions. `most`: tokens of all turns; None: those of the settings."""
+        transformers configuration has fewer positions. `most`: tokens of all turns; None: those of the settings. Runs
+        of a `behavior_version` before 3 keep turns that the template rewrites."""
         most, positions = most or settings.max_completion_length, positions_of(config)
         room = room if positions is None else min(room, positions + 1 - most)
-        return cls(
-            most, room, settings.max_turns, settings.max_tool_calls, settings.max_tool_result, settings.rewritten_turns
-        )
+        how = settings.rewritten_turns if behavior_version > 2 else "keep"
+        return cls(most, room, settings.max_turns, settings.max_tool_calls, settings.max_tool_result, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +186,7 @@ class Episodes:
                 return episode.finish("context_overflow")
         except EpisodeError as error:
             return episode.fail(error)
-        except DataError as error:
+        except (DataError, RowError) as error:
             return episode.fail(EpisodeError("env_error", f"its messages cannot be rendered: {error}"))
         return Turn(episode.trajectory.prompt, episode.seed, self.limits.max_completion_length)
 
@@ -237,22 +245,24 @@ class Episodes:
         trajectory, codec = episode.trajectory, self._codec(episode)
         context, how = trajectory.context(), self.limits.rewritten_turns
         try:
-            return codec.bridge(context, messages, thought=how != "keep" and parsed.reasoning is not None), None
+            thought, empty = how != "keep" and parsed.thinks, parsed.reasoning is None
+            return codec.bridge(context, messages, thought, empty), None
         except RewrittenTurn:
             if how != "fork":
                 raise
         asked = trajectory.asked or episode.start.conversation()
-        whole = codec.first([*asked, *trajectory.messages, *messages])
+        whole = codec.first(_answering([*asked, *trajectory.messages, *messages]))
         keep = common_prefix(context, whole)
         return whole[keep:], keep if keep < len(context) else None
 
     def _codec(self, episode: Episode) -> Codec:
         """The codec for an episode's tools and the variables of its row."""
-        if not episode.start.variables:
+        variables = variables_of(episode.start.variables)
+        if not variables:
             return self.codecs[episode.name]
-        key = episode.name, json.dumps(episode.start.variables, sort_keys=True)
+        key = episode.name, json.dumps(variables, sort_keys=True)
         if key not in self._varied:
-            self._varied[key] = self.codecs[episode.name].varied(episode.start.variables)
+            self._varied[key] = self.codecs[episode.name].varied(variables)
         return self._varied[key]
 
     def _ended(self, episode: Episode, reply: Completion, parsed: Reply) -> StopReason | None:
@@ -391,6 +401,17 @@ def codecs_of(
 ) -> dict[str | None, Codec]:
     """A codec for the tools of each environment. Raises DataError for a chat template that cannot be used."""
     return {name: Codec(tokenizer, kind.tools, date=date) for name, kind in environments.kinds.items()}
+
+
+def _answering(messages: Sequence[Message]) -> list[Message]:
+    """The messages, each tool's with the id of the call that it answers."""
+    ids, answering = iter(()), list[Message]()
+    for message in messages:
+        if message["role"] == "assistant":
+            ids = iter([call["id"] for call in message.get("tool_calls") or () if "id" in call])
+        own = next(ids, None) if message["role"] == "tool" and "tool_call_id" not in message else None
+        answering.append(message if own is None else {**message, "tool_call_id": own})
+    return answering
 
 
 def _extend(messages: list[Message], observed: Sequence[Message]) -> None:

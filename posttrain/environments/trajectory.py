@@ -94,12 +94,14 @@ class Trajectory:
         """The first token of each branch, and how many of the tokens before it follows (`Part.keep`)."""
         return [(part.start, part.keep) for part in self.parts if part.keep is not None]
 
-    def paths(self) -> list[list[int]]:
+    def paths(self) -> list[Sequence[int]]:
         """The indices of the tokens that each branch has after the prompt, its first ones those of the branch before.
 
         No branch may leave out part of the prompt."""
-        paths, path, begin = list[list[int]](), list[int](), 0
+        paths, path, begin = list[Sequence[int]](), list[int](), 0
         size = self.parts[-1].stop if self.parts else len(self.tokens)
+        if not self.forks:
+            return [range(size)]
         for start, keep in (*self.forks, (size, 0)):
             paths.append(path := [*path, *range(begin, start)])
             path, begin = path[:keep], start

@@ -186,10 +186,11 @@ def episodes_of(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     date: str | None = None,
+    behavior_version: int = 3,
 ) -> AbstractContextManager[Episodes]:
     """Episodes with the suite's environments, of at most `most` tokens after the prompt. For errors, see `acting`;
     also raises ConfigError if the model has no room for a prompt."""
-    limits = Limits.of(suite, suite.max_prompt_length, policy.config, most)
+    limits = Limits.of(suite, suite.max_prompt_length, policy.config, most, behavior_version)
     if limits.max_prompt_length < 1:
         positions = positions_of(policy.config)
         raise ConfigError(

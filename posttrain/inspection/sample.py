@@ -194,7 +194,8 @@ def episodes_of(
     setup: Setup, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> AbstractContextManager[Episodes]:
     """Episodes with the limits of training."""
-    limits = Limits.of(setup.rollout, setup.longest_prompt or setup.data.max_length, policy.config)
+    room = setup.longest_prompt or setup.data.max_length
+    limits = Limits.of(setup.rollout, room, policy.config, behavior_version=setup.behavior_version)
     return acting(
         setup.environments, setup.tools, engine, tokenizer, limits, setup.rollout.environment_workers, setup.data.date
     )

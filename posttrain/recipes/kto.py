@@ -157,7 +157,9 @@ def with_other_completions(
     pairs = []
     for example, before in zip(examples, previous or [examples[-1], *examples[:-1]], strict=True):
         [prompt], [other] = example.trees, before.trees[0].children
-        other = replace(other, tokens=other.tokens[: max_length - len(prompt.tokens)])
+        room = max_length - len(prompt.tokens)
+        trained = np.broadcast_to(np.asarray(other.trained, bool), len(other.tokens))
+        other = replace(other, tokens=other.tokens[:room], trained=trained[:room])
         pairs.append(replace(example, trees=(replace(prompt, children=(*prompt.children, other)),)))
     return pairs
 

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from statistics import fmean
 from typing import Protocol
 
@@ -108,9 +107,8 @@ class _Samplers:
         if self._environments is None:
             return None
         room = self._job.config.data.max_length - settings.max_completion_length
-        limits = Limits.of(settings, room, base_of(self._policy).config)
-        if self._job.config.behavior_version < 3:
-            limits = replace(limits, rewritten_turns="keep")
+        version = self._job.config.behavior_version
+        limits = Limits.of(settings, room, base_of(self._policy).config, behavior_version=version)
         return self._resources.enter_context(closing(Episodes(self.engine, self._environments, self._codecs, limits)))
 
     def of_sets(self) -> dict[str, Sampler]:

@@ -101,7 +101,7 @@ class SuiteEvaluation:
                 seed=job.config.seed,
             )
             if suite.acts:
-                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer, date)
+                made = episodes_of(suite, engine, suite.max_completion_length, policy, tokenizer, date, version)
                 answers = Acted(suite, enter(made), sampling, asked)
             else:
                 answers = Generated(engine, sampling, tokenizer, asked)

@@ -146,8 +146,9 @@ def _load_stages(
         for tree in own:
             merged[name].lay(tree, every_model=True)
     methods = {name: _method_of(merged[name], own_assignments[name], own_flags[name]) for name in trees}
-    own_assignments = _for_readers(own_assignments, assignments, methods, merged)
-    own_flags = _for_readers(own_flags, from_flags, methods, merged)
+    overrides = own_assignments
+    own_assignments = _for_readers(overrides, assignments, methods, merged, own_flags)
+    own_flags = _for_readers(own_flags, from_flags, methods, merged, overrides)
     for name, own in trees.items():
         layers = merged[name]
         for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
@@ -179,14 +180,16 @@ def _for_readers(
     common: Sequence[Assignment],
     methods: Mapping[str, str | None],
     merged: Mapping[str, Layers],
+    assignments: Mapping[str, list[Assignment]],
 ) -> dict[str, list[Assignment]]:
     """The assignments of each stage, without those for all stages (`common`) that only other stages can read: settings
-    of another method, entries of a list that it lacks."""
+    of another method, entries of a list that it lacks. `assignments`: all that may give a stage such a list."""
 
     def reads(stage: str, path: str) -> bool:
         section, *rest = path.split(".")
         if rest and rest[0].isdecimal():
-            return isinstance(merged[stage].values.get(section), list)
+            own = [name for name, *_ in [*assignments[stage], *by_stage[stage]]]
+            return section in own or isinstance(merged[stage].values.get(section), list)
         if section != "method" or not rest or (method := methods[stage]) not in METHODS:
             return True
         name = ALIASES["method"].get(rest[0], (rest[0],))[0]

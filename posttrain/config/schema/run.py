@@ -292,6 +292,8 @@ class RunConfig(Settings):
             yield given, f"are for methods that sample completions, which {self.method.type} does not"
         elif self.method.reads_completions:
             yield given, "cannot be combined with completions of the data (method.on_policy_fraction below 1)"
+        elif getattr(self.method, "teacher_system_prompt", None) is not None:
+            yield given, "cannot be combined with method.teacher_system_prompt: episodes have a prompt of their own"
         if self.data.template == "none":
             yield given, "need a chat template, but data.template is none"
         yield from check_tools(self.environments, self.tools)
