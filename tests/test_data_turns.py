@@ -528,3 +528,12 @@ def test_a_completion_without_a_trained_token_is_dropped_and_counted(tmp_path):
     rows += [{"prompt": SUM, "chosen": CALLED[:1], "rejected": late}]
     report = pairs_of(tmp_path, rows, overlong="truncate", max_length=60).reports["train"]
     assert (report.read, report.used, report.overlong_dropped) == (10, 9, 1)
+
+
+def test_which_turns_are_trained_is_part_of_what_the_data_is(tmp_path):
+    """So reference scores that were computed for one setting are not read by the other; without it, as before."""
+    rows = [{"prompt": SUM, "chosen": CALLED, "rejected": CALLED[:1]}] * 2
+    with_mask = pairs_of(tmp_path, rows)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="chat")
+    plain = prepare(data, byte_tokenizer(CHATML), "pair", cache_dir=tmp_path / "cache")
+    assert with_mask.fingerprint != plain.fingerprint

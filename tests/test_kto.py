@@ -340,3 +340,13 @@ def test_weights_that_do_not_balance_are_told(caplog, desirable, weights, advice
     caplog.set_level("WARNING", "posttrain")
     advise_on_weights(KTOMethod(desirable_weight=weights[0], undesirable_weight=weights[1]), labels)
     assert (advice in caplog.text) if advice else not caplog.text
+
+
+def test_a_cut_completion_has_a_cut_mask():
+    """Of a completion of several turns, only the assistant's are trained; the other example's prompt may be longer."""
+    mask = np.array([True, False, True, True])
+    examples = [Example((Node([1] * size, children=(Node([5, 6, 7, 8], mask),)),), size, label=True) for size in (2, 6)]
+    pairs = with_other_completions(examples, max_length=8)
+    cut = pairs[1].trees[0].children[1]
+    assert (list(cut.tokens), list(cut.trained)) == ([5, 6], [True, False])
+    assert pack(pairs, 64)[0].num_sequences == 4
