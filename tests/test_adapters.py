@@ -182,10 +182,10 @@ MISSING = {
     "bitsandbytes": (
         {"load_in_4bit": True},
         ConfigError,
-        r"load_in_4bit needs bitsandbytes.*posttrain\[quant\]",
+        r"load_in_4bit needs bitsandbytes.*\[quant\]",
     ),
-    "flash_attn": ({"attention": "flash_attention_2"}, ConfigError, r"needs flash_attn.*posttrain\[flash-attn\]"),
-    "liger_kernel": ({"use_liger_kernel": True}, ConfigError, r"needs liger_kernel.*posttrain\[liger\]"),
+    "flash_attn": ({"attention": "flash_attention_2"}, ConfigError, r"needs flash_attn.*\[flash-attn\]"),
+    "liger_kernel": ({"use_liger_kernel": True}, ConfigError, r"needs liger_kernel.*\[liger\]"),
 }
 
 

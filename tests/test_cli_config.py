@@ -259,7 +259,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["grpo"], 2, "write posttrain train --method grpo"),
         (["xyzzy"], 2, "posttrain --help lists all commands"),
         (["eval", "m", "generation.temperature=0.5", "--suite", "gsm8k"], 2, "write --temperature 0.5"),
-        (["train", "good.yaml", "model.lora.rank=8"], 1, "model.lora.rank is not a setting; write model.lora.r"),
+        (["train", "good.yaml", "model.lora.rank=8"], 1, "model.lora.rank is not a setting; model.lora has r, alpha"),
     ],
 )
 def test_mistakes_are_one_message_without_a_stack_trace(run, args, status, message):

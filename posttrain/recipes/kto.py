@@ -158,8 +158,8 @@ def with_other_completions(
     for example, before in zip(examples, previous or [examples[-1], *examples[:-1]], strict=True):
         [prompt], [other] = example.trees, before.trees[0].children
         room = max_length - len(prompt.tokens)
-        trained = np.broadcast_to(np.asarray(other.trained, bool), len(other.tokens))
-        other = replace(other, tokens=other.tokens[:room], trained=trained[:room])
+        trained = other.trained if isinstance(other.trained, bool) else other.trained[:room]
+        other = replace(other, tokens=other.tokens[:room], trained=trained)
         pairs.append(replace(example, trees=(replace(prompt, children=(*prompt.children, other)),)))
     return pairs
 

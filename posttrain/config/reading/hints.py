@@ -34,7 +34,7 @@ _NAMES = {
     "write model.dtype: bfloat16": "bf16 torch_dtype pure_bf16 infer_dtype",
     "write model.dtype: bfloat16; float16 is not supported": "fp16",
     "write model.lora: true, or {r: 16}; leave it out to train all weights": "use_lora use_peft peft finetuning_type",
-    "write model.lora.r": "lora_rank rank",
+    "write model.lora.r": "lora_rank",
     "write model.lora.target_modules: auto, all-linear or a list": "lora_target",
     "write model.lora.modules_to_save, or for added tokens model.new_tokens": "lora_modules_to_save",
     "write model.load_in_4bit: true, with model.lora": "quantization_bit",
