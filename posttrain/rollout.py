@@ -199,6 +199,12 @@ class Rollout:
             taken = max(taken, 1 + int(ranks.max(initial=-1)))
         return [branch for branch in branches if branch.own.any()] or branches[:1]
 
+    def separate_tokens(self, chosen: Tensor) -> int:
+        """The number of tokens that the chosen completions feed if each branch is a row of its own."""
+        prompts = [len(prompt.trees[0].tokens) for prompt in self.prompts]
+        branches = [branch for index in chosen.tolist() for branch in self._branches(index)]
+        return sum(prompts[self.completions[each.completion].group] + len(each.tokens) - 1 for each in branches)
+
     def parts(
         self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int, feeds_last: bool = False
     ) -> list[RolloutPack]:

@@ -23,7 +23,8 @@ from posttrain.engines import EmbeddedEngine, Sampling, generation
 from posttrain.engines.protocol import seed_of
 from posttrain.engines.turns import Turn, converse
 from posttrain.environments.episode import Start
-from posttrain.environments.episodes import Episodes, Forest, Limits, codecs_of
+from posttrain.environments.episodes import Episodes, Limits, codecs_of
+from posttrain.environments.forest import Forest
 from posttrain.environments.process import Environments
 from posttrain.environments.trajectory import Trajectory
 from posttrain.inspection.losslab import losses

@@ -63,7 +63,7 @@ def rewrites(codec, following, empty=False):
     ids = codec.first(HELLO) + codec._ids(f"<think>\n{thinking}\n</think>\n\nYes.<|im_end|>")
     assert codec.bridge(ids, following), "without asking, what was sampled stays"
     try:
-        codec.bridge(ids, following, thought=True, empty=empty)
+        codec.bridge(ids, following, after=codec.parse(ids[len(codec.first(HELLO)) :]))
     except RewrittenTurn as error:
         assert "removes the thinking" in str(error) and "rewritten_turns" in str(error)
         return True

@@ -110,13 +110,11 @@ class Codec:
         [whole] = self._render([[*messages]], self.tools)
         return self._ids(_text(whole, "the messages"))
 
-    def bridge(
-        self, ids: Sequence[int], messages: Sequence[Message], thought: bool = False, empty: bool = False
-    ) -> list[int]:
+    def bridge(self, ids: Sequence[int], messages: Sequence[Message], after: Reply | None = None) -> list[int]:
         """The tokens to append to `ids`, which end in a reply: its end of turn, unless it has one, the messages, and
         the opening of the next reply. Raises DataError if the template refuses the messages, RewrittenTurn if it writes
-        the reply otherwise once they follow it; with `thought`, also if it then leaves out the thinking of the reply,
-        or with `empty` the block without any.
+        the reply otherwise once they follow it; if the reply is given (`after`), also if it then leaves out its
+        thinking, be it an empty block.
         """
         names = [str(message.get("name") or FIRST) for message in messages if message["role"] == "tool"]
         reply = _reply(tool_calls=tool_calls([(name, {}) for name in names])) if names else _reply()
@@ -137,7 +135,7 @@ class Codec:
                 "the chat template writes a reply otherwise once messages follow it, so no tokens can be appended: "
                 f"{self._differing(before, whole)}; choose another template with data.template"
             )
-        if thought and self._forgotten(reply, answered, empty):
+        if after is not None and after.thinks and self._forgotten(reply, answered, after.reasoning is None):
             raise RewrittenTurn(
                 "the chat template removes the thinking of a reply once messages follow it, so these follow other "
                 f"tokens than were sampled: {self._think[0]} … {self._think[1]} is left out; choose another template "

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.base.errors import DataError
 from posttrain.data.formats import FORMATS, Format
-from posttrain.data.kinds import Kind
+from posttrain.data.kind import Kind
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.rows import (
     MESSAGE_KEYS,

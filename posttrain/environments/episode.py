@@ -89,10 +89,11 @@ class Episode:
             self.trajectory.metrics |= step["metrics"]
             return step["messages"], step["done"], ()
         messages, calls, done = [], [], False
-        for call in parsed.calls:
+        for call, written in zip(parsed.calls, parsed.message.get("tool_calls", ()), strict=True):
             self.calls += 1
             told = self.process.ask({"call": call.name, "arguments": call.arguments}, seconds)
-            messages.append({"role": "tool", "name": call.name, "content": told["result"]})
+            result = {"role": "tool", "name": call.name, "tool_call_id": written["id"], "content": told["result"]}
+            messages.append(result)
             calls.append((call.name, call.arguments, told["failed"]))
             done = done or told["done"]
         return messages, done, tuple(calls)

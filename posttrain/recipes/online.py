@@ -86,13 +86,7 @@ class Step:
         fed = sum(part.num_tokens for part in self.parts)
         if not (self._has_episodes and fed):
             return {}
-        chosen = [self.rollout.completions[index] for index in self.in_loss_S.tolist()]
-        separate = 0
-        for each in chosen:
-            prompt = len(self.rollout.prompts[each.group].trees[0].tokens)
-            paths = each.episode.paths() if each.episode is not None else [each.tokens]
-            separate += sum(prompt + len(path) - 1 for path in paths)
-        return {"packing_ratio": separate / fed}
+        return {"packing_ratio": self.rollout.separate_tokens(self.in_loss_S) / fed}
 
     def score_truncated(self, job: Job) -> list[RolloutPack]:
         """Score completions that are truncated and outside the loss too; return the packs of all that are scored."""

@@ -145,12 +145,16 @@ def _load_stages(
         sources[name], where[name] = take_init_from(own)
         for tree in own:
             merged[name].lay(tree, every_model=True)
-    methods = {name: _method_of(merged[name], own_assignments[name], own_flags[name]) for name in trees}
-    overrides = own_assignments
-    own_assignments = _for_readers(overrides, assignments, methods, merged, own_flags)
-    own_flags = _for_readers(own_flags, from_flags, methods, merged, overrides)
+    given = {name: [*own_assignments[name], *own_flags[name]] for name in trees}
+    common_paths = {path for path, *_ in [*assignments, *from_flags]}
+    reads = {path: {name for name in trees if _reads(merged[name], given[name], path)} for path in common_paths}
     for name, own in trees.items():
         layers = merged[name]
+        # What is said to all stages is for those that can read it. If none can, it is an error in each.
+        own_assignments[name], own_flags[name] = (
+            [each for each in some if each not in everywhere or name in (reads[each[0]] or trees)]
+            for some, everywhere in ((own_assignments[name], assignments), (own_flags[name], from_flags))
+        )
         for line in _lay_assignments(layers, own_assignments[name], own_flags[name], own):
             replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
@@ -168,38 +172,19 @@ def _load_stages(
     return Loaded(arranged(configs, sources, where), list(dict.fromkeys(notes)))
 
 
-def _method_of(layers: Layers, assignments: list[Assignment], from_flags: list[Assignment]) -> str | None:
-    """The name of the method of a stage with these assignments; None if it has none."""
-    given = [value for path, value, _ in [*assignments, *from_flags] if path in ("method", "method.type")]
-    method = spell_out(given[-1] if given and isinstance(given[-1], str) else layers.values.get("method"))
-    return method.get("type") if isinstance(method, dict) else None
-
-
-def _for_readers(
-    by_stage: Mapping[str, list[Assignment]],
-    common: Sequence[Assignment],
-    methods: Mapping[str, str | None],
-    merged: Mapping[str, Layers],
-    assignments: Mapping[str, list[Assignment]],
-) -> dict[str, list[Assignment]]:
-    """The assignments of each stage, without those for all stages (`common`) that only other stages can read: settings
-    of another method, entries of a list that it lacks. `assignments`: all that may give a stage such a list."""
-
-    def reads(stage: str, path: str) -> bool:
-        section, *rest = path.split(".")
-        if rest and rest[0].isdecimal():
-            own = [name for name, *_ in [*assignments[stage], *by_stage[stage]]]
-            return section in own or isinstance(merged[stage].values.get(section), list)
-        if section != "method" or not rest or (method := methods[stage]) not in METHODS:
-            return True
-        name = ALIASES["method"].get(rest[0], (rest[0],))[0]
-        return (PPO_NAMES.get(name, name) if method == "ppo" else name) in METHODS[method].model_fields
-
-    read = {path for path, *_ in common if any(reads(stage, path) for stage in by_stage)}
-    return {
-        stage: [each for each in own if each not in common or each[0] not in read or reads(stage, each[0])]
-        for stage, own in by_stage.items()
-    }
+def _reads(layers: Layers, given: Sequence[Assignment], path: str) -> bool:
+    """Whether a stage with these settings and assignments can read one of them: a setting of its method, an entry of a
+    list that it has."""
+    section, *rest = path.split(".")
+    if rest and rest[0].isdecimal():
+        return any(name == section for name, *_ in given) or isinstance(layers.values.get(section), list)
+    methods = [value for name, value, _ in given if name in ("method", "method.type")]
+    method = spell_out(methods[-1] if methods and isinstance(methods[-1], str) else layers.values.get("method"))
+    known = METHODS.get(method.get("type", "")) if isinstance(method, dict) else None
+    if section != "method" or not rest or known is None:
+        return True
+    name = ALIASES["method"].get(rest[0], (rest[0],))[0]
+    return (PPO_NAMES.get(name, name) if known.name() == "ppo" else name) in known.model_fields
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
