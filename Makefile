@@ -30,7 +30,7 @@ sums: .venv/.installed-dev
 
 # Every slow proof of the suite.
 slow: .venv/.installed-dev build/trl-1.12 build/go
-	$(BIN)/pytest -n 2 -m slow --ignore tests/test_memory.py
+	$(BIN)/pytest -n 2 -m slow --deselect tests/test_memory.py
 	$(BIN)/pytest -m slow tests/test_memory.py  # alone: beside other work peaks vary by a fifth
 
 # Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).

@@ -287,7 +287,7 @@ def _rollout(options: EvalOptions) -> RolloutConfig:
 
 def _stages(settings: Settings, overrides: Sequence[str]) -> tuple[Stage, ...]:
     if isinstance(settings, Mapping | str | Path):
-        loaded = load(settings, overrides)
+        loaded = load(settings, overrides, imports=True)
         for note in loaded.notes:
             log.warning("%s", note)
         return loaded.stages

@@ -459,13 +459,13 @@ def test_a_saved_run_keeps_the_rules_that_it_started_with(write):
         }
     )
     assert load("recorded/config.yaml").config.behavior_version == 2
-    assert load("config.yaml").config.behavior_version == 3
+    assert load("config.yaml").config.behavior_version == 4
     write({"new.yaml": "extends: run/config.yaml\n"})
-    assert load("new.yaml").config.behavior_version == 3
+    assert load("new.yaml").config.behavior_version == 4
 
     given = load("config.yaml").config
     assert as_started(given, Path("run")).behavior_version == 1
-    assert as_started(given, Path("none yet")).behavior_version == 3
+    assert as_started(given, Path("none yet")).behavior_version == 4
     asked = load("config.yaml", ["behavior_version=2"]).config
     assert as_started(asked, Path("run")).behavior_version == 2
 

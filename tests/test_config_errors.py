@@ -167,7 +167,10 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "cpo", "simpo_gamma": 1}, "method.simpo_gamma is read by loss_type: simpo only, not by sigmoid"),
         ({"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1}, "is read by sigmoid and simpo only, not by ipo"),
         ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
-        ({"type": "simpo", "loss_type": "ipo"}, "method.loss_type is not a setting of simpo, but of dpo, cpo"),
+        (
+            {"type": "simpo", "loss_type": "ipo"},
+            "method.loss_type is not a setting of simpo, but of sft, dpo, cpo, kto, grpo",
+        ),
         ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
         ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it must be one of sigmoid, hinge"),
         ({"type": "dpo", "loss_type": ["sigmoid", "hing"]}, "method.loss_type.1 is 'hing'; did you mean hinge?"),

@@ -62,7 +62,7 @@ FAILURES = {  # what fails at which of its calls, with what; the step that is sa
     "exit": (sft, "nll", 12, SystemExit(1), RunError, 3, "sys.exit(1) was called (test_failures.py line"),
     "line": (Run, "log", 4, RunError("disk full"), RunError, 4, "disk full"),
     "evaluation": (Saver, "_write_model", 2, RunError("disk full"), RunError, 3, "disk full"),
-    "rows": (Loop, "_examples", 5, OSError("gone"), OSError, 4, "OSError: gone (test_failures.py line"),
+    "rows": (Loop, "_batch_of", 5, OSError("gone"), OSError, 4, "OSError: gone (test_failures.py line"),
 }
 
 

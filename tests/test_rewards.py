@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.base.errors import ConfigError, ModelError, RewardError
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
-from posttrain.config.schema.rewards import Reward, term_name
+from posttrain.config.schema.rewards import Reward, named_by_function, term_name
 from posttrain.inspection.rows import score
 from posttrain.rewards import compose, maths, tagged
 from posttrain.rewards.compose import RewardInput, Rewards
@@ -186,7 +186,7 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
     # 1.5 + 0.5 * 5 - 0.1 + 10;   -3 + 0.5 * -2 - 0   (only_long does not apply);   the last has no number for
     # check_numbers, which counts nothing: -3 + 0.5 * -2 - 0.3
     assert found.totals[:2] == (pytest.approx(13.9), pytest.approx(-4.0)) and found.totals[2:] == (None, -4.3)
-    assert [part.name for part in found[0].parts] == [term_name(term) for term in terms]
+    assert [part.name for part in found[0].parts] == [term_name(term) for term in named_by_function(terms)]
     answers, applicable = ([reward.parts[index].value for reward in found] for index in (1, 3))
     assert answers == [5.0, -2.0, None, -2.0] and applicable == [1.0, None, 1.0, None]
     metrics = found.metrics()
@@ -194,7 +194,7 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
         statistics.stdev([13.9, -4.0, -4.3])
     )
     assert metrics["rewards/answer/mean"] == pytest.approx(1 / 3) and metrics["rewards/left_out"] == 1
-    assert metrics["rewards/python/not_applicable"] == 2
+    assert metrics["rewards/only_long/not_applicable"] == 2
     assert (metrics["rewards/answer/bad_gold"], metrics["rewards/check_numbers/bad_gold"]) == (1, 2)
     assert "rewards/length/timeout" not in metrics
 

@@ -58,6 +58,29 @@ def test_validation_keeps_to_the_width_of_the_console():
     assert " ".join(out.getvalue().split()) == "validation at step 9 " + " ".join(f"{m} 0.1235" for m in metrics)
 
 
+def test_a_validation_begins_with_the_main_metrics_and_shows_what_changed(caplog):
+    """Before, it printed all numbers in the order of measurement, zeros too; the log still has them."""
+    caplog.set_level("INFO", logger="posttrain.progress")
+    shown, out = console(False)
+    bar = TrainingProgress(9, console=shown)
+    first = {
+        "epoch": 0.5, "eval_completions/mean_length": 12.0, "eval_reward": 0.25, "eval_rewards/math/correct": 3.0,
+        "eval_rewards/math/timeout": 0.0, "eval_rewards/left_out": 0.0, "eval_hard_reward": 0.1,
+        "eval_answer_accuracy": 0.5, "eval_format_accuracy": 0.75,
+    }  # fmt: skip
+    bar.validation(4, first)
+    bar.validation(
+        8, first | {"epoch": 1.0, "eval_reward": 0.5, "eval_hard_reward": 0.0, "eval_rewards/math/timeout": 2.0}
+    )
+    assert " ".join(out.getvalue().split()) == (
+        "validation at step 4 eval_reward 0.25 eval_hard_reward 0.1 eval_format_accuracy 0.75 eval_answer_accuracy 0.5 "
+        "epoch 0.5 eval_completions/mean_length 12 eval_rewards/math/correct 3 "
+        "validation at step 8 eval_reward 0.5 (+0.25) eval_hard_reward 0 (-0.1) eval_format_accuracy 0.75 "
+        "eval_answer_accuracy 0.5 epoch 1 eval_rewards/math/timeout 2"
+    )
+    assert "eval_rewards/math/timeout 0  eval_rewards/left_out 0" in caplog.messages[0]
+
+
 def test_speed_is_that_of_the_last_minute():
     clock = Clock()
     bar = TrainingProgress(10_000, console=console(False)[0], clock=clock)

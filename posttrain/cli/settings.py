@@ -28,7 +28,7 @@ Overrides = Annotated[
 
 def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
     """The checked configuration, with one unnamed stage if it has no stages. Prints notes about it to stderr."""
-    loaded = load(*split_arguments(config, overrides), flags)
+    loaded = load(*split_arguments(config, overrides), flags, imports=True)
     for note in loaded.notes:
         say(f"note: {note}", error=True)
     return loaded.stages

@@ -10,6 +10,7 @@ from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.layers import ALIASES, ON_OFF
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod
 from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.types import FUNCTION
 
 WIDTH = 110
 # pydantic's names of bounds -> JSON Schema's. pydantic writes its own names for bounds that follow a validator.
@@ -170,10 +171,17 @@ def json_schema() -> dict[str, Any]:
     }
     methods = [{"$ref": f"#/$defs/{method.__name__}"} for method in METHODS.values()]
     description = properties["method"]["description"]
-    properties["method"] = {"anyOf": [{"enum": list(METHOD_NAMES)}, *methods], "description": description}
+    own = {"type": "string", "pattern": FUNCTION}  # a function or class of the user's
+    of_own = {"type": "object", "properties": {"type": own}}
+    kinds = [{"enum": list(METHOD_NAMES)}, own, *methods, of_own]
+    properties["method"] = {"anyOf": kinds, "description": description}
+    for name in ("SFTMethod", "KTOMethod", "GRPOMethod"):
+        loss = groups[name]["properties"]["loss_type"]
+        words = {key: loss.pop(key) for key in ("enum", "const", "type") if key in loss}
+        loss["anyOf"] = [words, own]
     dpo = groups["DPOMethod"]["properties"]
     dpo["type"] = {"enum": ["dpo", "ipo"], "description": dpo["type"]["description"]}
-    loss, description = dpo["loss_type"]["items"], dpo["loss_type"]["description"]
+    loss, description = {"anyOf": [dpo["loss_type"]["items"], own]}, dpo["loss_type"]["description"]
     several = {"type": "array", "items": loss, "minItems": 1}
     dpo["loss_type"] = {"anyOf": [loss, several], "description": description}
     for name in ON_OFF:

@@ -56,6 +56,12 @@ class Kind(ABC):
         """The kind as configured by a method's settings."""
         return cls(**method.model_dump(include={"completion_only_loss", "assistant_only_loss"}))
 
+    def trains_users(self, row: Row) -> bool:
+        """Whether turns of the user are among what is trained on."""
+        replies = [turn for reply in (row.chosen, row.rejected) if isinstance(reply, list) for turn in reply]
+        trains_all = not self.assistant_only_loss and not self.samples
+        return trains_all and any(turn["role"] == "user" for turn in replies)
+
     def refuse_columns(self, columns: Set[str], sample: Sequence[Mapping[str, Any]], where: str) -> None:  # noqa: B027 (most kinds refuse none)
         """Raise DataError if the columns belong to a different kind; called when the format is inferred."""
 
@@ -91,9 +97,12 @@ class Kind(ABC):
         }  # only the columns of `schema` are stored
 
     def limits(self, data: DataConfig, room: Room, positions: int | None) -> Limits:
-        """The limits before `max_prompt_length`: prompts leave `room` in `max_length` and in the model's positions,
-        unless the data contains the completions."""
-        return Limits(data.max_length, None, data.overlong)
+        """The limits before `max_prompt_length`: prompts leave `room` in `max_length` and in the model's `positions`;
+        if the data contains the completions, the whole example has at most `positions` tokens."""
+        if positions is None or positions >= data.max_length:
+            return Limits(data.max_length, None, data.overlong)
+        note = f"the model has {positions:,} positions, so examples have at most as many tokens"
+        return Limits(positions, None, data.overlong, note)
 
     def training_limits(self, data: DataConfig, limits: Limits, behavior_version: int, table: Table) -> Limits:
         """`limits` with the `max_prompt_length` of the settings, for `table`, the training data."""

@@ -62,7 +62,8 @@ class Options:
     """Optional arguments of `prepare`.
 
     Prompts leave room for `completion_length` tokens in `max_length` and in the model's `positions`; evaluation prompts
-    leave room for `evaluated`, by default the same. `datasets` are evaluation sets in addition to `data.validation`.
+    leave room for `evaluated`, by default the same. With `learned_positions`, which end, no example has more tokens
+    than `positions`. `datasets` are evaluation sets in addition to `data.validation`.
     The same `seed` holds out the same rows for all kinds, templates and limits; `held_out` gives the row numbers
     instead. The report names `method`. With `behavior_version` 1, rows are tokenised and truncated as in runs started
     before the version was recorded, and the validation rows are a random part of the rows within the limits.
@@ -72,6 +73,7 @@ class Options:
     completion_length: int = 0
     evaluated: Room | None = None
     positions: int | None = None
+    learned_positions: bool = False
     held_out: np.ndarray | None = None
     cache_dir: Path | None = None
     seed: int = 0
@@ -79,9 +81,15 @@ class Options:
     method: str | None = None
 
 
-def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
+def prepare_run(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    positions: int | None = None,
+    learned_positions: bool = False,
+) -> Prepared:
     """Prepare the data of a run: the training set and every validation set. `positions` is the number of positions of
-    the model, in which prompts leave room for a completion."""
+    the model, in which prompts leave room for a completion; as in `Options`."""
     method = config.method
     kind = replace(KINDS[method.kind].of(method), acts=config.acts and config.behavior_version > 2)
     options = Options(
@@ -89,6 +97,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         completion_length=config.completion_length,
         evaluated=_evaluated(config),
         positions=positions,
+        learned_positions=learned_positions,
         seed=config.seed,
         behavior_version=config.behavior_version,
         method=method.type,
@@ -187,7 +196,8 @@ def prepare(
     kind, options = KINDS[kind]() if isinstance(kind, str) else kind, options or Options()
     room, seed = Room(options.completion_length), options.seed
     evaluated = options.evaluated or room
-    trained_limits, limits = (kind.limits(data, each, options.positions) for each in (room, evaluated))
+    positions = options.positions if kind.samples or options.learned_positions else None
+    trained_limits, limits = (kind.limits(data, each, positions) for each in (room, evaluated))
     reader = Reader(data, tokenizer, kind, options.cache_dir or default_cache(), seed, options.behavior_version)
     limits_of = partial(kind.training_limits, data, trained_limits, options.behavior_version)
     whole = reader.load("train", parts_of(data), limits_of, most_rows(data))

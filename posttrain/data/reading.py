@@ -229,6 +229,7 @@ class Reader:
                         reading.malformed.append(malformed_of(record, item))
                     else:
                         kept.append(self.kind.stored(record, row, item, self.template.turns))
+                        reading.users += self.kind.trains_users(row)
                         reading.shifted += item.shifted
                         reading.duplicates += (tokens := _hash(item)) in seen
                         seen.add(tokens)
@@ -321,4 +322,5 @@ def _report(
         dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
         rewarded=rewarded,
+        users=sum(reading.users for reading in readings),
     )

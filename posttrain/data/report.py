@@ -71,6 +71,7 @@ class Reading:
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     untrained: int = 0  # rows whose messages all have the loss weight 0
     unwritten: dict[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
+    users: int = 0  # rows of which turns of the user are trained on, too
 
     @classmethod
     def from_json(cls, data: dict) -> Reading:
@@ -101,6 +102,7 @@ class Report:
     dropped: tuple[dict[str, int], ...] = field(default=())  # OVERLONG of the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     rewarded: bool = False  # whether rewards receive every column
+    users: int = 0  # rows of which turns of the user are trained on, too
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""
@@ -118,6 +120,10 @@ class Report:
             (self.overlong_split, "documents over the length limit, split into chunks"),
             (self.duplicates, "duplicates of an earlier row, used"),
             (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
+            (
+                self.users,
+                "whose user turns are trained on, too (method.assistant_only_loss=true: only the assistant's)",
+            ),
             (self.untrained, "with the loss weight 0 for everything to train on, dropped"),
             (len(self.malformed), "malformed, dropped"),
         )

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from posttrain.base.functions import check_own_file, find_function
 from posttrain.environments import Step, ToolServer
-from posttrain.rewards.python import check_own_file, find_function
 
 # Has the server killed with this process, also while it is stuck in a tool and does not see that its input has ended.
 LAUNCH = (

@@ -23,10 +23,10 @@ from transformers.utils import get_json_schema
 
 from posttrain.base.errors import DataError, RewardError
 from posttrain.base.files import settings_folders
+from posttrain.base.functions import find_function
 from posttrain.base.system import CAN_FORK
 from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.grading.process import Deadlines, Template, worker_environment
-from posttrain.rewards.python import find_function
 
 BODY = "posttrain.environments.worker:serve"
 BUILT_IN = {

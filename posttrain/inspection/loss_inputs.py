@@ -20,7 +20,7 @@ from posttrain.config.reading.explain import did_you_mean, wrong_value
 from posttrain.config.reading.fields import full
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import SettingsConflict
-from posttrain.config.schema.methods import METHODS, AnyMethod
+from posttrain.config.schema.methods import METHODS, OWN, AnyMethod
 from posttrain.data import Prepared
 from posttrain.environments.trajectory import Trajectory
 from posttrain.rewards.parts import CompletionReward
@@ -102,7 +102,7 @@ def settings_of(folder: Path) -> RunConfig:
             f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait until it "
             "ends, or stop it (Ctrl-C) and resume it later"
         )
-    config = run_settings(folder)
+    config = run_settings(folder, imports=True)
     before, now = recorded(folder), models_of(config)
     for setting in (START, *REFERENCES):
         if setting in before and setting in now and before[setting]["content"] != (content := content_of(now[setting])):
@@ -296,7 +296,7 @@ def _adapted(
     The settings are the run's. A setting that the run leaves at its method's default, or that the other loss does not
     read, is set to the other method's default.
     """
-    group = METHODS[changes["type"]]
+    group = (METHODS | OWN)[changes["type"]]
     values = _carried(own, group) | dict(changes)
     read = {key: value for key, value in chosen.items() if key in group.model_fields}
     forced = {key: value for key, value in ONE_UPDATE.items() if key in group.model_fields}
@@ -339,7 +339,7 @@ def _carried(own: AnyMethod, group: type[AnyMethod]) -> dict[str, Any]:
 
 def _refuse_unknown(settings: Mapping[str, Sequence[Any]], types: set[str]) -> None:
     """Raise ConfigError for a setting that none of the methods has, or that the lab cannot change."""
-    known = sorted({name for type in types for name in METHODS[type].model_fields} - FIXED)
+    known = sorted({name for type in types for name in (METHODS | OWN)[type].model_fields} - FIXED)
     for name in settings:
         if name in FIXED:
             raise ConfigError(

@@ -32,7 +32,7 @@ from posttrain.inspection.loss_inputs import (
 from posttrain.models.devices import determinism, take_device
 from posttrain.models.experts import RouterLoss
 from posttrain.optim.update import AdamW, Objective, backward, balanced
-from posttrain.recipes import OFFLINE, ONLINE, REWARDED
+from posttrain.recipes import recipe_of
 from posttrain.recipes.offline import Models, scorer_of
 from posttrain.recipes.online import Step, split_prompts
 from posttrain.runs.files import load_tensors, restore_rng, rng_state
@@ -110,10 +110,10 @@ class Bench:
             reference = self._reference(method, lambda: make_reference(job, method, self.scorer, batch.data, None))
         in_order = method.joins_completions and method.kind != "pair" and job.config.behavior_version >= 2
         more = {"previous": [batch.previous, *batch.examples[:-1]]} if in_order else {}
-        return Loss(*OFFLINE[method.type].objectives(self._models(method, reference))(batch.examples, **more))
+        return Loss(*recipe_of(method).objectives(self._models(method, reference))(batch.examples, **more))
 
     def _of_step(self, method: AnyMethod, batch: StoredStep) -> Loss:
-        job, recipe, number, reference = self.job, ONLINE[method.type], self.weights.step, None
+        job, recipe, number, reference = self.job, recipe_of(method), self.weights.step, None
         if method.has_reference:
             reference = self._reference(method, lambda: recipe.reference_of(job, method, self.policy))
         more: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def clipped(method: AnyMethod, loss: Loss, stored: StoredStep | None) -> tuple[f
     length_S = stored.rollout.length_S[step.in_loss_S]
     numbers = stored.new_R[inside_R], stored.old_R[inside_R], step.advantage_R.cpu()[inside_R]
     sequence_N = torch.arange(len(length_S)).repeat_interleave(length_S)
-    last_N = REWARDED[method.type].surrogate(method, *numbers, sequence_N, length_S)[1]
+    last_N = recipe_of(method).surrogate(method, *numbers, sequence_N, length_S)[1]
     return share, last_N.float().mean().item()
 
 

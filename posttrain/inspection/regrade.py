@@ -13,7 +13,7 @@ from posttrain.base.errors import PosttrainError, RunError
 from posttrain.config.schema.rewards import Reward
 from posttrain.environments.trajectory import Trajectory, rewarded_as
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes import REWARDED
+from posttrain.recipes import recipe_of
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import RewardInput
 from posttrain.runs.inputs import run_settings
@@ -52,7 +52,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
     The run's advantages are the stored ones; the new ones are computed as in training, over the completions that have
     both rewards. Raises RunError for a run that does not learn from rewards.
     """
-    config = run_settings(folder)
+    config = run_settings(folder, imports=True)
     method = config.method
     if not method.needs_rewards:
         raise RunError(f"{folder} is a run of {method.type}, which does not learn from rewards")
@@ -79,7 +79,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
                 if row["reward"] is not None and new is not None
             ]
             approximate |= not method.regrades_exactly and any(row.get("penalties") is None for row, _ in usable)
-            advantages = REWARDED[method.type].regraded(
+            advantages = recipe_of(method).regraded(
                 method, [row for row, _ in usable], [reward for _, reward in usable]
             )
             for (row, reward), after in zip(usable, advantages, strict=True):

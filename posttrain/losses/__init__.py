@@ -4,7 +4,9 @@ This module contains what all losses share: the likelihood of tokens; means over
 do not depend on how the step is divided into packs, batches and ranks; and shape checks.
 """
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,17 @@ from torch import Tensor
 
 # Beyond this exp() overflows float32. A clamped exponent gives a loss without gradient instead of an infinite one.
 MAX_EXPONENT = 80.0
+
+
+def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The settings that a loss reads: its keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def called(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """The values of a loss, called with those of the settings that it reads."""
+    return function(*inputs, **{key: settings[key] for key in keywords_of(function)})
 
 
 def nll(logprob_N: Tensor) -> Tensor:

@@ -6,15 +6,18 @@ if padded. `POLICY_LOSSES` maps each name to its loss and to how the tokens of a
 a reference is a term of the loss or of the reward.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from posttrain.base.errors import ConfigError
 from posttrain.batch import sum_segments
-from posttrain.losses import MAX_EXPONENT, check_shapes
+from posttrain.losses import MAX_EXPONENT, called, check_shapes
+from posttrain.losses.own import own_loss, refuse_coupling
 
 # There is one ratio π / π_old per token, or per completion: the geometric mean over its tokens (sequence, GSPO), or the
 # product over its tokens (product, RLOO).
@@ -63,9 +66,9 @@ def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_hi
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """One entry of POLICY_LOSSES."""
+    """One entry of POLICY_LOSSES, or a user's function as the surrogate."""
 
-    surrogate: Literal["plain", "clipped", "cispo"]
+    surrogate: Literal["plain", "clipped", "cispo"] | Callable[..., Any]
     average: Average
     level: Level = "token"
 
@@ -83,6 +86,29 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "rloo": PolicyLoss("clipped", "sequences", "product"),  # arXiv 2402.14740
     "reinforce_plus_plus": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2501.03262
 }
+
+
+@functools.cache
+def policy_loss_named(name: str) -> PolicyLoss:
+    """The loss of a name: one of POLICY_LOSSES, or a user's `module:function`, which maps (logprob_N, old_logprob_N,
+    advantage_N, *, epsilon, epsilon_high, sequence_N, length_S) to loss_N, or to loss_N and clipped_N (bool).
+
+    The function's attribute `average` says how tokens are averaged; without it, over the tokens of the rollout. Raises
+    KeyError for an unknown name, and ConfigError for an unsuitable function.
+    """
+    if ":" not in name:
+        return POLICY_LOSSES[name]
+    settings = {"epsilon": 0.2, "epsilon_high": 0.3, "sequence_N": torch.tensor([0, 0, 1, 1])}
+    settings |= {"length_S": torch.tensor([2, 2])}
+    inputs = [torch.tensor(n) for n in ([-1.0, -2.0, -0.5, -3.0], [-1.1, -1.5, -0.4, -3.2], [1.0, 1.0, -0.5, -0.5])]
+    function, couples = own_loss(name, settings, inputs)
+    refuse_coupling(name, couples)
+    average = getattr(function, "average", "rollout_tokens")
+    if average not in get_args(Average):
+        raise ConfigError(
+            f"method.loss_type: {name}.average is {average!r}: it is one of {', '.join(get_args(Average))}"
+        )
+    return PolicyLoss(function, cast(Average, average))
 
 
 def policy_loss(
@@ -105,6 +131,11 @@ def policy_loss(
 
     Raises ValueError for CISPO with one ratio per completion, because CISPO weights each token's log-probability.
     """
+    if callable(loss.surrogate):
+        bounds = {"epsilon": epsilon, "epsilon_high": epsilon if epsilon_high is None else epsilon_high}
+        inputs = logprob_N, old_logprob_N, advantage_N
+        made = called(loss.surrogate, *inputs, **bounds, sequence_N=sequence_N, length_S=length_S)
+        return made if isinstance(made, tuple) else (made, torch.zeros_like(sequence_N, dtype=torch.bool))
     if loss.surrogate == "plain":
         return policy_gradient(logprob_N, advantage_N), torch.zeros_like(sequence_N, dtype=torch.bool)
     level = level or loss.level

@@ -8,7 +8,7 @@ In the formulas, c and r are the log-ratios log π − log π_ref of the chosen 
 f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise.
 """
 
-import inspect
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses import MAX_EXPONENT, check_vectors, smoothed
+from posttrain.losses import MAX_EXPONENT, called, check_vectors, keywords_of, smoothed
+from posttrain.losses.own import own_loss
 
 Score = Callable[[Tensor], Tensor]
 
@@ -232,9 +233,8 @@ class PreferenceLoss:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The settings that the loss reads: the keyword-only parameters of its function."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        """The settings that the loss reads."""
+        return keywords_of(self.function)
 
 
 LOSSES = (sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down, discopop, sft,
@@ -244,9 +244,22 @@ PREFERENCE_LOSSES = {function.__name__: PreferenceLoss(function) for function in
 PREFERENCE_LOSSES |= {function.__name__: PreferenceLoss(function, couples_batch=True) for function in COUPLING}
 
 
+@functools.cache
+def loss_named(name: str) -> PreferenceLoss:
+    """The loss of a name: one of PREFERENCE_LOSSES, or a user's `module:function`, tried on four pairs: whether it
+    couples the batch is seen there. Raises KeyError for an unknown name, and ConfigError for an unsuitable function."""
+    if ":" not in name:
+        return PREFERENCE_LOSSES[name]
+    settings = {"beta": 0.1, "label_smoothing": 0.1, "discopop_tau": 0.05, "score": reverse_kl}
+    settings |= {"num_pairs": 4, "num_chosen_tokens": 18}
+    numbers = [[-2.0, -9.0, -4.0, -7.0], [-3.0, -5.0, -8.0, -6.0], [-2.5, -8.0, -5.0, -7.5], [-2.5, -6.0, -7.0, -6.5]]
+    inputs = [*map(torch.tensor, numbers), torch.tensor([3, 6, 4, 5]), torch.tensor([2, 5, 6, 4])]
+    return PreferenceLoss(*own_loss(name, settings, inputs, lambda *fields: (Pairs(*fields),)))
+
+
 def couples_batch(loss_type: Sequence[str]) -> bool:
     """Whether any of the losses needs all pairs of the optimizer step at once."""
-    return any(PREFERENCE_LOSSES[name].couples_batch for name in loss_type)
+    return any(loss_named(name).couples_batch for name in loss_type)
 
 
 def preference_loss(
@@ -266,8 +279,8 @@ def preference_loss(
     and divide by the step's number of pairs.
 
     If `loss_weights` is None, every weight is 1. `num_pairs` and `num_chosen_tokens` count the complete optimizer step;
-    None means that `pairs` is the complete step. Raises KeyError for a name that is not in PREFERENCE_LOSSES, and
-    ValueError if weights do not match the losses. The configuration checks which settings are valid together.
+    None means that `pairs` is the complete step. Raises the errors of `loss_named`, and ValueError if weights do not
+    match the losses. The configuration checks which settings are valid together.
     """
     settings = {
         "beta": beta,
@@ -280,8 +293,7 @@ def preference_loss(
     weights = [1.0] * len(loss_type) if loss_weights is None else loss_weights
     total_P = torch.zeros_like(pairs.chosen_P)
     for name, weight in zip(loss_type, weights, strict=True):
-        loss = PREFERENCE_LOSSES[name]
-        total_P = total_P + weight * loss.function(pairs, **{key: settings[key] for key in loss.reads})
+        total_P = total_P + weight * called(loss_named(name).function, pairs, **settings)
     return total_P
 
 

@@ -4,13 +4,16 @@ c is a sequence's log-ratio log π(y|x) − log π_ref(y|x); the sign s is +1 fo
 and gradients match TRL 1.16's KTOTrainer, and for BCO TRL 1.12's BCOTrainer.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.losses import check_vectors
+from posttrain.losses import called, check_vectors
+from posttrain.losses.own import own_loss, refuse_coupling
 
 UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
 
@@ -25,7 +28,7 @@ def unpaired_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """One value per sequence [S], by `loss_type` (KeyError if unknown). desirable_S is bool, `shift` a number:
+    """One value per sequence [S], by `loss_type`. desirable_S is bool, `shift` a number:
 
     kto                  1 − σ(s (βc − shift)), shift = β · KL(π ‖ π_ref), an estimate ≥ 0. KTO, arXiv 2402.01306, eq. 7
     bco                  −log σ(s (βc − shift)), shift = running mean of the rewards βc. BCO, arXiv 2404.04656
@@ -33,7 +36,7 @@ def unpaired_loss(
 
     The shift is the baseline that a completion's reward is compared with; no gradient flows through it. Values are
     multiplied by `desirable_weight` for desirable completions and by `undesirable_weight` for undesirable ones, to
-    balance classes of unequal size.
+    balance classes of unequal size. Any other `loss_type` is a user's `module:function` (`own_unpaired_loss`).
     """
     check_vectors({"logratio_S": logratio_S, "desirable_S": desirable_S})
     sign_S = torch.where(desirable_S, 1.0, -1.0).to(logratio_S.dtype)
@@ -45,9 +48,21 @@ def unpaired_loss(
             loss_S = -F.logsigmoid(sign_S * (beta * logratio_S - shift))
         case "apo_zero_unpaired":
             loss_S = torch.sigmoid(-sign_S * beta * logratio_S)
-        case _:
+        case _ if ":" not in loss_type:
             raise KeyError(loss_type)
+        case _:
+            loss_S = called(own_unpaired_loss(loss_type), logratio_S, desirable_S, beta=beta, shift=shift)
     return weight_S * loss_S
+
+
+@functools.cache
+def own_unpaired_loss(name: str) -> Callable[..., Tensor]:
+    """A user's loss (logratio_S, desirable_S, *, beta, shift) -> [S], where `shift` is β times the KL estimate. Raises
+    the errors of `own_loss`."""
+    inputs = torch.tensor([0.5, -1.0, 2.0, -0.3]), torch.tensor([True, False, False, True])
+    function, couples = own_loss(name, {"beta": 0.1, "shift": 0.05}, inputs)
+    refuse_coupling(name, couples)
+    return function
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The plan of a run: examples, tokens, packs, steps and memory. Loads the tokenizer and the data, but no weights."""
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from copy import deepcopy
@@ -12,6 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.console import PlainConsole
+from posttrain.base.errors import PosttrainError, RunError
 from posttrain.base.words import counted
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
 from posttrain.data import KINDS, Prepared, longest_sequence
@@ -23,10 +25,13 @@ from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import SAFE, Estimate, Target, count, estimate, exchanged
 from posttrain.planning.largest import FirstEpoch, probe
+from posttrain.recipes import check_functions
 from posttrain.runs.folder import run_folder
 from posttrain.training.job import data_of, router_weight
 from posttrain.training.loop import warmup_count
 from posttrain.training.state import total_steps
+
+log = logging.getLogger("posttrain")
 
 SAMPLED_STEPS = 50  # number of steps that the plan averages over
 
@@ -77,21 +82,48 @@ def plan(
     console = console or PlainConsole()
     stages = held_out_together((Stage("", None, config),) if isinstance(config, RunConfig) else config)
     check_skip(skip, stages)
-    for index in range(len(stages[0].config.models)) if model_index is None else [model_index]:
-        tokenizers = StageTokenizers(index)
-        for stage in stages:
-            if stage.name in skip:
-                tokenizers.skip(stage)
-                continue
-            config, model = stage.config, stage.config.models[index]
-            data = data_of(config, model, tokenizers.of(stage))
-            target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
-            source = next((other for other in stages if other.name == stage.init_from), None)
-            continued = None if source is None else source.config.models[index].lora == model.lora is not None
-            table = _table(stage, model, data, target, continued)
-            if probed:
-                table.add_row("fits", str(probe(config, model, data, memory_limit)))
-            console.print(table)
+    for stage in stages:
+        if stage.name not in skip:
+            check_functions(stage.config)
+    models = stages[0].config.models
+    failed = list[str]()
+    for index in range(len(models)) if model_index is None else [model_index]:
+        try:
+            _plan_model(stages, index, console, skip, probed, memory_limit, ranks, card)
+        except PosttrainError as error:
+            if len(models) == 1 or model_index is not None:
+                raise
+            failed.append(models[index].folder_name)
+            log.error("%s cannot be planned: %s", failed[-1], error)
+    if failed:
+        raise RunError(f"{len(failed)} of {len(models)} models cannot be planned: {', '.join(failed)} (see above)")
+
+
+def _plan_model(
+    stages: Sequence[Stage],
+    index: int,
+    console: Console,
+    skip: Collection[str],
+    probed: bool,
+    memory_limit: int | None,
+    ranks: int | None,
+    card: str | None,
+) -> None:
+    """Print the plan of one model at every stage; the arguments are those of `plan`."""
+    tokenizers = StageTokenizers(index)
+    for stage in stages:
+        if stage.name in skip:
+            tokenizers.skip(stage)
+            continue
+        config, model = stage.config, stage.config.models[index]
+        data = data_of(config, model, tokenizers.of(stage))
+        target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
+        source = next((other for other in stages if other.name == stage.init_from), None)
+        continued = None if source is None else source.config.models[index].lora == model.lora is not None
+        table = _table(stage, model, data, target, continued)
+        if probed:
+            table.add_row("fits", str(probe(config, model, data, memory_limit)))
+        console.print(table)
 
 
 DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {

@@ -20,11 +20,11 @@ from posttrain.data import Prepared
 from posttrain.environments.forest import Forest
 from posttrain.losses.advantage import Turns, group_advantages, leave_one_out, normalized, rewards_to_go
 from posttrain.losses.policy import (
-    POLICY_LOSSES,
     Counts,
     PolicyLoss,
     kl_penalty,
     policy_loss,
+    policy_loss_named,
     token_weights,
     truncated_weights,
 )
@@ -153,7 +153,7 @@ class PolicyGradientLoss:
 
 
 def loss_of(method: AnyMethod) -> PolicyLoss:
-    return POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
+    return policy_loss_named(method.loss_type if isinstance(method, GRPOMethod) else method.type)
 
 
 def surrogate(

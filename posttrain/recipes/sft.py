@@ -4,13 +4,15 @@
 
 N counts the targets of the complete step, so packing and gradient accumulation do not change the loss. If messages have
 loss weights, every target has its message's weight, and N is the sum of the weights over the complete step.
-Tokenisation determines which tokens are targets (the completion, assistant turns or all).
+Tokenisation determines which tokens are targets (the completion, assistant turns or all). `loss_type` may name a user's
+function from the log-probabilities to the losses of the tokens.
 """
 
 from posttrain.batch import Example, Pack
 from posttrain.config import SFTMethod
 from posttrain.data import Prepared
 from posttrain.losses import global_mean, nll
+from posttrain.losses.own import own_token_loss
 from posttrain.optim.update import Objective
 from posttrain.recipes.offline import Models, Offline
 from posttrain.scoring import Scorer
@@ -29,7 +31,8 @@ def train(job: Job, data: Prepared) -> Loop:
 
 def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
     """A function from a batch of examples to its packs and loss."""
-    job, scorer = models.job, models.scorer
+    job, scorer, named = models.job, models.scorer, models.method.loss_type
+    loss_of = nll if named == "nll" else own_token_loss(named)
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -38,7 +41,7 @@ def objectives(models: Models[SFTMethod, Scorer, Reference]) -> ObjectiveOf:
         def share(pack: Pack):
             scores = scorer(pack.to(job.device))
             weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
-            loss = global_mean(nll(scores.logprob_N), targets, weight_N)
+            loss = global_mean(loss_of(scores.logprob_N), targets, weight_N)
             return loss, {
                 "entropy": global_mean(scores.entropy_N.detach(), targets, weight_N),
                 "mean_token_accuracy": global_mean(scores.top1_N, targets, weight_N),

@@ -22,6 +22,7 @@ from posttrain.config.schema.rewards import (
     RepetitionReward,
     Reward,
     RuleReward,
+    named_by_function,
     term_name,
 )
 from posttrain.grading.extract import THINK, after_thinking
@@ -42,7 +43,8 @@ class Rewards:
     `environments`: classes of the environments, each a reward of its own. `pool`: grading workers to share; without it,
     rules start workers that `close` ends. `max_completion_length`: the rollout's limit, for `overlong`. `date`: the
     run's date, which the chat templates of reward models write. `sampled_ids`: reward models with the policy's
-    tokenizer score the sampled tokens after a string prompt. Two settings reproduce behavior_version 1: without
+    tokenizer score the sampled tokens after a string prompt. Without `names_functions`, an unnamed function is called
+    `python`, as before behavior_version 4. Two settings reproduce behavior_version 1: without
     `sampled_ids`, reward models score the text; with `zeros_count`, a reward of weight 0 adds 0 to totals, and a
     completion without its verdict is dropped.
 
@@ -63,7 +65,9 @@ class Rewards:
         sampled_ids: bool = True,
         date: str | None = None,
         environments: Sequence[str] = (),
+        names_functions: bool = True,
     ):
+        settings = named_by_function(settings) if names_functions else settings
         self._environments = tuple(environments)
         names = [term_name(term) for term in settings]
         every = [*names, *environments]

@@ -13,6 +13,7 @@ from posttrain.base.redaction import redact
 from posttrain.base.terminal import enduring
 from posttrain.config import RunConfig, Stage
 from posttrain.parallel.ranks import Ranks, joined
+from posttrain.recipes import check_functions
 from posttrain.runner.comparison import compare_methods
 from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
@@ -61,6 +62,7 @@ def train(
             return follow(ranks)
         for stage in stages:
             require_trackers(stage.config.tracking)
+            check_functions(stage.config)
         if isinstance(resume, Path) and not is_whole_run(resume):
             _resume_one(stages, resume, ranks)
         else:

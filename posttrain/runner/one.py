@@ -25,7 +25,7 @@ from posttrain.models.devices import determinism, own_device
 from posttrain.parallel.ranks import ALONE, Ranks
 from posttrain.planning.estimate import start_job
 from posttrain.planning.largest import keeps_engine
-from posttrain.recipes import RECIPES
+from posttrain.recipes import recipe_of
 from posttrain.reports.curves import write_curves
 from posttrain.reports.report import write_report
 from posttrain.runs.checkpoint import has_saved, newest_complete, saved_step, unusable
@@ -135,7 +135,7 @@ def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | 
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
     job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
-    return RECIPES[config.method.type].train(job, data)
+    return recipe_of(config.method).train(job, data)
 
 
 def follow(ranks: Ranks) -> int:

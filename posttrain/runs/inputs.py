@@ -125,10 +125,10 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     return RunConfig.model_validate(values) if changed else config
 
 
-def run_settings(folder: Path, file: Path | None = None) -> RunConfig:
+def run_settings(folder: Path, file: Path | None = None, imports: bool = False) -> RunConfig:
     """The settings of the run in `folder`, from its config.yaml or a checkpoint's `file`, with the date of its start
-    and the current paths of its models."""
-    return located(as_recorded(load(file or folder / "config.yaml").config, folder), folder)
+    and the current paths of its models. `imports`: as in `load`."""
+    return located(as_recorded(load(file or folder / "config.yaml", imports=imports).config, folder), folder)
 
 
 def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:

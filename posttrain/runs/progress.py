@@ -1,6 +1,7 @@
 """Progress of a training run: a live bar on a terminal; lines elsewhere and in the log."""
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,10 @@ from posttrain.base.console import PlainConsole, bar
 from posttrain.runs.logs import QUIET_LOGGER
 
 SPEED_WINDOW_S = 60.0  # time window of speed and ETA
+# What a validation shows first: the methods' main metrics, then the five numbers of the tagged format.
+MAIN = ("loss", "rewards/accuracies", "rewards/margins", "reward", "format_accuracy", "answer_accuracy",
+        "reasoning_share", "reasoning_length", "accuracy")  # fmt: skip
+VERDICTS = ("/correct", "/wrong", "/timeout", "/crashed", "/bad_gold", "/not_applicable", "/left_out", "_ratio")
 log = logging.getLogger(QUIET_LOGGER)
 
 
@@ -40,6 +45,7 @@ class TrainingProgress:
         self._tokens = 0
         self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
         self._values: dict[str, Any] = {}
+        self._validated: Mapping[str, Any] = {}  # the metrics of the last validation
         facts = TextColumn("{task.fields[facts]}", table_column=Column())  # this column wraps on a narrow terminal
         room = max(4, min(40, self._console.width - 100))
         self._bar = bar(self._console, facts, width=room) if self._console.is_terminal else None
@@ -72,10 +78,20 @@ class TrainingProgress:
                 self._console.print(line, soft_wrap=True)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a validation: one line in the log, wrapped on the console."""
-        parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
-        log.info("  ".join(parts))
+        """Report the metrics of a validation: all in the log; on the console the main ones with their change since the
+        last validation, then the others that have changed, but for verdicts that no completion got."""
+        title, before = f"validation at step {step}", self._validated
+        log.info("  ".join([title, *(f"{name} {_show(value)}" for name, value in metrics.items())]))
+        found = (name for ending in MAIN for name in metrics if re.fullmatch(rf"(eval_(\w+_)?)?{ending}", name))
+        main = list(dict.fromkeys(found))
+        parts = [title, *(f"{name} {_show(metrics[name])}{_change(metrics[name], before.get(name))}" for name in main)]
+        parts += [
+            f"{name} {_show(value)}"
+            for name, value in metrics.items()
+            if name not in main and value != before.get(name) and not (value == 0 and name.endswith(VERDICTS))
+        ]
         self._console.print(_wrapped(parts, self._console.width), soft_wrap=True)
+        self._validated = dict(metrics)
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,6 +142,13 @@ def _count(value: float) -> str:
         if value >= size:
             return f"{value / size:.{1 if value < 10 * size else 0}f}{unit}"
     return f"{value:.0f}"
+
+
+def _change(value: Any, before: Any) -> str:
+    """The change of a metric, such as ` (+0.02)`; empty if it is unknown or 0."""
+    if value is None or before is None or value == before:
+        return ""
+    return f" ({value - before:+.2g})"
 
 
 def _show(value: Any) -> str:

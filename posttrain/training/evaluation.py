@@ -138,6 +138,7 @@ class _Samplers:
             workers=workers_of(self._job.ranks.locals),
             zeros_count=config.behavior_version < 2,
             sampled_ids=config.behavior_version >= 2,
+            names_functions=config.behavior_version >= 4,
             date=config.data.date,
             environments=list(dict.fromkeys(kind.title for kind in kinds)),
         )

@@ -21,14 +21,14 @@ from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
-from posttrain.data import Prepared, prepare_run
+from posttrain.data import Prepared, longest_sequence, prepare_run
 from posttrain.data.prompts import stop_faults
 from posttrain.engines.protocol import stop_token_ids
 from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.experts import router_coefficient
-from posttrain.models.families import base_of, check_positions, positions_of, set_eos_token_ids
+from posttrain.models.families import LEARNED_POSITIONS, base_of, check_positions, positions_of, set_eos_token_ids
 from posttrain.models.lean import enable_gradient_checkpointing
 from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
 from posttrain.models.lora import add_lora, continues, load_lora
@@ -316,9 +316,23 @@ def refuse_sharded(config: RunConfig) -> None:
 
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The data of a run for one of its models. The model's positions limit the length of prompts to complete."""
-    positions = positions_of(load_config(model)) if config.samples else None
-    return prepare_run(config, tokenizer, positions=positions)
+    """The data of a run for one of its models. The model's positions limit the length of prompts to complete and, in a
+    model with a table of them, of every example; otherwise a longer example is warned of."""
+    try:
+        shape = load_config(model)
+    except ModelError:  # to look at the rows, a tokenizer is enough
+        if config.samples:
+            raise
+        return prepare_run(config, tokenizer)
+    positions, learned = positions_of(shape), shape.model_type in LEARNED_POSITIONS
+    data = prepare_run(config, tokenizer, positions=positions, learned_positions=learned)
+    if positions is not None and (longest := longest_sequence(config, data)) > positions:
+        log.warning(
+            "the longest sequence has %s tokens, but %s was trained on %s positions (max_position_embeddings): beyond "
+            "them its predictions are worse; data.max_length limits examples",
+            f"{longest:,}", model.folder_name, f"{positions:,}",
+        )  # fmt: skip
+    return data
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

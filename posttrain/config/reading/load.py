@@ -19,7 +19,7 @@ from posttrain.config.reading.files import Tree, read_settings, value_at, write_
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import ALIASES, Layers, override
 from posttrain.config.reading.stages import WHOLE_RUN, Stage, arranged, split, take_init_from
-from posttrain.config.schema.methods import METHODS, PPO_NAMES, spell_out
+from posttrain.config.schema.methods import METHODS, PPO_NAMES, UnreadMethod, import_method, spell_out
 from posttrain.config.schema.run import RunConfig
 
 PRESETS = Path(str(resources.files("posttrain") / "presets"))  # the settings files that come with the package
@@ -59,13 +59,15 @@ def load(
     source: Path | str | Mapping[str, Any] | None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
+    imports: bool = False,
 ) -> Loaded:
     """Read and check a configuration.
 
     `source` is a YAML or JSON file, the name of a preset, or the settings as a mapping; `overrides` are strings
     `a.b=c`; `flags` maps dotted paths to values (strings are parsed like those of overrides). Overrides and flags apply
     to every stage, or to a single one in the form `stages.NAME.a.b=c`; flags take precedence over both forms of
-    override. Raises ConfigError, which lists all problems.
+    override. `imports`: whether a user's method is imported, and its settings are checked. Raises ConfigError, which
+    lists all problems.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
@@ -84,7 +86,13 @@ def load(
         (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
         for path, value in (flags or {}).items()
     ]
-    return _load_stages(common, stages or {"": []}, assignments, from_flags)
+    loaded = _load_stages(common, stages or {"": []}, assignments, from_flags)
+    unread = {stage.config.method.type for stage in loaded.stages if isinstance(stage.config.method, UnreadMethod)}
+    if not imports or not unread:
+        return loaded
+    for name in unread:
+        import_method(name)
+    return load(source, overrides, flags, imports)
 
 
 def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[str, Sequence[Tree]]) -> bool:

@@ -95,7 +95,7 @@ class MethodSettings(Settings):
     @property
     def loss_name(self) -> str:
         """The name of the method's loss, for the loss lab."""
-        return self.name() if self.loss_setting is None else getattr(self, self.loss_setting)
+        return getattr(self, self.loss_setting or "type")
 
     @classmethod
     def losses(cls, run: "MethodSettings") -> list[tuple[str, dict[str, Any]]]:

@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, Precompute, RefModel, setting
-from posttrain.config.schema.types import AboveZero, BelowOne, Float, NonNegative, OneOrMore
+from posttrain.config.schema.types import AboveZero, BelowOne, Float, NonNegative, OneOrMore, OrOwn, is_own
 
 PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 ]  # fmt: skip
+TokenLoss = Literal["nll"]
 UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -38,10 +39,15 @@ class SFTMethod(MethodSettings):
     headline = "loss"
 
     type: Literal["sft"] = setting("sft", "Supervised fine-tuning.")
+    loss_type: OrOwn[TokenLoss] = setting("nll", "Loss of a token: its negative log-likelihood, or module:function.")
     completion_only_loss: bool | None = setting(
         None, "Whether to train only on the completion; null: if the data has a prompt."
     )
     assistant_only_loss: AssistantOnly = False
+
+    @property
+    def loss_name(self) -> str:
+        return "sft" if self.loss_type == "nll" else self.loss_type
 
     def check(self) -> Conflicts:
         if self.completion_only_loss and self.assistant_only_loss:
@@ -91,8 +97,8 @@ class DPOMethod(PreferenceMethod):
     starts_as_reference = True
 
     type: Literal["dpo"] = setting("dpo", "Preference optimisation on pairs: DPO and its variants.")
-    loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = setting(
-        ("sigmoid",), "Loss, or a list of losses whose sum is minimised."
+    loss_type: Annotated[tuple[OrOwn[PreferenceLoss], ...], OneOrMore, Field(min_length=1)] = setting(
+        ("sigmoid",), "Loss, module:function, or a list of losses whose sum is minimised."
     )
     loss_weights: tuple[NonNegative, ...] | None = setting(None, "Weights of the losses in the list; null: 1 each.")
     beta: AboveZero = setting(0.1, "Strength of the regularisation towards the reference; IPO's tau.")
@@ -121,6 +127,8 @@ class DPOMethod(PreferenceMethod):
 
     def reads(self, setting: str) -> bool:
         losses = set(self.loss_type)
+        if any(map(is_own, losses)):
+            return super().reads(setting)  # what it reads is known when it is imported
         read_by_some = {
             "beta": losses != {"sft"},
             "label_smoothing": bool(losses & LABEL_SMOOTHING_LOSSES),
@@ -140,6 +148,8 @@ class DPOMethod(PreferenceMethod):
             yield "loss_weights", f"has {len(weights)} weights for {len(self.loss_type)} losses; give one for each"
         if weights is not None and not any(weights):
             yield "loss_weights", "are all 0; nothing would be trained"
+        if any(map(is_own, losses)):
+            return  # which settings it reads is known when it is imported
         if self.label_smoothing != 0 and not losses & LABEL_SMOOTHING_LOSSES:
             yield (
                 "label_smoothing",
@@ -173,6 +183,7 @@ class DPOMethod(PreferenceMethod):
             yield "ref_model", "names a reference, but with use_ref_model: false it is the policy itself"
         if not self.reference_free:
             return
+        losses = {name for name in losses if not is_own(name)}
         if needing := losses - REFERENCE_FREE_LOSSES:
             yield "reference_free", f"is true, but {names(needing)} cannot do without a reference"
         if self.precompute_ref_log_probs:
@@ -256,7 +267,7 @@ class KTOMethod(MethodSettings):
 
     type: Literal["kto"] = setting("kto", "Single completions labelled desirable or undesirable.")
     assistant_only_loss: AssistantOnly = False
-    loss_type: UnpairedLoss = setting("kto", "Loss: kto, bco or apo_zero_unpaired.")
+    loss_type: OrOwn[UnpairedLoss] = setting("kto", "Loss: kto, bco, apo_zero_unpaired or module:function.")
     beta: AboveZero = setting(0.1, "Strength of the regularisation towards the reference.")
     desirable_weight: NonNegative = setting(1.0, "Weight of desirable completions, to balance classes of unequal size.")
     undesirable_weight: NonNegative = setting(1.0, "Weight of undesirable completions.")
@@ -265,7 +276,7 @@ class KTOMethod(MethodSettings):
 
     @property
     def joins_completions(self) -> bool:
-        return self.loss_type == "kto"  # kto estimates its KL from the completions of other examples
+        return self.loss_type == "kto" or is_own(self.loss_type)  # the KL is estimated from other completions
 
     def check(self) -> Conflicts:
         if self.desirable_weight + self.undesirable_weight <= 0:

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Conflicts, MethodSettings, RefModel, setting
-from posttrain.config.schema.types import AboveZero, Float, ModelPath, Natural, NonNegative, Positive, Share, ZeroToOne
+from posttrain.config.schema.types import (
+    AboveZero,
+    Float,
+    ModelPath,
+    Natural,
+    NonNegative,
+    OrOwn,
+    Positive,
+    Share,
+    ZeroToOne,
+)
 
 PolicyLossType = Literal[
     "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip"
@@ -115,7 +125,7 @@ class GRPOMethod(PolicyGradientMethod):
     loss_setting = "loss_type"
 
     type: Literal["grpo"] = setting("grpo", "Group relative policy optimisation.")
-    loss_type: PolicyLossType = setting("grpo", "Policy-gradient loss and its normalisation.")
+    loss_type: OrOwn[PolicyLossType] = setting("grpo", "Policy-gradient loss and its average, or module:function.")
     scale_rewards: Literal["group", "batch", "none"] = setting(
         "group", "Standard deviation that divides advantages: the group's, the step's (batch), or none."
     )

@@ -108,11 +108,23 @@ def term_name(reward: Reward) -> str:
     return reward.name or reward.type
 
 
+def named_by_function(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
+    """The rewards, each function under its own name unless another reward has that."""
+    names = [
+        each.function.rpartition(":")[2] if isinstance(each, PythonReward) and not each.name else term_name(each)
+        for each in rewards
+    ]
+    return tuple(
+        each if names.count(name) > 1 else each.model_copy(update={"name": name})
+        for each, name in zip(rewards, names, strict=True)
+    )
+
+
 def check_rewards(rewards: Sequence[Reward]) -> Conflicts:
     """Report rewards that would overwrite each other in metrics, and a list in which none is trained on."""
     if rewards and not any(reward.weight for reward in rewards):
         yield "rewards.0.weight", f"is 0: {ALL_ZERO}"
-    named = [term_name(reward) for reward in rewards]
+    named = [term_name(reward) for reward in named_by_function(rewards)]
     for index, name in enumerate(named):
         if name in named[:index]:
             yield f"rewards.{index}.name", f"would be {name!r}, which is the name of an earlier reward"

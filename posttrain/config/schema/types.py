@@ -2,10 +2,10 @@
 
 import re
 from os.path import expanduser
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator
 
 from posttrain.base.terminal import CONTROLS
 
@@ -56,6 +56,18 @@ PATTERNS = {
     FUNCTION: "such as module:function",
     EVAL_METRIC: "that begins with eval_ or is auto",
 }
+
+
+def is_own(value: object) -> bool:
+    """Whether a value names a function or a class of the user's, such as module:function."""
+    return isinstance(value, str) and re.fullmatch(FUNCTION, value) is not None
+
+
+Choice = TypeVar("Choice")
+# One of a few words, or a function of the user's. Lists of the words, in messages and help, are those of the words.
+OrOwn = Annotated[
+    Choice, WrapValidator(lambda value, words: value if is_own(value) else words(value)), PlainSerializer(str)
+]
 
 
 def is_name(text: str, pattern: str = FILE_NAME) -> bool:
