@@ -19,6 +19,7 @@ from posttrain.config.schema.environments import EnvironmentConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
+from posttrain.data.reading import malformed_of
 from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
@@ -26,10 +27,10 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory, rewarded_as
-from posttrain.evaluation.answering import too_long
 from posttrain.inspection.findings import InFormat, Measured, format_of, over_temperatures, shown_number, table, tags_of
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.families import positions_of
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rewards.parts import RewardInput
@@ -159,14 +160,12 @@ def first_prompts(
     records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
     usable: list[Prompt] = []
     unused: list[Malformed] = []
-    prompts = prompts_of(records, data, tokenizer, source, behavior_version)
-    for record, read in zip(records, prompts, strict=True):
-        prompt, most = too_long(read, policy) or read, longest or 1 << 62
+    prompts = prompts_of(records, data, tokenizer, source, behavior_version, positions_of(policy.config))
+    for record, prompt in zip(records, prompts, strict=True):
         if isinstance(prompt, Malformed):
-            unused.append(Malformed(record.file, record.line, prompt.reason, record.row))
-        elif len(prompt.tokens) > most:
-            reason = f"{len(prompt.tokens):,} tokens, but training allows {most:,}"
-            unused.append(Malformed(record.file, record.line, reason, record.row))
+            unused.append(prompt)
+        elif longest and len(prompt.tokens) > longest:
+            unused.append(malformed_of(record, f"{len(prompt.tokens):,} tokens, but training allows {longest:,}"))
         else:
             usable.append(prompt)
         if len(usable) == count:
