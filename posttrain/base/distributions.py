@@ -24,10 +24,10 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
 
 def t_outside(t: float, freedom: float) -> float:
-    """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: I_x(v/2, 1/2) at x = v / (v + t²)."""
+    """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: 1 - I_x(1/2, v/2) at x = t² / (v + t²)."""
     if t == 0:
         return 1.0
-    return 0.0 if abs(t) == inf else incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    return 0.0 if abs(t) == inf else _beta(0.5, freedom / 2, t * t / (freedom + t * t), 1.0)
 
 
 def sign_test(wins: int, losses: int) -> tuple[float, float]:
@@ -46,8 +46,8 @@ def sign_test(wins: int, losses: int) -> tuple[float, float]:
     return min(1.0, 2 * total / (1 << count)), min(1.0, (2 * total - term) / (1 << count))
 
 
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b)."""
+def _beta(a: float, b: float, low: float, high: float) -> float:
+    """P(low < X < high) for X ~ Beta(a, b): a difference of regularised incomplete beta functions."""
     from mpmath import betainc  # takes a twentieth of a second, and few commands need it
 
-    return float(betainc(a, b, 0, x, regularized=True))
+    return float(betainc(a, b, low, high, regularized=True))
