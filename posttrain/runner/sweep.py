@@ -25,8 +25,8 @@ from posttrain.runner import trials
 from posttrain.runner.pipeline import is_as_long
 from posttrain.runner.trials import Sweep, Trial
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import remove_run
 from posttrain.runs.folder import LOCK, FolderLock
+from posttrain.runs.managing.removing import delete
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.rollouts import NAME as ROLLOUTS
@@ -158,7 +158,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
             if overwrite:  # deletes the trials, then the sweep's own files
                 for trial in trials.read_sweep(root).trials:
                     if (root / trial.name / "run.json").is_file():
-                        remove_run(root / trial.name)
+                        delete(root / trial.name, force=True)
                 shutil.rmtree(root / COMPARISON, ignore_errors=True)
                 for name in (PICTURE, trials.NAME):
                     (root / name).unlink(missing_ok=True)
