@@ -13,7 +13,6 @@ from rich.text import Text
 
 from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import UsageError
-from posttrain.base.files import put_file
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say, visible
@@ -75,7 +74,8 @@ def _write_rows(
     above: float | None,
     overwrite: bool,
 ) -> None:
-    from posttrain.runs.selection import TARGETS, lines, select
+    from posttrain.runs.files import save_rows
+    from posttrain.runs.selection import TARGETS, select
 
     if to not in TARGETS:
         raise UsageError(f"--to {to}: {did_you_mean(to, TARGETS)}")
@@ -90,7 +90,7 @@ def _write_rows(
     for step in steps:
         stored.require(step)
     rows, counts = select(stored, cast(Any, to), steps, best, above)
-    put_file(output, lines(rows))
+    save_rows(output, rows)
     total = counts.pop("completions")
     left = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
     say(f"{output}: {counted(len(rows), 'row')} of {counted(total, 'completion')}{left}")
