@@ -29,7 +29,7 @@ from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import positions_of
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
-from posttrain.rewards import compose
+from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import RewardInput
 from posttrain.sampler import sampling_of, to_reward
 
@@ -157,18 +157,13 @@ def first_prompts(
     return usable, unused
 
 
-def rewards_of(config: RunConfig, episodes: Episodes | None) -> AbstractContextManager[compose.Rewards | None]:
+def rewards_of(config: RunConfig, episodes: Episodes | None) -> AbstractContextManager[Rewards | None]:
     """A context manager with the rewards of training; None if there are none."""
     kinds = [] if episodes is None else [kind for kind in episodes.environments.kinds.values() if kind.rewards]
     if not config.rewards and not kinds:
         return nullcontext()
-    return compose.Rewards(
-        config.rewards,
-        tags=config.data.tags,
-        devices=config.devices,
-        max_completion_length=config.rollout.max_completion_length,
-        environments=list(dict.fromkeys(kind.title for kind in kinds)),
-    )
+    titles = list(dict.fromkeys(kind.title for kind in kinds))
+    return Rewards.of_run(config, config.rewards, environments=titles)
 
 
 def episodes_of(
@@ -233,7 +228,7 @@ def acted(
     return groups
 
 
-def rewarded(groups: Sequence[SampledGroup], rewards: compose.Rewards) -> list[SampledGroup]:
+def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> list[SampledGroup]:
     """The groups with their rewards; the completions of all groups are rewarded together."""
     results = iter(rewards([completion for group in groups for completion in group.inputs]))
     made = []

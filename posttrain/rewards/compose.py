@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from posttrain.base.errors import RewardError
 from posttrain.base.words import counted
-from posttrain.config import DevicesConfig, TagsConfig
+from posttrain.config import DevicesConfig, RunConfig, TagsConfig
 from posttrain.config.schema.rewards import (
     ALL_ZERO,
     JudgeReward,
@@ -100,6 +100,13 @@ class Rewards:
         except BaseException:
             self.close(keep=False)
             raise
+
+    @classmethod
+    def of_run(cls, config: RunConfig, settings: Sequence[Reward], **others: Any) -> Self:
+        """These rewards with the tags, devices, length limit and date of a run, except for what `others` replaces."""
+        own = {"tags": config.data.tags, "devices": config.devices, "date": config.data.date}
+        own["max_completion_length"] = config.rollout.max_completion_length
+        return cls(settings, **own | others)
 
     def __call__(self, completions: Sequence[RewardInput], state: TrainerState | None = None) -> Rewarded:
         """Reward each completion. Rules grade and judges reply while other rewards compute. An episode whose
