@@ -8,8 +8,9 @@ from test_acting import train
 from transformers import AutoTokenizer
 
 from posttrain.cli import main
+from posttrain.runs.files import save_rows
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.selection import lines, select
+from posttrain.runs.selection import select
 from posttrain.runs.stored_rollouts import StoredRun, of_trained
 
 
@@ -82,7 +83,7 @@ def episodes(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "method"), [("sft", "sft"), ("pairs", "dpo"), ("kto", "kto")])
 def test_rows_are_trained_on(calculator_home, tmp_path, kind, method):
     file = tmp_path / f"{kind}.jsonl"
-    file.write_text(lines(select(Stored(*GIVEN, turns=True), kind, [1])[0]))
+    save_rows(file, select(Stored(*GIVEN, turns=True), kind, [1])[0])
     command = [
         "train", f"method={method}", f"model={calculator_home / 'model'}", f"data.source={file}", "devices.type=cpu",
         "training.max_steps=1", f"output_dir={tmp_path}", "name=after", "evaluation.eval_steps=-1",
@@ -94,7 +95,7 @@ def test_rows_are_trained_on(calculator_home, tmp_path, kind, method):
 @pytest.mark.parametrize(("kind", "method"), [("sft", "sft"), ("pairs", "dpo"), ("kto", "kto")])
 def test_only_sampled_tokens_are_targets(episodes, calculator_home, tmp_path, capsys, kind, method):
     """The trained tokens of an episode are those that the run has stored as trained."""
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / "new" / "rows.jsonl"
     which = {"sft": ["--best", "9", "--above", "0.5"], "pairs": ["--best", "9"], "kto": []}[kind]
     assert main(["rollouts", str(episodes), "--to", kind, *which, "--output", str(file)]) == 0
     assert "assistant_only_loss" in capsys.readouterr().out

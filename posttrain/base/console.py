@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 from rich import box
@@ -40,6 +40,14 @@ def numbers_table(*columns: str) -> Table:
     table.add_column(columns[0], overflow="fold")
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def text_table(*columns: str, left: Collection[str], title: str | None = None) -> Table:
+    """A table whose cells wrap. The columns in `left` have text; the others are right-aligned, as numbers are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     return table
 
 

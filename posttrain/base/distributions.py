@@ -1,10 +1,8 @@
 """Quantiles and tail probabilities of the normal, Student's t, and the binomial distribution with p = 1/2."""
 
 from functools import lru_cache
-from math import exp, inf, lgamma, log, log1p
+from math import inf
 from statistics import NormalDist
-
-TINY = 1e-300  # in place of a zero denominator in the continued fraction
 
 
 def z_quantile(confidence: float) -> float:
@@ -26,10 +24,10 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
 
 def t_outside(t: float, freedom: float) -> float:
-    """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: I_x(v/2, 1/2) at x = v / (v + t²)."""
+    """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: 1 - I_x(1/2, v/2) at x = t² / (v + t²)."""
     if t == 0:
         return 1.0
-    return 0.0 if abs(t) == inf else incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    return 0.0 if abs(t) == inf else _beta(0.5, freedom / 2, t * t / (freedom + t * t), 1.0)
 
 
 def sign_test(wins: int, losses: int) -> tuple[float, float]:
@@ -48,26 +46,8 @@ def sign_test(wins: int, losses: int) -> tuple[float, float]:
     return min(1.0, 2 * total / (1 << count)), min(1.0, (2 * total - term) / (1 << count))
 
 
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
-    c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
-    fraction = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1 / _not_zero(1 + term * d)
-            c = _not_zero(1 + term / c)
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front * fraction
+def _beta(a: float, b: float, low: float, high: float) -> float:
+    """P(low < X < high) for X ~ Beta(a, b): a difference of regularised incomplete beta functions."""
+    from mpmath import betainc  # takes a twentieth of a second, and few commands need it
 
-
-def _not_zero(value: float) -> float:
-    return value if abs(value) > TINY else TINY
+    return float(betainc(a, b, low, high, regularized=True))

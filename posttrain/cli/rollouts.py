@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import UsageError
-from posttrain.base.files import put_file
 from posttrain.base.imports import quick_imports
 from posttrain.base.options import Flag
 from posttrain.base.terminal import say, visible
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # imports numpy, which the help does not need
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
 OneStep = Annotated[int | None, Flag("The completions of one step; default: all steps.", "--step", min=1)]
 SHOWN = 60  # characters of a string in a table
+_table = partial(text_table, left=("completion", "token", "metric", "rewards"))
 UNSIGNED = ("ratio", "entropy")  # columns of numbers without a sign
 
 
@@ -74,7 +74,8 @@ def _write_rows(
     above: float | None,
     overwrite: bool,
 ) -> None:
-    from posttrain.runs.selection import TARGETS, lines, select
+    from posttrain.runs.files import save_rows
+    from posttrain.runs.selection import TARGETS, select
 
     if to not in TARGETS:
         raise UsageError(f"--to {to}: {did_you_mean(to, TARGETS)}")
@@ -89,7 +90,7 @@ def _write_rows(
     for step in steps:
         stored.require(step)
     rows, counts = select(stored, cast(Any, to), steps, best, above)
-    put_file(output, lines(rows))
+    save_rows(output, rows)
     total = counts.pop("completions")
     left = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
     say(f"{output}: {counted(len(rows), 'row')} of {counted(total, 'completion')}{left}")
@@ -280,14 +281,6 @@ def _tokens_table(folder: Path, group: GroupReceipt, completion: CompletionRecei
 def token_shown(text: str | None) -> str:
     """A token's text on one line; an ellipsis for a token that ends within a character."""
     return "…" if text is None else repr(text)[1:-1]
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
-    for name in columns:
-        left = name in ("completion", "token", "metric", "rewards")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")  # no number is cut short
-    return table
 
 
 def _number(value: float | None) -> str:

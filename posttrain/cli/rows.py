@@ -55,29 +55,19 @@ def sample(
     rewards = rewards_from_flags(options.reward) if options.reward else settings.rewards if settings else ()
     with quick_imports():
         from posttrain.base.console import PlainConsole
-        from posttrain.inspection.sample import Setup
         from posttrain.inspection.sample import sample as sample_from
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     model_settings = _model(settings, path, options.dtype)
     if settings is None and options.template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})
-    device = options.device
-    setup = Setup(
-        model=model_settings,
-        data=data,
-        rewards=rewards,
-        rollout=rollouts[0],
-        devices=settings.devices if settings and device is None else devices_from_flag(device or "auto"),
-        longest_prompt=_longest_prompt(settings),
-        seed=settings.seed if settings else 0,
-        behavior_version=settings.behavior_version if settings else BEHAVIOR_VERSION,
-        environments=settings.environments if settings else (),
-        tools=settings.tools if settings else (),
-    )
+    base = settings or load(None, (), {"model.path": "model", "method.type": "sft", "data.source": "file"}).config
+    devices = base.devices if options.device is None else devices_from_flag(options.device)
+    changed = {"models": (model_settings,), "data": data, "rewards": rewards, "rollout": rollouts[0]}
+    config = base.model_copy(update=changed | {"devices": devices})
     temperatures = list(dict.fromkeys(rollout.temperature for rollout in rollouts))
     how = options.prompts, options.num_generations, options.show, options.seed
-    sample_from(setup, temperatures, *how, PlainConsole())
+    sample_from(config, _longest_prompt(settings), temperatures, *how, PlainConsole())
 
 
 def _folder(model: str, stage: str | None) -> Path:

@@ -76,14 +76,13 @@ def _first(hashes: Array, size: ValidationConfig | HeldOutRows, seed: int) -> Ar
     if not len(hashes):
         return np.zeros(0, bool)
     wanted = size.rows if size.rows is not None else max(1, round((size.ratio or 0.0) * len(hashes)))
-    order = _mixed(hashes, seed)
+    order = mixed(hashes + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64))
     last = min(wanted, len(hashes)) - 1
     return order <= np.partition(order, last)[last]
 
 
-def _mixed(hashes: Array, seed: int) -> Array:
-    """Mix the seed into the hashes with the finaliser of SplitMix64 (Steele et al. 2014), a bijection on 64 bits."""
-    value = hashes + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+def mixed(value: Array) -> Array:
+    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection of 64 bits, each of which depends on all bits."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

@@ -41,12 +41,13 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     behavior_version: int = 2,
+    positions: int | None = None,
 ) -> list[Prompt | Malformed]:
     """Return each record's prompt, or the reason why it has none, in order. Sets the template on the tokenizer.
 
     `name` is the name of the source in messages; format, columns, template and system prompt are read from `data`, but
-    `data.source` is not. `behavior_version` is the run's version. Raises DataError if no record can be read or the
-    columns fit no format.
+    `data.source` is not. `behavior_version` is the run's version, `positions` the number of positions of the model
+    (None: not limited). Raises DataError if no record can be read or the columns fit no format.
     """
     reader = Reader(data, tokenizer, Prompts(), behavior_version=behavior_version)
     layout = reader.layout_of_rows(records, name)
@@ -64,6 +65,9 @@ def prompts_of(
                 results[record.row] = malformed_of(record, item)
             elif not len(item[1]):
                 results[record.row] = malformed_of(record, "the prompt has no tokens")
+            elif positions is not None and len(item[1]) > positions:
+                size = f"it has {len(item[1]):,} tokens, but the model {positions:,} positions"
+                results[record.row] = malformed_of(record, f"the prompt leaves no room: {size}")
             else:
                 facts = json.loads(facts_of(record, row, reader.template.turns))
                 results[record.row] = Prompt(record.row, item[0], list(item[1]), facts)

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.base.errors import DataError
 from posttrain.data import streams
-from posttrain.data.tables import Parsed, read_arrow, read_parquet
+from posttrain.data.streams import Parsed, read_arrow, read_parquet
 
 HEAD_BYTES = 256 * 1024  # bytes at the start of a CSV file from which its delimiter is inferred
 OTHER_DELIMITERS = (";", "\t")

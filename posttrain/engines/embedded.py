@@ -17,7 +17,7 @@ from posttrain.base.errors import ModelError
 from posttrain.engines.cache import FEWEST_COLUMNS, Room, cache_tokens
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation, Kept, Memory
-from posttrain.engines.protocol import Completion, Finished, Request, Sampling, StopTexts, checked_requests
+from posttrain.engines.protocol import Completion, Engine, Finished, Request, Sampling, StopTexts, checked_requests
 from posttrain.engines.turns import Conversing, Follow, Turn
 from posttrain.models.families import (
     base_of,
@@ -25,16 +25,14 @@ from posttrain.models.families import (
     head_layer,
     is_packed,
     is_recurrent,
-    positions_of,
     trains_rows,
-    vocabulary_of,
 )
 from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # maximum number of live completions; more are hardly faster
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Engine (see protocol.py) for families that take packs. Only stop strings need a `tokenizer`.
 
     The policy is a plain transformers model or a PEFT model; `generate` uses the adapters that are active when it is
@@ -76,17 +74,10 @@ class EmbeddedEngine:
         self.release()
         self._kept = None
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[Sequence[int]] | None = None,
-        finished: Finished | None = None,
+    def _completed(
+        self, requests: list[Request], sampling: Sampling, finished: Finished | None
     ) -> list[list[Completion]]:
         base, head = base_of(self.policy), head_layer(self.policy)
-        requests = self._checked(prompts, sampling, seeds, limits)
         if not requests:
             return []
         check_positions(base.config, max(request.longest for request in requests))
@@ -121,19 +112,7 @@ class EmbeddedEngine:
 
     def _next(self, tokens: Sequence[int], turn: Turn, sampling: Sampling) -> Request:
         """The request of a conversation's next reply."""
-        return self._checked([tokens], sampling, [turn.seed], [[turn.limit]])[0]
-
-    def _checked(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int] | None,
-        limits: Sequence[Sequence[int]] | None,
-    ) -> list[Request]:
-        base = base_of(self.policy)
-        return checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions_of(base.config)
-        )
+        return checked_requests([tokens], sampling, [turn.seed], [[turn.limit]], *self._sizes)[0]
 
     def _memory(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, device: torch.device

@@ -153,13 +153,17 @@ class Generation:
 
     def completions(self) -> list[list[Completion]]:
         while self.waiting or self.rows:
-            if self.admit():
-                self.retire()
-            if self.rows:
-                for _ in range(self.stepper.steps_between_checks):
-                    self.step()
-                self.retire()
+            self.advance()
         return [[done for done in group if done is not None] for group in self.completed]
+
+    def advance(self) -> None:
+        """Admit the prompts that fit, and give every live completion its next tokens."""
+        if self.admit():
+            self.retire()
+        if self.rows:
+            for _ in range(self.stepper.steps_between_checks):
+                self.step()
+            self.retire()
 
     def step(self) -> None:
         """Give every live completion its next token."""

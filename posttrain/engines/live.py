@@ -279,9 +279,7 @@ class Live:
     def submit(self, job: Job) -> None:
         """Queue a job; its events follow. Raises Busy if the queue is full, DataError for a prompt that is empty, has
         unknown token ids or leaves no room, and for an unknown adapter."""
-        [request] = checked_requests(
-            [job.tokens], job.sampling, None, None, vocabulary=self.vocabulary, positions=self.positions
-        )
+        [request] = checked_requests([job.tokens], job.sampling, None, None, self.vocabulary, self.positions)
         texts = StopTexts(job.sampling.stop, self.tokenizer)
         if job.adapter is not None and job.adapter not in self.adapters:
             raise DataError(f"there is no adapter {job.adapter}; available: {', '.join(self.adapters) or 'none'}")

@@ -5,7 +5,6 @@ cache, and a logits processor samples the token and masks all others.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,20 +22,20 @@ from transformers import (
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import (
     Completion,
+    Engine,
     Finished,
     Request,
     Sampling,
     StopTexts,
-    checked_requests,
+    in_batches,
     not_finite,
-    timed,
 )
 from posttrain.engines.sampling import keys, sample_tokens, token_words
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import base_of, logit_softcap, positions_of, vocabulary_of
+from posttrain.models.families import base_of, logit_softcap, positions_of
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Engine (see protocol.py) that calls transformers' `generate` with left-padded prompts, for at most `max_rows`
     completions at a time.
 
@@ -58,36 +57,13 @@ class TransformersEngine:
         """Use `policy` from now on; its weights are not copied."""
         self.policy, self.version = policy, version
 
-    def release(self) -> None:
-        """Do nothing, because no memory is kept between calls."""
-
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[Sequence[int]] | None = None,
-        finished: Finished | None = None,
+    def _completed(
+        self, requests: list[Request], sampling: Sampling, finished: Finished | None
     ) -> list[list[Completion]]:
-        base = base_of(self.policy)
-        positions = positions_of(base.config)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=vocabulary_of(base), positions=positions
-        )
-        texts = StopTexts(sampling.stop, self.tokenizer)
-        groups: list[list[Completion]] = []
+        base, texts = base_of(self.policy), StopTexts(sampling.stop, self.tokenizer)
+        batches = _batches(requests, max(1, self.max_rows // sampling.num_generations), positions_of(base.config))
         with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
-            for batch in _batches(requests, max(1, self.max_rows // sampling.num_generations), positions):
-                began, completions = time.perf_counter(), self._batch(base, batch, sampling, texts)
-                groups += timed(completions, time.perf_counter() - began)
-                if finished is not None:
-                    for request in batch:
-                        finished(request.index, groups[request.index])
-        return groups
+            return in_batches(batches, lambda batch: self._batch(base, batch, sampling, texts), finished)
 
     def _batch(
         self, base: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, texts: StopTexts

@@ -9,10 +9,12 @@ distribution that it was sampled from. Prompts are tokenised elsewhere.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.base.errors import ConfigError, DataError, VitalSignError
 from posttrain.base.pieces import Pieces
 from posttrain.data.prompts import end_of_turn
-from posttrain.models.families import base_of, eos_token_ids
+from posttrain.models.families import base_of, eos_token_ids, positions_of, vocabulary_of
 
 FinishReason = Literal["stop", "length"]
 
@@ -74,13 +76,14 @@ class Completion:
 Finished = Callable[[int, list[Completion]], None]  # takes the index of a prompt, and its completions
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Generates completions.
 
     A completion's random stream depends only on its prompt's seed and its number: in float32 the same seed gives the
     same tokens, whatever the other requests are.
     """
 
+    policy: nn.Module
     version: int
 
     def generate(
@@ -101,19 +104,47 @@ class Engine(Protocol):
 
         Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room for a completion.
         """
-        ...
+        requests = checked_requests(prompts, sampling, seeds, limits, *self._sizes)
+        return self._completed(requests, sampling, finished)
 
+    @property
+    def _sizes(self) -> tuple[int, int | None]:
+        """The number of token ids, and of positions (None: no limit), of the model."""
+        base = base_of(self.policy)
+        return vocabulary_of(base), positions_of(base.config)
+
+    @abstractmethod
+    def _completed(
+        self, requests: list[Request], sampling: Sampling, finished: Finished | None
+    ) -> list[list[Completion]]:
+        """`generate` for checked prompts."""
+
+    @abstractmethod
     def load(self, policy: nn.Module, version: int) -> None:
         """Use the weights of `policy`, with the adapters that are active when `generate` is called."""
-        ...
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 (some engines keep nothing)
         """Release the memory that is kept between calls; the next call allocates it again."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (some engines have nothing open)
         """Release memory and processes, but not the policy. The engine cannot be used afterwards."""
-        ...
+
+
+def in_batches(
+    batches: Iterable[Sequence[Request]],
+    sample: Callable[[Sequence[Request]], list[list[Completion]]],
+    finished: Finished | None,
+) -> list[list[Completion]]:
+    """The completions of all batches of prompts. A batch's time is divided among its completions, and its prompts are
+    reported to `finished`."""
+    groups: list[list[Completion]] = []
+    for batch in batches:
+        began, completions = time.perf_counter(), sample(batch)
+        groups += timed(completions, time.perf_counter() - began)
+        if finished is not None:
+            for request in batch:
+                finished(request.index, groups[request.index])
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +184,6 @@ def checked_requests(
     sampling: Sampling,
     seeds: Sequence[int] | None,
     limits: Sequence[Sequence[int]] | None,
-    *,
     vocabulary: int,
     positions: int | None,
 ) -> list[Request]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -133,12 +132,7 @@ class Conversing(Generation):
         """Generate until every conversation has ended."""
         while self.waiting or self.rows or self.pending:
             self._resume(block=not (self.waiting or self.rows))
-            if self.admit():
-                self.retire()
-            if self.rows:
-                for _ in range(self.stepper.steps_between_checks):
-                    self.step()
-                self.retire()
+            self.advance()
 
     def _resume(self, block: bool) -> None:
         """Queue the conversations whose next turn is there; with `block`, wait for one."""
@@ -250,8 +244,9 @@ def converse(
     Raises what a future has raised. `num_generations` of `sampling` is not read.
     """
     sampling = replace(sampling, num_generations=1)
-    if isinstance(engine, Conversational):
-        engine.converse(begun, sampling, follow=follow, longest=longest, branching=branching)
+    own = getattr(engine, "converse", None)  # of an engine that keeps conversations between their turns
+    if own is not None:
+        own(begun, sampling, follow=follow, longest=longest, branching=branching)
         return
     pending: dict[Future, Past] = {future: Past(index, [], {}) for index, future in enumerate(begun)}
     while pending:
@@ -266,18 +261,3 @@ def converse(
         for (past, _), tokens, [reply] in zip(turns, whole, replies, strict=True):
             if (future := follow(past.index, reply)) is not None:
                 pending[future] = Past(past.index, [*tokens, *reply.tokens], {})
-
-
-@runtime_checkable
-class Conversational(Protocol):
-    """An engine that keeps conversations between their turns."""
-
-    def converse(
-        self,
-        begun: Sequence[Future[Turn | None]],
-        sampling: Sampling,
-        *,
-        follow: Follow,
-        longest: int,
-        branching: bool = False,
-    ) -> None: ...

@@ -74,15 +74,6 @@ class Answers(Protocol):
     def __call__(self, items: Sequence[Item], found: Found) -> None: ...
 
 
-def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """A Malformed with the reason if the prompt has more tokens than the model has positions, otherwise None."""
-    positions = positions_of(policy.config)
-    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
-        return None
-    reason = f"the prompt leaves no room: it has {len(prompt.tokens):,} tokens, but the model {positions:,} positions"
-    return Malformed("", 0, reason, prompt.row)
-
-
 def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """The suite's template. `auto`: the tokenizer's chat template or, without one, `none`."""
     if suite.template != "auto":
@@ -136,8 +127,9 @@ def ask(
     if not good:
         return bad
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    prompts = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
-    return bad | {item.position: too_long(prompt, policy) or prompt for item, prompt in zip(good, prompts, strict=True)}
+    written, positions = written_by(suite, tokenizer, date), positions_of(policy.config)
+    prompts = prompts_of(records, *written, f"suite {suite.name}", behavior_version, positions)
+    return bad | {item.position: prompt for item, prompt in zip(good, prompts, strict=True)}
 
 
 class _Prompted:

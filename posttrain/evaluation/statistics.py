@@ -22,6 +22,7 @@ from posttrain.base.distributions import sign_test, t_quantile, z_quantile
 Group = TypeVar("Group", bound=Sequence)
 ROUNDING = 1e-12  # relative to the mean; a smaller standard error is the rounding error of equal numbers
 CHUNK = 1 << 22  # resampled values in memory at a time
+POWER = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,29 +204,26 @@ class Paired:
     standard_error: float | None  # clustered by prompt; None: a single prompt
     low: float | None  # None: no spread to estimate it from
     high: float | None
-    smallest: float | None  # the difference that would have been detected with the given power
+    smallest: float | None  # the difference that would have been detected with probability POWER
     wins: int  # prompts on which B's mean score is higher
     losses: int
     ties: int
 
 
-def paired_difference(
-    one_C: Sequence[float], other_C: Sequence[float], confidence: float = 0.95, power: float = 0.8
-) -> Paired:
+def paired_difference(one_C: Sequence[float], other_C: Sequence[float], confidence: float = 0.95) -> Paired:
     """The difference `other` - `one` of the mean scores of C prompts, with its interval.
 
     Args:
         one_C, other_C: for each prompt the mean of its graded scores; each prompt counts once.
         confidence: the interval's coverage, and 1 - alpha of the test for which `smallest` is computed.
-        power: probability with which a true difference of `smallest` is detected.
 
     The standard error, s / √C with ddof 1, is the paired one clustered by prompt (Miller 2024, eq. 8). The interval is
     value ± t·SE with C - 1 degrees of freedom. If every difference is -1, 0 or 1 (one right or wrong answer each), it
     is that of Bonett & Price (2012), which adds one prompt won and one lost: it keeps its coverage for few prompts and
     few differences, and never has zero width.
 
-    The smallest detectable difference is (z_{confidence} + z_{power}) · SE (Miller 2024, eq. 9), where SE is the
-    standard error from which the interval was computed.
+    The smallest difference that is detected with probability POWER is (z_{confidence} + z_{POWER}) · SE (Miller 2024,
+    eq. 9), where SE is the standard error from which the interval was computed.
 
     Raises ValueError if there is no prompt.
     """
@@ -241,7 +239,7 @@ def paired_difference(
         used = error
         half = t_quantile(confidence, count - 1) * error if error else None
         low, high = (None, None) if half is None else (value - half, value + half)
-    smallest = (z_quantile(confidence) + NormalDist().inv_cdf(power)) * used if used else None
+    smallest = (z_quantile(confidence) + NormalDist().inv_cdf(POWER)) * used if used else None
     wins, losses = int((difference_C > 0).sum()), int((difference_C < 0).sum())
     return Paired(value, error, low, high, smallest, wins, losses, count - wins - losses)
 

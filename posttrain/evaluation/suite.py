@@ -5,9 +5,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from posttrain.base.console import text_table
 from posttrain.base.errors import ConfigError, RewardError
 from posttrain.base.files import path_of
 from posttrain.config.reading.explain import checked
@@ -72,11 +72,7 @@ def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:
 
 def suites_table() -> Table:
     """A table of the built-in suites, for the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("suite")
-    table.add_column("items", justify="right")
-    table.add_column("rule")
-    table.add_column("what is asked", overflow="fold")
+    table = text_table("suite", "items", "rule", "what is asked", left=("suite", "rule", "what is asked"))
     for name in suite_names():
         suite = find_suite(name)
         rule = suite.rule if suite.kind == "generate" else suite.kind

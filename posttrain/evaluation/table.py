@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted
 from posttrain.reports.chart import Line, chart
@@ -29,18 +28,13 @@ def show(summaries: Summaries) -> None:
 
 
 def table(summaries: Summaries) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     models = _models(summaries)
     entries = [(models[folder], suite) for folder, summary in summaries.items() for suite in summary["suites"].values()]
-    if len(summaries) > 1:
-        shown.add_column("model", overflow="fold")
-    shown.add_column("suite", overflow="fold")
     swept = any(suite["setting"] for _, suite in entries)
-    if swept:
-        shown.add_column("setting", overflow="fold")
     most = max((int(k) for _, suite in entries if swept for k in suite.get("pass@k", ())), default=0)
-    for name in ("score", "95 % interval", *([f"pass@{most}"] if most else []), "graded", "tokens"):
-        shown.add_column(name, justify="right")
+    texts = [*(["model"] if len(summaries) > 1 else []), "suite", *(["setting"] if swept else [])]
+    numbers = ["score", "95 % interval", *([f"pass@{most}"] if most else []), "graded", "tokens"]
+    shown = text_table(*texts, *numbers, left=texts)
     for model, suite in entries:
         cells = [visible(model)] if len(summaries) > 1 else []
         cells += [f"{suite['suite']}{'*' if suite['partial'] else ''}"]
@@ -67,10 +61,7 @@ def _named(summaries: Summaries) -> Iterator[tuple[str, str, Mapping[str, Any]]]
 
 
 def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column(visible(name), overflow="fold")
-    for column in ("score", "items"):
-        shown.add_column(column, justify="right")
+    shown = text_table(visible(name), "score", "items", left=[visible(name)])
     for group, facts in groups.items():
         shown.add_row(visible(group), percent(facts["value"]), f"{facts['items']:,}")
     return shown

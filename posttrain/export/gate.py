@@ -11,11 +11,10 @@ from statistics import fmean
 from typing import Literal
 
 import torch
-from rich import box
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from posttrain.base.console import progress
+from posttrain.base.console import progress, text_table
 from posttrain.base.distributions import t_quantile
 from posttrain.base.words import counted
 from posttrain.batch import Example, pack
@@ -158,9 +157,7 @@ def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], li
 
 def table(checks: Sequence[Check]) -> Table:
     """The checks as a table for the terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in TITLES:
-        shown.add_column(name, justify="right" if name in TITLES[1:-1] else "left", overflow="fold")
+    shown = text_table(*TITLES, left=("check", ""))
     for check in checks:
         shown.add_row(*cells(check))
     return shown

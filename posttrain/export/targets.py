@@ -13,13 +13,12 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 
 from posttrain.base.errors import ModelError, RunError
 from posttrain.base.files import put_folder, settle
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.words import first_line, in_units
-from posttrain.runs.atomic import cannot_write
+from posttrain.runs.atomic import writing
 
 NO_ROOM = "nothing was written, and the model is intact: free some space, or give --output on another disk"
 
@@ -44,12 +43,10 @@ def put(target: Path, write: Callable[[Path], None], overwrite: bool, mark: str)
         for path in folder.glob("*.safetensors"):  # safetensors creates files that only their owner can read
             path.chmod((folder / mark).stat().st_mode)
 
-    try:
+    with writing(target, NO_ROOM):
         target.parent.mkdir(parents=True, exist_ok=True)
         settle(target.parent, target.name)  # leftovers of a killed export
         put_folder(target, readable, replace=overwrite)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(target, error, NO_ROOM) from error
     if not (target / mark).is_file():
         raise RunError(f"{target} was created meanwhile and is not replaced: give another folder with --output")
 
@@ -58,8 +55,8 @@ def refuse_full_disk(target: Path, size: int) -> None:
     """Raise RunError if the weights do not fit on the disk."""
     free = shutil.disk_usage(next(parent for parent in target.absolute().parents if parent.is_dir())).free
     if free < size:
-        full = OSError(errno.ENOSPC, f"{in_units(size)} needed, {in_units(free)} free")
-        raise cannot_write(target, full, NO_ROOM)
+        with writing(target, NO_ROOM):
+            raise OSError(errno.ENOSPC, f"{in_units(size)} needed, {in_units(free)} free")
 
 
 # Files that the hub creates. A repository with other files is not empty.

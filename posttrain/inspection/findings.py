@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
-from rich import box
 from rich.table import Table
 
+from posttrain.base.console import text_table
 from posttrain.base.words import counted
 from posttrain.config import DataConfig
 from posttrain.config.schema.rollout import RolloutConfig
@@ -49,9 +49,8 @@ def format_of(data: DataConfig) -> InFormat | None:
 def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
     """A table by prompt or, for several temperatures, by temperature, with the mean of the prompts' spreads."""
     sweep = len(measured) > 1
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
-        shown.add_column(name, justify="right")
+    names = ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ()))
+    shown = text_table(*names, left=(), title=title)
     for temperature, prompts in measured.items():
         if sweep:
             same = [float(len(set(prompt.rewards)) < 2) for prompt in prompts if prompt.rewards]

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.evaluation.table import percent
 from posttrain.inspection.losslab import Lab
 from posttrain.reports.design import LIGHT, diverging, text_on
 from posttrain.reports.drawing import Drawing, write_drawings
@@ -58,7 +59,7 @@ def _losses(lab: Lab) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, (row, cosine) in enumerate(zip(lab.rows, lab.cosines[0], strict=True), start=1):
         cells = [_number(row.loss), _number(row.norm), "-" if cosine is None else f"{cosine:+.3f}"]
-        cells += [_share(row.clipped), _share(row.clipped_last)]
+        cells += [percent(row.clipped), percent(row.clipped_last)]
         table.add_row(str(number), row.variant.label, *cells[: len(columns)])
     return table
 
@@ -140,7 +141,3 @@ def _short(cosine: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from posttrain.base.errors import DataError, PosttrainError
 from posttrain.base.files import path_of
 from posttrain.config.schema.suite import SuiteConfig
+from posttrain.data.holdout import mixed
 from posttrain.data.readers import read_files
 from posttrain.evaluation.items import FIELD, load_items
 from posttrain.evaluation.suite import find_suite, suite_names, with_settings
@@ -31,7 +32,6 @@ from posttrain.inspection.texts import (
     Corpus,
     Texts,
     jaccard,
-    mixed,
     ngrams,
     ngrams_of_each,
     shingles,

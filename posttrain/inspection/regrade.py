@@ -59,14 +59,7 @@ def regrade(folder: Path, settings: Sequence[Reward], step: int | None = None) -
     tokenizer, changed, counts, approximate = tokenizer_of(folder), [], Counter[str](), False
     with (
         StoredRun(folder) as stored,
-        Rewards(
-            settings,
-            tags=config.data.tags,
-            devices=config.devices,
-            max_completion_length=config.rollout.max_completion_length,
-            date=config.data.date,
-            environments=stored.environments() if config.acts else (),
-        ) as rewards,
+        Rewards.of_run(config, settings, environments=stored.environments() if config.acts else ()) as rewards,
     ):
         if step is not None:
             stored.require(step)

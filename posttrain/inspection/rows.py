@@ -24,11 +24,10 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
-from posttrain.evaluation.answering import too_long
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.families import check_longest
-from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
+from posttrain.models.families import check_longest, positions_of
+from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
 from posttrain.runs.files import ready_to_write, save_rows
 from posttrain.sampler import sampling_of
 from posttrain.scoring import RewardScorer, Scorer
@@ -65,10 +64,9 @@ def generate(
     device = take_device(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
-    prompts = prompts_of(records, data, tokenizer, str(file), behavior_version)
+    prompts = prompts_of(records, data, tokenizer, str(file), behavior_version, positions_of(load_config(model)))
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer, data.template != "none"), seed)
-    prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
         began = time.perf_counter()

@@ -14,11 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.base.errors import DataError, RunError
 from posttrain.base.terminal import visible
 from posttrain.base.threads import sharing_cores
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig
-from posttrain.config.schema.environments import EnvironmentConfig
-from posttrain.config.schema.rewards import Reward
-from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config import DataConfig, RunConfig
 from posttrain.data.prompts import Prompt, completion_faults, prompts_of, stop_faults
+from posttrain.data.reading import malformed_of
 from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
@@ -26,32 +24,16 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.environments.episode import start_of
 from posttrain.environments.episodes import Episodes, Limits, acting
 from posttrain.environments.trajectory import Trajectory, rewarded_as
-from posttrain.evaluation.answering import too_long
 from posttrain.inspection.findings import InFormat, Measured, format_of, over_temperatures, shown_number, table, tags_of
 from posttrain.inspection.rows import generate_all
 from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.families import positions_of
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
-from posttrain.rewards import compose
+from posttrain.rewards.compose import Rewards
 from posttrain.rewards.parts import RewardInput
 from posttrain.sampler import sampling_of, to_reward
 
 SHOWN = 2_000  # maximum characters printed of a completion; the middle of a longer one is omitted
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The training settings that affect completions: model, prompts and sampling."""
-
-    model: ModelConfig
-    data: DataConfig
-    rewards: tuple[Reward, ...]
-    rollout: RolloutConfig
-    devices: DevicesConfig
-    longest_prompt: int | None  # tokens; training drops longer prompts
-    seed: int  # for the rows of a built-in task
-    behavior_version: int = 2  # that of the run
-    environments: tuple[EnvironmentConfig, ...] = ()
-    tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +61,8 @@ class SampledGroup:
 
 @sharing_cores()
 def sample(
-    setup: Setup,
+    config: RunConfig,
+    longest_prompt: int | None,
     temperatures: Sequence[float],
     num_prompts: int,
     num_generations: int,
@@ -90,25 +73,25 @@ def sample(
     """Sample and reward completions at each temperature, and print `show` completions of every prompt.
 
     Then print a table, tokenisation problems, and suggestions. The table has a line per prompt or, with several
-    temperatures, per temperature.
+    temperatures, per temperature. Prompts of over `longest_prompt` tokens are not used, as in training.
     """
-    if is_reward_model(setup.model):
-        raise RunError(f"{setup.model.path} is a reward model, which cannot generate completions: sample from a policy")
-    device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
-    policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
-    rollout = setup.rollout
-    prompts, unused = first_prompts(
-        setup.data, policy, tokenizer, num_prompts, setup.seed, setup.behavior_version, setup.longest_prompt
-    )
-    stops = stop_token_ids(policy, tokenizer, setup.data.template != "none")
+    model, rollout = config.models[0], config.rollout
+    if is_reward_model(model):
+        raise RunError(f"{model.path} is a reward model, which cannot generate completions: sample from a policy")
+    device, tokenizer = take_device(config.devices), load_tokenizer(model)
+    policy = load_model(model, "lm", compute_dtype(model, device), device)
+    of_run = config.seed, config.behavior_version, longest_prompt
+    prompts, unused = first_prompts(config.data, policy, tokenizer, num_prompts, *of_run)
+    stops = stop_token_ids(policy, tokenizer, config.data.template != "none")
     sampling = sampling_of(rollout, num_generations, stops, seed)
     sampled: dict[float, list[SampledGroup]] = {}
     with ExitStack() as resources:
         engine = resources.enter_context(closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)))
         episodes = None
-        if setup.environments or setup.tools:
-            episodes = resources.enter_context(episodes_of(setup, engine, policy, tokenizer))
-        rewards = resources.enter_context(rewards_of(setup, episodes))
+        if config.environments or config.tools:
+            room = longest_prompt or config.data.max_length
+            episodes = resources.enter_context(episodes_of(config, room, engine, policy, tokenizer))
+        rewards = resources.enter_context(rewards_of(config, episodes))
         for temperature in temperatures:
             at = replace(sampling, temperature=temperature)
             if episodes is None:
@@ -118,19 +101,19 @@ def sample(
                 groups = acted(episodes, prompts, at, tokenizer, live)
             sampled[temperature] = groups if rewards is None else rewarded(groups, rewards)
 
-    in_format = format_of(setup.data)
+    in_format = format_of(config.data)
     measured = {at: [group.measure(in_format) for group in groups] for at, groups in sampled.items()}
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
-    if str(limit := setup.data.max_prompt_length).startswith("p"):
+    if str(limit := config.data.max_prompt_length).startswith("p"):
         console.print(
             Text(f"data.max_prompt_length: {limit} is not applied: training computes it from all its prompts")
         )
     show_completions(sampled, show, console)
-    console.print(table(measured, setup.model.path))
+    console.print(table(measured, model.path))
     # What tools write is not tokenised with what the model writes.
     tokenised = list(itertools.chain(*sampled.values())) if episodes is None else []
-    for fault in token_faults(setup, tokenizer, stops, tokenised):
+    for fault in token_faults(config, tokenizer, stops, tokenised):
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
@@ -159,14 +142,12 @@ def first_prompts(
     records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
     usable: list[Prompt] = []
     unused: list[Malformed] = []
-    prompts = prompts_of(records, data, tokenizer, source, behavior_version)
-    for record, read in zip(records, prompts, strict=True):
-        prompt, most = too_long(read, policy) or read, longest or 1 << 62
+    prompts = prompts_of(records, data, tokenizer, source, behavior_version, positions_of(policy.config))
+    for record, prompt in zip(records, prompts, strict=True):
         if isinstance(prompt, Malformed):
-            unused.append(Malformed(record.file, record.line, prompt.reason, record.row))
-        elif len(prompt.tokens) > most:
-            reason = f"{len(prompt.tokens):,} tokens, but training allows {most:,}"
-            unused.append(Malformed(record.file, record.line, reason, record.row))
+            unused.append(prompt)
+        elif longest and len(prompt.tokens) > longest:
+            unused.append(malformed_of(record, f"{len(prompt.tokens):,} tokens, but training allows {longest:,}"))
         else:
             usable.append(prompt)
         if len(usable) == count:
@@ -176,29 +157,23 @@ def first_prompts(
     return usable, unused
 
 
-def rewards_of(setup: Setup, episodes: Episodes | None) -> AbstractContextManager[compose.Rewards | None]:
+def rewards_of(config: RunConfig, episodes: Episodes | None) -> AbstractContextManager[Rewards | None]:
     """A context manager with the rewards of training; None if there are none."""
     kinds = [] if episodes is None else [kind for kind in episodes.environments.kinds.values() if kind.rewards]
-    if not setup.rewards and not kinds:
+    if not config.rewards and not kinds:
         return nullcontext()
-    return compose.Rewards(
-        setup.rewards,
-        tags=setup.data.tags,
-        devices=setup.devices,
-        max_completion_length=setup.rollout.max_completion_length,
-        environments=list(dict.fromkeys(kind.title for kind in kinds)),
-    )
+    titles = list(dict.fromkeys(kind.title for kind in kinds))
+    return Rewards.of_run(config, config.rewards, environments=titles)
 
 
 def episodes_of(
-    setup: Setup, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, room: int, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> AbstractContextManager[Episodes]:
-    """Episodes with the limits of training."""
-    room = setup.longest_prompt or setup.data.max_length
-    limits = Limits.of(setup.rollout, room, policy.config, behavior_version=setup.behavior_version)
-    return acting(
-        setup.environments, setup.tools, engine, tokenizer, limits, setup.rollout.environment_workers, setup.data.date
-    )
+    """Episodes with the limits of training and prompts of at most `room` tokens."""
+    rollout = config.rollout
+    limits = Limits.of(rollout, room, policy.config, behavior_version=config.behavior_version)
+    workers, date = rollout.environment_workers, config.data.date
+    return acting(config.environments, config.tools, engine, tokenizer, limits, workers, date)
 
 
 class Live:
@@ -253,7 +228,7 @@ def acted(
     return groups
 
 
-def rewarded(groups: Sequence[SampledGroup], rewards: compose.Rewards) -> list[SampledGroup]:
+def rewarded(groups: Sequence[SampledGroup], rewards: Rewards) -> list[SampledGroup]:
     """The groups with their rewards; the completions of all groups are rewarded together."""
     results = iter(rewards([completion for group in groups for completion in group.inputs]))
     made = []
@@ -268,7 +243,7 @@ def rewarded(groups: Sequence[SampledGroup], rewards: compose.Rewards) -> list[S
 
 
 def token_faults(
-    setup: Setup, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], sampled: Sequence[SampledGroup]
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], sampled: Sequence[SampledGroup]
 ) -> list[str]:
     """Problems with stop tokens and tags."""
     completions = [
@@ -278,8 +253,8 @@ def token_faults(
         if (tokens := [token for token in completion.tokens if token not in stops])
     ]
     return [
-        *stop_faults(tokenizer, stops, setup.rollout.stop, setup.data.template != "none"),
-        *completion_faults(completions, tags_of(setup.data), tokenizer),
+        *stop_faults(tokenizer, stops, config.rollout.stop, config.data.template != "none"),
+        *completion_faults(completions, tags_of(config.data), tokenizer),
     ]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from posttrain.base.console import progress
 from posttrain.data import Prepared
+from posttrain.data.holdout import mixed
 from posttrain.data.rows import Row, Turns
 
 Array = np.ndarray
@@ -53,13 +54,6 @@ class Texts:
     @property
     def lengths(self) -> Array:
         return np.diff(self.starts)
-
-
-def mixed(value: Array) -> Array:
-    """A bijection of 64 bits whose output bits depend on all input bits (SplitMix64's last step)."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def ngrams(words: Array, n: int) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from posttrain.base.errors import RewardError
 from posttrain.base.words import counted
-from posttrain.config import DevicesConfig, TagsConfig
+from posttrain.config import DevicesConfig, RunConfig, TagsConfig
 from posttrain.config.schema.rewards import (
     ALL_ZERO,
     JudgeReward,
@@ -104,6 +104,15 @@ class Rewards:
         except BaseException:
             self.close(keep=False)
             raise
+
+    @classmethod
+    def of_run(cls, config: RunConfig, settings: Sequence[Reward], **others: Any) -> Self:
+        """These rewards with the settings, the date and the behavior_version of a run, except for what `others`
+        replaces."""
+        own = {"tags": config.data.tags, "devices": config.devices, "date": config.data.date}
+        own["max_completion_length"], version = config.rollout.max_completion_length, config.behavior_version
+        own |= {"zeros_count": version < 2, "sampled_ids": version >= 2, "names_functions": version >= 4}
+        return cls(settings, **own | others)
 
     def __call__(self, completions: Sequence[RewardInput], state: TrainerState | None = None) -> Rewarded:
         """Reward each completion. Rules grade and judges reply while other rewards compute. An episode whose

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from posttrain import runner
-from posttrain.base.console import PlainConsole
+from posttrain.base.console import PlainConsole, text_table
 from posttrain.base.errors import PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.base.redaction import redact
 from posttrain.base.words import counted
@@ -25,8 +25,8 @@ from posttrain.runner import trials
 from posttrain.runner.pipeline import is_as_long
 from posttrain.runner.trials import Sweep, Trial
 from posttrain.runs.files import load_json
-from posttrain.runs.finding import remove_run
 from posttrain.runs.folder import LOCK, FolderLock
+from posttrain.runs.managing.removing import delete
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
 from posttrain.runs.rollouts import NAME as ROLLOUTS
@@ -158,7 +158,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
             if overwrite:  # deletes the trials, then the sweep's own files
                 for trial in trials.read_sweep(root).trials:
                     if (root / trial.name / "run.json").is_file():
-                        remove_run(root / trial.name)
+                        delete(root / trial.name, force=True)
                 shutil.rmtree(root / COMPARISON, ignore_errors=True)
                 for name in (PICTURE, trials.NAME):
                     (root / name).unlink(missing_ok=True)
@@ -224,7 +224,7 @@ LOGARITHMIC = 10  # an axis is logarithmic if its largest value is at least this
 def table(sweep: Sweep) -> Table:
     """The table of trials, best first."""
     names = trials.short_names(list(sweep.trials[0].settings))
-    shown = trials.table_of("trial", *names.values(), "value", "steps", "time", "")
+    shown = text_table("trial", *names.values(), "value", "steps", "time", "", left=trials.TEXTS)
     shown.title, shown.title_justify = f"value: {sweep.metric} at the last evaluation", "left"
     for trial in sweep.ranked():
         took = "" if trial.seconds is None else duration(trial.seconds)
@@ -239,7 +239,7 @@ def table(sweep: Sweep) -> Table:
 def over_seeds(sweep: Sweep) -> Table:
     """Mean and standard deviation of the finished trials that differ only in their seed, best first."""
     names = [name for path, name in trials.short_names(list(sweep.trials[0].settings)).items() if path != "seed"]
-    shown = trials.table_of(*names, "mean", "std", "seeds")
+    shown = text_table(*names, "mean", "std", "seeds", left=trials.TEXTS)
     for settings, members in sweep.groups():
         values = [trial.value for trial in members if trial.value is not None]
         spread = f"{statistics.stdev(values):.2g}" if len(values) > 1 else "-"

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
+from posttrain.base.console import text_table
 from posttrain.base.errors import ConfigError, RunError
 from posttrain.runs.files import load_json, save_json
 
 MOST_TRIALS = 10_000
 RANGE = re.compile(r"(?P<low>[-+]?[\d.]+(?:e[-+]?\d+)?)\.\.(?P<high>[-+]?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
 CLOSING = {"[": "]", "{": "}", "(": ")", '"': '"', "'": "'"}
+TEXTS = ("trial", "folder", "")  # columns of texts in tables of trials
 ATTEMPTS = 1000  # attempts per trial to sample settings that no other trial has
 
 Settings = dict[str, str]  # dotted path -> value as typed
@@ -317,15 +318,7 @@ def curve_of(lines: Sequence[Mapping[str, float | None]], metric: str) -> list[t
 def planned(sweep: Sweep) -> Table:
     """The table of trials before they run, with the state of trials that an earlier sweep started."""
     names = short_names(list(sweep.trials[0].settings))
-    shown = table_of("folder", *names.values(), "")
+    shown = text_table("folder", *names.values(), "", left=TEXTS)
     for trial in sweep.trials:
         shown.add_row(trial.name, *trial.settings.values(), "" if trial.state == WAITING else trial.state)
-    return shown
-
-
-def table_of(*columns: str) -> Table:
-    """An empty table of trials."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in columns:
-        shown.add_column(name, justify="left" if name in ("trial", "folder", "") else "right", overflow="fold")
     return shown

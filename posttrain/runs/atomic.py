@@ -64,18 +64,13 @@ GO_ON = (
 
 @contextmanager
 def writing(path: Path, full: str = GO_ON) -> Iterator[None]:
-    """A context in which a failed write becomes the RunError of `cannot_write`."""
+    """A context in which a failed write becomes a RunError; `full` is the remedy if the disk is full."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error, full) from error
-
-
-def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON) -> RunError:
-    """The error for a failed write; `full` is the remedy if the disk is full."""
-    if _number(error) in FULL:
-        return RunError(f"no space to write {path} ({_reason(error)}): {full}")
-    return RunError(f"cannot write {path}: {_reason(error)}")
+        if _number(error) in FULL:
+            raise RunError(f"no space to write {path} ({_reason(error)}): {full}") from error
+        raise RunError(f"cannot write {path}: {_reason(error)}") from error
 
 
 def _number(error: OSError | SafetensorError) -> int | None:

@@ -13,9 +13,8 @@ from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER
 from posttrain.base.terminal import CONTROLS, escaped
 from posttrain.base.words import SAVED, counted, model_name
-from posttrain.runs.atomic import remove_folder
 from posttrain.runs.checkpoint import newest_complete
-from posttrain.runs.folder import FolderLock, check_run_folder, refuse_occupied
+from posttrain.runs.folder import FolderLock
 
 RUN_FILE = "run.json"
 SNAPSHOTS = ".snapshots"  # folder next to the runs, with full copies of some of them
@@ -28,7 +27,7 @@ NAME_BYTES = 200
 
 def find_runs(output_dir: Path) -> list[Path]:
     """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
-    return sorted(Path(folder) for folder in _measured(output_dir))
+    return sorted(map(Path, _measured(output_dir)))
 
 
 def measured_runs(output_dir: Path) -> list[tuple[Path, int, float]]:
@@ -116,19 +115,6 @@ def locate_model(model: str) -> tuple[str, str, Path]:
         return str(saved), f"{saved.parent.name}/{saved.name}", saved.parent / "evaluation" / saved.name
     name = model_name(model)
     return str(saved or model), name, Path("evaluations") / name
-
-
-def remove_run(folder: Path) -> None:
-    """Delete a run folder and its content; links in it are removed, not followed.
-
-    Raises RunError if it is not a run folder, contains other runs or is a link, or if a process runs in it.
-    """
-    if folder.is_symlink():
-        raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
-    check_run_folder(folder)
-    refuse_occupied(folder, overwrite=True)
-    with held([folder]):
-        remove_folder(folder)
 
 
 def is_inside(path: Path, folder: Path) -> bool:

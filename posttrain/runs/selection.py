@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -101,7 +101,3 @@ def _rows(
                 counts["equal to the mean"] += 1
             else:
                 yield {"prompt": asked, "completion": completed(done), "label": reward > least}
-
-
-def lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -306,14 +306,7 @@ def _recorder(served: Served, folder: Path) -> Recorder:
     config = served.graded_by
     if config is None:
         return Recorder(folder, EpisodeRewards((), environments=[TITLE]))
-    rewards = EpisodeRewards(
-        config.rewards,
-        tags=config.data.tags,
-        devices=served.devices,
-        max_completion_length=config.rollout.max_completion_length,
-        date=config.data.date,
-        environments=[TITLE],
-    )
+    rewards = EpisodeRewards.of_run(config, config.rewards, devices=served.devices, environments=[TITLE])
     return Recorder(folder, rewards)
 
 

@@ -71,9 +71,11 @@ class Templated(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_variables(cls, values: Any) -> Any:
-        null = isinstance(values, dict) and values.get("chat_template_kwargs", {}) is None
-        return values | {"chat_template_kwargs": {}} if null else values
+    def _defaults_of_null(cls, values: Any) -> Any:
+        """Treat `null` as the default in these, as OpenAI does in others."""
+        names = ("chat_template_kwargs", "tools", "tool_choice")
+        unset = [name for name in names if isinstance(values, dict) and values.get(name, 0) is None]
+        return {name: value for name, value in values.items() if name not in unset} if unset else values
 
 
 class StreamOptions(BaseModel):
@@ -98,7 +100,7 @@ class Sampled(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_null(cls, values: Any) -> Any:
+    def _no_null(cls, values: Any) -> Any:
         """Treat `null` as the default, as OpenAI does."""
         if not isinstance(values, dict):
             return values
@@ -220,12 +222,6 @@ class RenderRequest(Templated):
     continue_final_message: bool = False  # continue the assistant's last message; not in OpenAI's API
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_tools(cls, values: Any) -> Any:
-        unset = [name for name in ("tools", "tool_choice") if isinstance(values, dict) and values.get(name, 0) is None]
-        return {name: value for name, value in values.items() if name not in unset} if unset else values
 
     @property
     def used_tools(self) -> list[Json]:

@@ -130,16 +130,10 @@ class _Samplers:
         kinds = [] if self._environments is None else self._environments.kinds.values()
         if not settings and not kinds:
             return None
-        rewards = Rewards(
+        rewards = Rewards.of_run(
+            config,
             settings,
-            tags=config.data.tags,
-            devices=config.devices,
-            max_completion_length=config.rollout.max_completion_length,
             workers=workers_of(self._job.ranks.locals),
-            zeros_count=config.behavior_version < 2,
-            sampled_ids=config.behavior_version >= 2,
-            names_functions=config.behavior_version >= 4,
-            date=config.data.date,
             environments=list(dict.fromkeys(kind.title for kind in kinds)),
         )
         return self._resources.enter_context(rewards)

@@ -12,7 +12,6 @@ import copy
 import json
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,14 +31,14 @@ from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import (
     Completion,
+    Engine,
     Finished,
     Request,
     Sampling,
     StopTexts,
-    checked_requests,
+    in_batches,
     not_finite,
     seed_of,
-    timed,
 )
 from posttrain.engines.vllm.client import Address, Server, side_by_side
 from posttrain.engines.vllm.core import Core, RawCompletion
@@ -65,7 +64,7 @@ AT_ONCE = 1024  # maximum number of completions requested at a time, if the call
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Engine that uses vLLM, with the sampling of the other engines: in float32 the same seed gives the same tokens.
 
     `load` copies the weights, with active adapters merged. If adapters are switched later, the weights are pushed
@@ -106,29 +105,20 @@ class VllmEngine:
         with whole(policy):
             self._push()
 
-    def release(self) -> None:
-        """Do nothing: vLLM keeps its memory, which rollout.vllm.gpu_memory_utilization limits."""
-
     def close(self) -> None:
         """Stop the server, if we started one, and release memory."""
         self.host.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[Sequence[int]] | None = None,
-        finished: Finished | None = None,
+    @property
+    def _sizes(self) -> tuple[int, int | None]:
+        positions = positions_of(base_of(self.policy).config) or self.host.positions
+        return self.host.vocabulary, min(self.host.positions, positions)
+
+    def _completed(
+        self, requests: list[Request], sampling: Sampling, finished: Finished | None
     ) -> list[list[Completion]]:
-        config = base_of(self.policy).config
-        positions = min(self.host.positions, positions_of(config) or self.host.positions)
-        requests = checked_requests(
-            prompts, sampling, seeds, limits, vocabulary=self.host.vocabulary, positions=positions
-        )
         StopTexts(sampling.stop, self.tokenizer)  # refuses stop strings without a tokenizer
-        check_positions(config, max((request.longest for request in requests), default=0))
+        check_positions(base_of(self.policy).config, max((request.longest for request in requests), default=0))
         if not requests and self._ranks.size == 1:
             return []
         if adapters_of(self.policy) != self._adapters:
@@ -136,16 +126,13 @@ class VllmEngine:
                 raise VitalSignError("adapters were switched on several ranks, but the weights were not pushed")
             self._push()
         at_once = max(1, len(requests) if finished is None else AT_ONCE // sampling.num_generations)
-        groups: list[list[Completion]] = []
-        for start in range(0, max(1, len(requests)), at_once):
-            batch, began = requests[start : start + at_once], time.perf_counter()
+        batches = (requests[start : start + at_once] for start in range(0, max(1, len(requests)), at_once))
+
+        def sample(batch: Sequence[Request]) -> list[list[Completion]]:
             sampled = _finite(self.host.generate(self._mark, batch, sampling))
-            completions = [[_completion(raw, self.version) for raw in group] for group in sampled]
-            groups += timed(completions, time.perf_counter() - began)
-            if finished is not None:
-                for request in batch:
-                    finished(request.index, groups[request.index])
-        return groups
+            return [[_completion(raw, self.version) for raw in group] for group in sampled]
+
+        return in_batches(batches, sample, finished)
 
     @property
     def _mark(self) -> str:
@@ -168,8 +155,7 @@ class VllmEngine:
         """Sample a few tokens, and compare their log-probabilities with the trainer's."""
         base = base_of(self.policy)
         prompt = [token % self.host.vocabulary for token in (3, 1, 4, 1)]
-        room = min(positions_of(base.config) or self.host.positions, self.host.positions) - len(prompt) + 1
-        count = min(PROBE_TOKENS, room)
+        count = min(PROBE_TOKENS, (self._sizes[1] or 0) - len(prompt) + 1)
         if count < 1:
             return
         [[sampled]] = _finite(generate([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count)))

@@ -293,7 +293,7 @@ def verdict(difference: Difference) -> str:
     if is_shown and value < 0:  # from the better side
         value, low, high = -value, None if high is None else -high, None if low is None else -low
     sign = "" if is_shown else "+"
-    between = "" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}; "
+    between = "" if low is None or high is None else f"{interval(low, high, sign)}; "
     amount = f"{value:{sign}.3f} ({between}{p_text(difference.p_adjusted)})"
     if is_shown:
         return f"{difference.better} is better than {a if difference.better == b else b} by {amount}."
@@ -303,6 +303,10 @@ def verdict(difference: Difference) -> str:
     if (smallest := difference.paired.smallest) is None:
         return none
     return f"{none} A difference of {smallest:.3f} would have been detected in 80 % of cases."
+
+
+def interval(low: float | None, high: float | None, sign: str = "") -> str:
+    return "-" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
 
 
 def p_text(p: float) -> str:

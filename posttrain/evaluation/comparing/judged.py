@@ -12,7 +12,7 @@ from posttrain.base.errors import RunError
 from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.evaluation.comparing.differences import Answers, holm, matched, p_text
+from posttrain.evaluation.comparing.differences import Answers, holm, interval, matched, p_text
 from posttrain.evaluation.comparing.sources import Side
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import mean_by_prompt
@@ -101,11 +101,17 @@ def judged_table(judged: Sequence[Judged], percent: str) -> Table:
     shown = numbers_table("judged", "win rate", f"{percent} interval", "won/lost/tied", "p", "no verdict")
     for one in judged:
         facts = one.summary
-        between = "-" if one.low is None else f"{one.low:.3f} to {one.high:.3f}"
         counts = f"{facts.wins:,}/{facts.losses:,}/{facts.ties:,}"
         rate = "-" if one.low is None else f"{facts.win_rate:.3f}"
         p = p_text(one.p_adjusted)[2:].removeprefix("= ")
-        shown.add_row(f"{one.suite}: {one.b} - {one.a}", rate, between, counts, p, f"{facts.without_verdict:,}")
+        shown.add_row(
+            f"{one.suite}: {one.b} - {one.a}",
+            rate,
+            interval(one.low, one.high),
+            counts,
+            p,
+            f"{facts.without_verdict:,}",
+        )
     return shown
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from posttrain import __version__
 from posttrain.base.console import cells_of, numbers_table
 from posttrain.base.words import counted
-from posttrain.evaluation.comparing.differences import Comparison, Difference, Flip, Suite, p_text, verdict
+from posttrain.evaluation.comparing.differences import Comparison, Difference, Flip, Suite, interval, p_text, verdict
 from posttrain.evaluation.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
 from posttrain.evaluation.records import Answer
 from posttrain.reports import page as pages
@@ -84,10 +84,6 @@ def differences_table(suite: Suite, percent: str) -> Table:
             "-" if paired.smallest is None else f"{paired.smallest:.3f}",
         )
     return shown
-
-
-def interval(low: float | None, high: float | None, sign: str = "") -> str:
-    return "-" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
 
 
 def notes(suite: Suite) -> Iterator[str]:

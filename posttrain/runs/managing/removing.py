@@ -18,10 +18,10 @@ from posttrain.runs.finding import (
     held,
     is_garbage,
     is_group,
-    remove_run,
     root_of,
     size_of,
 )
+from posttrain.runs.folder import refuse_occupied
 from posttrain.runs.managing.paths import Need, finish_renaming, needed, refuse_needed, within
 
 ASIDE = ".set-aside"
@@ -53,7 +53,8 @@ class Plan:
 def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> None:
     """Delete the folder of a run, or of a whole run, with its content; links are removed, not followed.
 
-    Raises RunError if a process runs in it, if it is a link or not a run, or, without `force`, if other runs need it.
+    Raises RunError if a process runs in it, if it is a link or not a run, if it is a run with other runs in it, or,
+    without `force`, if other runs need it.
     """
     if target.is_symlink():
         raise RunError(f"{target} is a link to {target.resolve()}: give that folder, or remove the link yourself")
@@ -61,8 +62,7 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
     if not force:
         refuse_needed([target], beside, f"{target} is not deleted")
     if runs == [target]:
-        remove_run(target)
-        return
+        refuse_occupied(target, overwrite=True)  # it may contain other runs
     with held(runs):
         remove_folder(target)
 
