@@ -194,10 +194,19 @@ def test_actions_are_forms_of_these_pages(ui, runs):
     assert not (runs / "configs").exists()
 
 
+def test_a_folder_that_does_not_exist_yet_is_served(tmp_path):
+    with served("ui", tmp_path / "nowhere", "--no-browser") as (found, _):
+        page = fetch(found)
+        assert "There are no runs yet" in page and "0 runs" in page and str(tmp_path / "nowhere") in page
+        for path in ("/rollouts", "/evaluations", "/data", "/new", "/run?run=x"):
+            assert "0 runs" in shown(found, path) and "cannot be shown" not in shown(found, path)
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_what_cannot_be_served_is_said(runs, tmp_path, capsys):
     port = str(free_port())
     for arguments, words in (
-        ([str(tmp_path / "nowhere")], "there is no folder"),
+        ([str(runs / "saved/run.json")], "is a file"),
         ([str(runs), "--host", "0.0.0.0"], "give a --token"),
         ([str(runs), "--host", "0.0.0.0", "--token", "short"], "can be guessed"),
     ):
