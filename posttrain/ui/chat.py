@@ -26,6 +26,7 @@ VOTES = "votes.jsonl"  # in the folder of runs
 # Button of a vote -> columns of its row; only reward models learn from ties.
 VOTED = {"A is better": {}, "B is better": {}, "Tie": {"tie": True}, "Both bad": {"tie": True, "bad": True}}
 UNDO = "Undo vote"
+ASK = "Choose model A: the model of a run, a folder, or a hub id."
 IN_MEMORY = 3  # models in memory: two that reply, and one that scores
 ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
@@ -144,7 +145,7 @@ def page(models: Models) -> None:
     """The page's components and their events."""
     controls = _controls(models)
     with gr.Row():
-        sides = [_chatbot("Model A"), _chatbot("Model B", visible=False)]
+        sides = [_chatbot("Model A", placeholder=ASK), _chatbot("Model B", visible=False)]
     status = _view()
     with gr.Row():
         question = gr.Textbox(
@@ -167,12 +168,8 @@ def page(models: Models) -> None:
     for button in votes:
         vote = partial(_voted, models.viewer.root / VOTES, button.value)
         button.click(vote, [answered, *sides], status, **QUIET)
-    asked = "Choose model A: above, a run's model, a folder or a hub id."
     controls[0].change(
-        lambda name: gr.update(label=name or "Model A", placeholder="" if name else asked),
-        controls[0],
-        sides[0],
-        **QUIET,
+        lambda name: gr.update(label=name or "Model A", placeholder="" if name else ASK), controls[0], sides[0], **QUIET
     )
     controls[1].change(
         lambda name: [gr.update(label=name, visible=bool(name)), *[gr.update(visible=bool(name))] * len(votes)],
@@ -234,10 +231,11 @@ def _view() -> gr.HTML:
     return gr.HTML(apply_default_css=False, elem_classes=["view"])
 
 
-def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
+def _chatbot(label: str, visible: bool = True, placeholder: str = "") -> gr.Chatbot:
     return gr.Chatbot(
-        label=label, height=460, min_width=320, visible=visible, editable="all", buttons=["copy"], placeholder="",
-        render_markdown=False, sanitize_html=True, latex_delimiters=[], allow_tags=False, feedback_options=None,
+        label=label, height=460, min_width=320, visible=visible, editable="all", buttons=["copy"],
+        placeholder=placeholder, render_markdown=False, sanitize_html=True, latex_delimiters=[], allow_tags=False,
+        feedback_options=None,
     )  # fmt: skip
 
 

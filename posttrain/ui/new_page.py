@@ -266,7 +266,7 @@ def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup:
 def _field(setting: Setting, made: Draft) -> Markup:
     missing = setting.path in made.missing
     problem = None if missing else made.problems.get(setting.path)
-    about = described(setting)
+    about = setting.description if choices(setting.annotation) else described(setting)  # a list shows its choices
     about = el("span", about if setting.default is not None else about.replace("null: ", "empty: "), class_="about")
     note = el("span", "needed" if missing else problem, class_="wrong") if missing or problem else None
     label = el("span", setting.path, class_="label")

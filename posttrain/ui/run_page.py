@@ -104,7 +104,7 @@ def _acts(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
         act("save", "Save", FORM),
     ]
     first = [button, el("span", about, class_="quiet"), " "] if run.state != "finished" else None
-    line = el("p", first, link("Delete …", query.but(PATH, delete=1)))
+    line = el("p", first, None if running else link("Delete …", query.but(PATH, delete=1)))
     edit = el("details", el("summary", "Name, tags, note"), el("div", *fields, class_="controls"))
     return el("form", launched(viewer, run.name), line, edit, id=FORM, method="post", action=here, autocomplete="off")
 

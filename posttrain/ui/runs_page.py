@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.base.words import counted, in_units
 from posttrain.reports.chart import COLOURS, chart, spark
 from posttrain.reports.curves import lines_of, single_panels
-from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.report import differing
 from posttrain.reports.series import AXES
 from posttrain.runs.checks import advice
@@ -68,10 +68,10 @@ def clear(viewer: Viewer, query: Query) -> None:
 
 
 def _failed(viewer: Viewer) -> Markup | None:
-    failed = [*failed_starts(viewer), *viewer.launches.failed()]
+    failed = [*(folder.name for folder in failed_starts(viewer)), *viewer.launches.failed()]
     if not failed:
         return None
-    what = f"{counted(len(failed), 'run')} ended before the first step. "
+    what = f"{counted(len(failed), 'run')} ended before the first step ({short(', '.join(failed))}). "
     return el("form", el("p", what, act("clear", "Delete", FORM)), id=FORM, method="post", action=PATH)
 
 
@@ -123,7 +123,7 @@ def _table(
     more = link(f"show all {len(rows):,}", query.but(PATH, all=1)) if len(shown) < len(rows) else None
     hint = " · choose some to compare them" if not chosen else None
     summary = el("p", count, hint, " · " if more else None, more, class_="quiet")
-    listed = table(header, body, numbers=(3, 5, 9), class_="runs")
+    listed = table(header, body, numbers=(5, 9), class_="runs")
     return join([summary, el("div", listed, class_="above") if chosen else listed])
 
 
