@@ -131,22 +131,17 @@ def interrupt(folder: Path) -> None:
             raise RunError(f"this system cannot verify that process {process} is the run: {by_hand}")
         handle = os.pidfd_open(process)  # of this process, even if it ends and its id is given to another
         try:
-            if not _has_open(process, path):
+            wanted, found = path.stat(), False
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    found = found or os.path.samestat(descriptor.stat(), wanted)
+            if not found:
                 raise RunError(f"process {process} is not the run in {folder}: the run's process has ended")
             signal.pidfd_send_signal(handle, signal.SIGINT)
         finally:
             os.close(handle)
     except OSError as error:
         raise RunError(f"the process in {folder} cannot be stopped: {error.strerror}") from error
-
-
-def _has_open(process: int, path: Path) -> bool:
-    wanted = path.stat()
-    for descriptor in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            if os.path.samestat(descriptor.stat(), wanted):
-                return True
-    return False
 
 
 def check_run_folder(folder: Path) -> None:

@@ -139,18 +139,6 @@ class Launches:
                 raise ConfigError(f"{name} is being resumed already")
             return self._launch(name, "", ["train", "--resume", str(folder.resolve())])
 
-    def clear(self) -> None:
-        """Forget the processes that ended without a run; their settings and output are deleted."""
-        with self._lock:
-            for name in self.failed():
-                launch = self._started.pop(name)
-                for file in (launch.log, launch.log.with_suffix(".yaml")):
-                    file.unlink(missing_ok=True)
-
-    def failed(self) -> list[str]:
-        """The names of the processes that ended without a run."""
-        return [name for name, launch in self._started.items() if launch.ended and not (self.root / name).exists()]
-
     def _is_starting(self, name: str) -> bool:
         return name in self._started and not self._started[name].ended
 

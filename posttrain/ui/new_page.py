@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from posttrain.base.errors import ConfigError
 from posttrain.config import RunConfig, load
-from posttrain.config.reading.fields import Setting, all_settings, choices, full, kinds_of
+from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, settings_in
 from posttrain.config.reading.files import parse_value, write_yaml
 from posttrain.config.reading.interpolation import escaped
 from posttrain.config.reading.layers import Layers, override
@@ -117,12 +117,8 @@ def _rewards(query: Query) -> list[dict[str, str]]:
 
 def _settings_of(kind: str, prefix: str) -> list[Setting]:
     """The settings of a type of reward; none for an unknown type."""
-    model = next((model for model in entry_models(REWARDS) if kind in kinds_of(model)), None)
-    return [] if model is None else [
-        Setting(f"{prefix}{info.alias or name}", full(info), None if info.is_required() else info.get_default(),
-                info.is_required(), info.description or "")
-        for name, info in model.model_fields.items()
-    ]  # fmt: skip
+    models = (model for model in entry_models(REWARDS) if kind in kinds_of(model))
+    return [setting for model in models for setting in settings_in(model, prefix)]
 
 
 def _parsed(text: str) -> Any:

@@ -112,9 +112,8 @@ def _acts(viewer: Viewer, run: RunSummary, query: Query) -> Markup:
 def _confirmation(viewer: Viewer, run: RunSummary, here: str) -> Markup:
     keep = link("Keep it", here)
     if needs := needed([run.folder], [viewer.root]):
-        return join(
-            [message(f"{run.name} is {described(needs)}. Delete what needs it first.", "warning"), el("p", keep)]
-        )
+        needed_by = message(f"{run.name} is {described(needs)}. Delete what needs it first.", "warning")
+        return join([needed_by, el("p", keep)])
     what = f"{run.method} of {run.model}, {run.state} at step {run.step:,}, {in_units(run.size)}"
     question = message(f"Permanently delete {run.name} ({what})?", "warning")
     return el("form", question, el("p", act("delete", "Delete", FORM), " ", keep), id=FORM, method="post", action=here)
@@ -129,9 +128,9 @@ def stop(viewer: Viewer, query: Query) -> str:
     return address(PATH, run=run.name)
 
 
-def _process(run: RunSummary) -> tuple[Path, int]:
-    """Tells the processes of a run apart: the first, and one for each resume."""
-    return run.folder, len(run.facts.get("resumes", []))
+def _process(run: RunSummary) -> str:
+    """Tells the processes in a folder apart: one for each start, and one for each resume."""
+    return f"{run.folder} {run.started} {len(run.facts.get('resumes', []))}"
 
 
 def resume(viewer: Viewer, query: Query) -> str:
@@ -148,9 +147,9 @@ def save(viewer: Viewer, query: Query) -> str:
     run, name = _required(viewer, query), query.one("name").strip()
     tags = tuple(word.lstrip("#") for word in query.one("tags").split())
     write_notes(run.folder, Notes(tags, query.one("note").replace("\r\n", "\n").strip()))
-    if name != run.folder.name:
-        rename(run.folder, name, [viewer.root])
     viewer.runs.renew()
+    if name != run.folder.name and (left := rename(run.folder, name, [viewer.root]).left):
+        raise RunError(f"{run.name} is now {name}; the old path is still in: {', '.join(left)}")
     return address(PATH, run=str(Path(run.name).with_name(name)))
 
 

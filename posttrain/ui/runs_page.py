@@ -30,7 +30,7 @@ SMOOTH = ("0", "0.6", "0.9", "0.97")
 def runs_page(viewer: Viewer, query: Query) -> Markup:
     rows = viewer.runs.all()
     if not rows:
-        return join([_failed(viewer), _first(viewer)])
+        return _first(viewer)
     chosen = [run for name in query.many("chosen") if (run := viewer.runs.find(name)) is not None][:CHOSEN]
     runs = _table(viewer, arranged(rows, query), len(rows), chosen, query)
     return join([_controls(rows, query), _failed(viewer), runs, _overlay(viewer, chosen, query)])
@@ -60,18 +60,17 @@ def whole_of(viewer: Viewer, run: Path) -> Path:
 
 
 def clear(viewer: Viewer, query: Query) -> None:
-    """Delete the runs that failed to start, with what New run wrote for them. Raises RunError if one is needed."""
+    """Delete the runs that failed to start. Raises RunError if other runs need one."""
     for folder in failed_starts(viewer):
         delete(folder, [viewer.root])
-    viewer.launches.clear()
     viewer.runs.renew()
 
 
 def _failed(viewer: Viewer) -> Markup | None:
-    failed = [*(folder.name for folder in failed_starts(viewer)), *viewer.launches.failed()]
-    if not failed:
+    names = [folder.name for folder in failed_starts(viewer)]
+    if not names:
         return None
-    what = f"{counted(len(failed), 'run')} ended before the first step ({short(', '.join(failed))}). "
+    what = f"{counted(len(names), 'run')} ended before the first step ({short(', '.join(names))}). "
     return el("form", el("p", what, act("clear", "Delete", FORM)), id=FORM, method="post", action=PATH)
 
 

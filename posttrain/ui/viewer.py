@@ -196,7 +196,7 @@ class Viewer:
         self.evaluations = Evaluations(root)
         self.commands = Commands(self.cache / "asked")
         self.launches = Launches(root)
-        self.stopped: set[tuple[Path, int]] = set()  # the processes of runs that were asked to stop
+        self.stopped: set[str] = set()  # the processes of runs that were asked to stop
         self._series = lru_cache(SERIES)(Series)
         self._indexes: dict[Path, Index] = {}
         self._lock = threading.Lock()
