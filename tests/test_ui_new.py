@@ -102,6 +102,26 @@ def test_a_run_that_fails_says_why(browser, address):
         page.get_by_text("model /no/such/model: no such folder").first.wait_for()
 
 
+def test_a_run_is_stopped_and_resumed_on_its_page(browser, address, runs, shared):
+    """Its process finishes the step and saves, as after Ctrl-C; resumed, it goes on from there."""
+    given = "data.source=rows.jsonl&data.template=none&training.max_steps=5000&training.batch_size=2&name=long"
+    with watched(browser) as page:
+        page.goto(f"{address}/new?model.path={shared / 'models/stories260K'}&{given}")
+        page.get_by_role("button", name="Start").click()
+        page.get_by_role("link", name="long", exact=True).click()
+        for _ in range(2):
+            page.get_by_role("button", name="Stop").click(timeout=60_000)
+            page.get_by_text("Stopping").wait_for()
+            page.get_by_role("button", name="Resume").wait_for(timeout=60_000)
+            page.locator(".badge.interrupted").wait_for()
+            if not list((runs / "long").glob("checkpoint-*")):
+                continue  # it was stopped before its first step: there is nothing to resume from
+            page.get_by_role("button", name="Resume").click()
+        page.get_by_role("button", name="Stop").click(timeout=60_000)
+        page.get_by_role("button", name="Resume").wait_for(timeout=60_000)
+    assert "resumed from checkpoint-" in (runs / "configs/long.log").read_text()
+
+
 def test_what_is_typed_while_the_page_answers_is_kept(browser, address):
     """Slow fingers: the page is replaced several times within the word."""
     with watched(browser) as page:

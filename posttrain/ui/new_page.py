@@ -110,9 +110,10 @@ def _rewards(query: Query) -> list[dict[str, str]]:
             typed.setdefault(int(match[1]), {})[match[2]] = value.strip()
     rewards = [typed[at] for at in sorted(typed)]
     if not typed and isinstance(listed := _parsed(query.one("rewards")), list):
-        rewards = [{key: flow(value) for key, value in each.items()} for each in listed if isinstance(each, dict)]
-    kinds = [(each, {setting.path for setting in _settings_of(each.get("type", ""), "")}) for each in rewards]
-    return [{key: value for key, value in each.items() if key in known} for each, known in kinds if known]
+        listed = [each if isinstance(each, dict) else {"type": each} for each in listed]
+        rewards = [{key: flow(value) for key, value in each.items()} for each in listed]
+    kinds = [(each, {setting.path for setting in _settings_of(each.get("type", ""), ".")}) for each in rewards]
+    return [{key: value for key, value in each.items() if f".{key}" in known} for each, known in kinds if known]
 
 
 def _settings_of(kind: str, prefix: str) -> list[Setting]:
