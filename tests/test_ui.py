@@ -187,7 +187,8 @@ def test_actions_are_forms_of_these_pages(ui, runs):
     for body in ("\udcff\udc80", "%ff%fe=%00"):
         assert posted(f"{address}/new", body)[0] == 400
     assert posted(f"{address}/new", "act=plan", **{"Content-Type": "application/json"})[0] == 415
-    assert posted(f"{address}/run?run=saved", "act=plan")[0] == 405
+    assert posted(f"{address}/run?run=saved", "act=plan")[0] == 400
+    assert posted(f"{address}/rollouts?run=saved", "act=plan")[0] == 405
     for origin in ("http://evil.example", "null"):
         assert posted(f"{address}/new", f"{fields}&act=start", Origin=origin)[0] == 403
     assert posted(f"{address}/new", "act=plan", Origin=address)[0] == 200

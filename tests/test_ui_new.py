@@ -57,7 +57,7 @@ def test_a_run_is_filled_in_planned_and_started(browser, address, runs, shared):
         page.get_by_role("button", name="Start").click()
         page.get_by_role("link", name="first", exact=True).click()  # at once: the run need not exist yet
         page.get_by_role("heading", name=re.compile("^first")).wait_for()
-        page.get_by_text("finished").wait_for(timeout=60_000)
+        page.locator(".badge.finished").wait_for(timeout=60_000)
     assert (runs / "configs/first.yaml").read_text().startswith("name: first\n")
     with watched(browser) as page:  # a second tab: the name is taken now
         page.goto(f"{address}/new?model.path=a/b&data.source=gsm8k&name=first")
