@@ -77,7 +77,7 @@ def test_the_rows_of_settings_and_of_a_run(browser, address, runs, shared):
         page.locator('select[name="sort"]').select_option("longest")
         page.wait_for_url("**sort=longest**")
         page.get_by_role("heading", name="Rows", exact=True).wait_for(timeout=60_000)  # read without being asked again
-        page.get_by_role("button", name="Check", exact=True).click()
+        page.get_by_role("button", name="Check", exact=True).click(timeout=60_000)
         page.get_by_text("row, exact duplicate").wait_for(timeout=60_000)
     shutil.copytree(SAVED, runs / "saved")
     (runs / "saved/config.yaml").write_text(

@@ -199,6 +199,8 @@ def test_a_start_leads_to_its_run_and_failed_ones_are_cleared_in_one_go(viewer, 
     shutil.copy(SAVED / "config.yaml", viewer.root / "half")
     shutil.copytree(SAVED, viewer.root / "half/dpo")
     early(viewer.root / "mine")
+    early(viewer.root / "noted")
+    write_notes(viewer.root / "noted", Notes((), "why does it fail?"))
     (viewer.root / "mine/notes.txt").touch()
     shutil.copytree(SAVED, viewer.root / "stepped")
     state(viewer.root / "stepped", "failed", reason="out of memory")
@@ -206,7 +208,14 @@ def test_a_start_leads_to_its_run_and_failed_ones_are_cleared_in_one_go(viewer, 
     assert [folder.name for folder in failed_starts(viewer)] == ["one", "stages", "two"]
     assert "3 runs ended before the first step (one, stages, two)" in runs_page(viewer, parse("/"))
     assert attempt(clear, viewer, "/") is None
-    assert sorted(path.name for path in viewer.root.iterdir()) == ["configs", "half", "mine", "saved", "stepped"]
+    assert sorted(path.name for path in viewer.root.iterdir()) == [
+        "configs",
+        "half",
+        "mine",
+        "noted",
+        "saved",
+        "stepped",
+    ]
     assert "before the first step" not in runs_page(viewer, parse("/"))
 
 

@@ -47,8 +47,9 @@ def _first(viewer: Viewer) -> Markup:
 
 def failed_starts(viewer: Viewer) -> list[Path]:
     """The folders of whole runs that ended before their first step, so that nothing in them is worth keeping."""
-    ended = [run for run in viewer.runs.all() if run.state in ("failed", "interrupted", "killed") and not run.step]
-    early = {run.folder.resolve() for run in ended if run.folder != viewer.root and never_stepped(run.folder)}
+    unused = [run for run in viewer.runs.all() if not (run.step or run.tags or run.note or run.folder == viewer.root)]
+    ended = [run.folder for run in unused if run.state in ("failed", "interrupted", "killed")]
+    early = {folder.resolve() for folder in ended if never_stepped(folder)}
     whole = {whole_of(viewer, folder) for folder in early}
     return sorted(folder for folder in whole if early.issuperset(folders_of(folder)))
 
