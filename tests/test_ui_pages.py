@@ -102,6 +102,18 @@ def test_a_phone_shows_what_matters_first(browser, address):
         assert box is not None and box["y"] < 844, "the table takes less than a screen"
 
 
+def test_a_table_stays_where_it_was_scrolled_to(browser, address):
+    """When a run is chosen further down, the table does not jump back to its first row."""
+    with watched(browser, "phone") as page:
+        page.goto(f"{address}/?chosen=saved")
+        page.locator(".above .wide").evaluate("(one) => one.scrollTo(60, 0)")
+        page.get_by_role("link", name="choose other").evaluate(
+            "(one) => one.click()"
+        )  # a real click would scroll to it
+        page.get_by_role("heading", name="2 runs over step").wait_for()
+        assert page.locator(".above .wide").evaluate("(one) => one.scrollLeft") == 60
+
+
 def test_a_run_is_described_renamed_and_deleted(browser, address, runs):
     shutil.copytree(SAVED, runs / "short")
     with watched(browser) as page:

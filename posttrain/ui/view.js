@@ -46,7 +46,7 @@ const put = (text, keep) => {
     if (next && one.value !== one.defaultValue) next.value = one.value;
   }
   swap(shown(), now);
-  if (keep) element.querySelectorAll('.wide').forEach((one, at) => one.scrollTo(...(scrolled[at] ?? [0, 0])));
+  element.querySelectorAll('.wide').forEach((one, at) => one.scrollTo(...(scrolled[at] ?? [0, 0])));
   if (field.isConnected || !nameOf(field)) return;
   const again = [...element.querySelectorAll('a, button, input, select, textarea')].find((one) => nameOf(one) === nameOf(field));
   again?.focus({ preventScroll: true });
