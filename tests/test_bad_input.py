@@ -69,7 +69,6 @@ MALFORMED = {
     "NUL": ({**PAIR, "chosen": "a\0b"}, ["chosen contains NUL at character 2"]),
     "a lone surrogate": ({**PAIR, "chosen": "\ud800"}, ["chosen is not valid Unicode"]),
     "10 MB": ({**PAIR, "chosen": "a" * 10_000_000}, ["chosen has 10,000,000 characters", "limit of 1,000,000"]),
-    "chosen = rejected": ({**PAIR, "rejected": PAIR["chosen"]}, ["chosen and rejected are the same"]),
 }
 
 
@@ -153,11 +152,19 @@ def test_what_kto_cannot_learn_from(refused, name):
     assert all(word in error for word in words)
 
 
+def test_pairs_without_a_difference_leave_nothing(refused):
+    write(Path("rows.jsonl"), [{**PAIR, "rejected": PAIR["chosen"]}] * 3)
+    error = refused()
+    assert "no row can be used" in error and "3 rows (100%) whose chosen and rejected are the same, dropped" in error
+    assert "malformed" not in error
+
+
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_ties_are_for_reward_models(refused, method):
     write(Path("rows.jsonl"), [*PAIRS, {**PAIR, "tie": True}])
+    write(Path("rows.jsonl"), [{**PAIR, "tie": True}] * 21)
     error = refused(f"method={method}")
-    assert f"train has 1 ties among 21 pairs: only reward models learn from ties; {method} needs" in error
+    assert f"train: 21 ties among 21 pairs dropped: only reward models learn from ties; {method} needs" in error
 
 
 def test_what_pairs_are_needed_for(refused):

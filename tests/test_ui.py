@@ -187,17 +187,27 @@ def test_actions_are_forms_of_these_pages(ui, runs):
     for body in ("\udcff\udc80", "%ff%fe=%00"):
         assert posted(f"{address}/new", body)[0] == 400
     assert posted(f"{address}/new", "act=plan", **{"Content-Type": "application/json"})[0] == 415
-    assert posted(f"{address}/run?run=saved", "act=plan")[0] == 405
+    assert posted(f"{address}/run?run=saved", "act=plan")[0] == 400
+    assert posted(f"{address}/rollouts?run=saved", "act=plan")[0] == 405
     for origin in ("http://evil.example", "null"):
         assert posted(f"{address}/new", f"{fields}&act=start", Origin=origin)[0] == 403
     assert posted(f"{address}/new", "act=plan", Origin=address)[0] == 200
     assert not (runs / "configs").exists()
 
 
+def test_a_folder_that_does_not_exist_yet_is_served(tmp_path):
+    with served("ui", tmp_path / "nowhere", "--no-browser") as (found, _):
+        page = fetch(found)
+        assert "There are no runs yet" in page and "0 runs" in page and str(tmp_path / "nowhere") in page
+        for path in ("/rollouts", "/evaluations", "/data", "/new", "/run?run=x"):
+            assert "0 runs" in shown(found, path) and "cannot be shown" not in shown(found, path)
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_what_cannot_be_served_is_said(runs, tmp_path, capsys):
     port = str(free_port())
     for arguments, words in (
-        ([str(tmp_path / "nowhere")], "there is no folder"),
+        ([str(runs / "saved/run.json")], "is a file"),
         ([str(runs), "--host", "0.0.0.0"], "give a --token"),
         ([str(runs), "--host", "0.0.0.0", "--token", "short"], "can be guessed"),
     ):

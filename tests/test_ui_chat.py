@@ -98,7 +98,50 @@ def test_two_models_and_a_vote(browser, address, runs, shared):
             assert fits(page)
             photograph(page, PICTURES / f"chat-{mode}.png", whole=True)
             page.get_by_role("button", name="B is better").click()
+            page.get_by_text("Both replies are the same").wait_for()
+    assert not (runs / "votes.jsonl").exists()
+
+
+def test_votes_of_two_replies_are_written_and_taken_back(browser, address, runs, shared):
+    story = shared / "models/stories260K"
+    with watched(browser) as page:
+        page.goto(f"{address}/chat?a={story}&b={story}/")
+        for name in (f"{story}", f"{story}/"):
+            page.locator("label", has_text=name).filter(visible=True).first.wait_for()
+        ask(page, "Once upon a time")
+        page.get_by_text("seed ").wait_for(timeout=90_000)
+        reply = page.locator(".bot").last
+        reply.hover()
+        page.get_by_role("button", name="Edit").last.click()
+        page.locator(".bot textarea").last.fill("Another reply.")
+        page.get_by_role("button", name="Submit").last.click()
+        for vote in ("B is better", "Tie", "Both bad"):
+            page.get_by_role("button", name=vote, exact=True).click()
             page.get_by_text("Written to").wait_for()
+            page.wait_for_timeout(300)
+        page.get_by_role("button", name="Undo vote").click()
+        page.get_by_text("Removed from").wait_for()
     rows = [json.loads(line) for line in (runs / "votes.jsonl").read_text().splitlines()]
-    assert len(rows) == len(SIZES)
-    assert all(row["chosen"] == row["rejected"] for row in rows), "the same model with the same seed says the same"
+    assert [row.get("tie", False) for row in rows] == [False, True]
+
+
+def test_without_a_model_the_page_asks_for_one(browser, address):
+    with watched(browser) as page:
+        page.goto(f"{address}/chat")
+        page.get_by_text("Choose model A: the model of a run").wait_for()
+        page.get_by_text("1 run: 1 finished").wait_for()
+
+
+def test_no_key_in_a_field_is_an_error_of_the_page(browser, address):
+    keys = ("a", "1", "-", "e", "ArrowUp", "ArrowLeft", "Home", "PageUp", "Backspace", "Escape", "Enter")
+    for path in ("/chat", "/run?run=saved", "/rollouts?run=saved", "/new?method.type=grpo&rewards.0.type=length"):
+        with watched(browser) as page:
+            page.goto(f"{address}{path}")
+            page.wait_for_timeout(4_000 if path == "/chat" else 500)
+            if path == "/chat":
+                page.get_by_role("button", name="Settings").click()
+            page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            fields = page.locator("input:visible, textarea:visible, select:visible")
+            for number in range(min(fields.count(), 14)):
+                for key in keys:
+                    fields.nth(number).press(key)

@@ -55,10 +55,9 @@ def test_a_run_is_filled_in_planned_and_started(browser, address, runs, shared):
         page.get_by_text("total tokens").wait_for(timeout=60_000)
         photograph(page, PICTURES / "new-planned.png")
         page.get_by_role("button", name="Start").click()
-        page.get_by_text("first is starting").wait_for()
-        page.get_by_role("link", name="first", exact=True).click(timeout=60_000)
-        page.get_by_role("heading", name=re.compile("^first ")).wait_for()
-        page.get_by_text("finished").wait_for(timeout=60_000)
+        page.get_by_role("link", name="first", exact=True).click()  # at once: the run need not exist yet
+        page.get_by_role("heading", name=re.compile("^first")).wait_for()
+        page.locator(".badge.finished").wait_for(timeout=60_000)
     assert (runs / "configs/first.yaml").read_text().startswith("name: first\n")
     with watched(browser) as page:  # a second tab: the name is taken now
         page.goto(f"{address}/new?model.path=a/b&data.source=gsm8k&name=first")
@@ -78,7 +77,7 @@ def test_the_rows_of_settings_and_of_a_run(browser, address, runs, shared):
         page.locator('select[name="sort"]').select_option("longest")
         page.wait_for_url("**sort=longest**")
         page.get_by_role("heading", name="Rows", exact=True).wait_for(timeout=60_000)  # read without being asked again
-        page.get_by_role("button", name="Check", exact=True).click()
+        page.get_by_role("button", name="Check", exact=True).click(timeout=60_000)
         page.get_by_text("row, exact duplicate").wait_for(timeout=60_000)
     shutil.copytree(SAVED, runs / "saved")
     (runs / "saved/config.yaml").write_text(
@@ -99,8 +98,28 @@ def test_a_run_that_fails_says_why(browser, address):
     with watched(browser) as page:
         page.goto(f"{address}/new?model.path=/no/such/model&data.source=nowhere.jsonl&name=lost")
         page.get_by_role("button", name="Start").click()
-        page.get_by_text("lost failed").wait_for(timeout=60_000)
+        page.get_by_text("lost is failed").wait_for(timeout=60_000)
         page.get_by_text("model /no/such/model: no such folder").first.wait_for()
+
+
+def test_a_run_is_stopped_and_resumed_on_its_page(browser, address, runs, shared):
+    """Its process finishes the step and saves, as after Ctrl-C; resumed, it goes on from there."""
+    given = "data.source=rows.jsonl&data.template=none&training.max_steps=5000&training.batch_size=2&name=long"
+    with watched(browser) as page:
+        page.goto(f"{address}/new?model.path={shared / 'models/stories260K'}&{given}")
+        page.get_by_role("button", name="Start").click()
+        page.get_by_role("link", name="long", exact=True).click()
+        for _ in range(2):
+            page.get_by_role("button", name="Stop").click(timeout=60_000)
+            page.get_by_text("Stopping").wait_for()
+            page.get_by_role("button", name="Resume").wait_for(timeout=60_000)
+            page.locator(".badge.interrupted").wait_for()
+            if not list((runs / "long").glob("checkpoint-*")):
+                continue  # it was stopped before its first step: there is nothing to resume from
+            page.get_by_role("button", name="Resume").click()
+        page.get_by_role("button", name="Stop").click(timeout=60_000)
+        page.get_by_role("button", name="Resume").wait_for(timeout=60_000)
+    assert "resumed from checkpoint-" in (runs / "configs/long.log").read_text()
 
 
 def test_what_is_typed_while_the_page_answers_is_kept(browser, address):

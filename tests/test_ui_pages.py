@@ -83,6 +83,58 @@ def test_runs_are_filtered_sorted_and_compared(browser, address):
         tip.wait_for()
 
 
+def test_a_phone_shows_what_matters_first(browser, address):
+    """Name, state and result are in the window, no page link is cut off, and the hint of the search field is whole."""
+    with watched(browser, "phone") as page:
+        page.goto(f"{address}/?chosen=saved&chosen=other")
+        for header in ("name", "state", "result"):
+            box = page.locator("th", has_text=header).bounding_box()
+            assert box is not None and box["x"] + box["width"] <= 390, header
+        for link in page.get_by_role("navigation", name="pages").get_by_role("link").all():
+            box = link.bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390, link.inner_text()
+        assert page.get_by_label("Find").evaluate("""(one) => {
+          const pen = document.createElement('canvas').getContext('2d');
+          pen.font = getComputedStyle(one).font;
+          return pen.measureText(one.placeholder).width + 20 < one.clientWidth;
+        }""")
+        box = page.get_by_role("heading", name="2 runs over step").bounding_box()
+        assert box is not None and box["y"] < 844, "the table takes less than a screen"
+
+
+def test_a_table_stays_where_it_was_scrolled_to(browser, address):
+    """When a run is chosen further down, the table does not jump back to its first row."""
+    with watched(browser, "phone") as page:
+        page.goto(f"{address}/?chosen=saved")
+        page.locator(".above .wide").evaluate("(one) => one.scrollTo(60, 0)")
+        page.get_by_role("link", name="choose other").evaluate(
+            "(one) => one.click()"
+        )  # a real click would scroll to it
+        page.get_by_role("heading", name="2 runs over step").wait_for()
+        assert page.locator(".above .wide").evaluate("(one) => one.scrollLeft") == 60
+
+
+def test_a_run_is_described_renamed_and_deleted(browser, address, runs):
+    shutil.copytree(SAVED, runs / "short")
+    with watched(browser) as page:
+        page.goto(f"{address}/run?run=short")
+        page.get_by_text("Name, tags, note").click()
+        page.get_by_label("Note").fill("first line")
+        page.get_by_label("Tags").fill("keep")
+        page.wait_for_timeout(3_500)  # the page is refreshed meanwhile
+        assert page.get_by_label("Note").input_value() == "first line" and "tags" not in page.url
+        page.get_by_label("Name").fill("longer")
+        page.get_by_role("button", name="Save").click()
+        page.get_by_role("heading", name="longer").wait_for()
+        page.get_by_text("#keep").wait_for()
+        assert page.url.endswith("/run?run=longer")
+        page.get_by_role("link", name="Delete …").click()
+        page.get_by_text("Permanently delete longer").wait_for()
+        page.get_by_role("button", name="Delete").click()
+        page.get_by_role("link", name="saved", exact=True).wait_for()
+        assert page.url == f"{address}/" and not (runs / "longer").exists()
+
+
 def test_from_a_falling_reward_to_the_tokens_in_at_most_four_clicks(browser, address):
     with watched(browser) as page:
         page.goto(f"{address}/run?run=saved")

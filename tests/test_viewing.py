@@ -32,7 +32,7 @@ from posttrain.ui.rollouts_page import falls, marked, rollouts_page
 from posttrain.ui.run_page import replay_command, run_page
 from posttrain.ui.runs_page import arranged, runs_page
 from posttrain.ui.search import Index
-from posttrain.ui.viewer import Runs, Viewer, attempt
+from posttrain.ui.viewer import Runs, Viewer, attempt, where
 
 SAVED = Path(__file__).parent / "saved_run/run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e'\" onload=x"
@@ -156,6 +156,60 @@ def test_filters_order_and_settings_that_differ(viewer):
     assert arranged(rows, parse("?state=failed")) == []
     page = attempt(runs_page, viewer, "?chosen=saved&chosen=other&smooth=0.9&x=tokens")
     assert "method.beta" in page and "0.05" in page and "0.7" in page and "method.epsilon<" not in page
+
+
+def test_an_overlay_has_validation_readable_titles_and_folds_what_a_method_lacks(viewer):
+    """The table comes first, in a box; the settings of one method only are folded."""
+    shutil.copytree(SAVED, viewer.root / "other")
+    settings = (viewer.root / "other/config.yaml").read_text()
+    (viewer.root / "other/config.yaml").write_text(
+        settings.replace("  type: grpo", "  type: dpo").replace("  beta: 0.05", "  label_smoothing: 0.1")
+    )
+    for name, values in (("saved", {"rewards/margins": 1.0, "eval_rewards/margins": 2.0}), ("other", {"margin": 1.5})):
+        with (viewer.root / name / METRICS).open("a") as more:
+            more.write(line(3, **values))
+    page = str(attempt(runs_page, viewer, "?chosen=saved&chosen=other"))
+    titles = re.findall(r'class="title">([^<]*)<', page)
+    assert "Margin: chosen − rejected" in titles and "Reward" in titles and not any("/" in title for title in titles)
+    assert len(titles) == len(set(titles))
+    figure = next(one for one in page.split("<figure")[1:] if "Margin: chosen" in one)
+    shown = [
+        (one["label"], one["c"])
+        for one in json.loads(unescape(re.search(r'data-points="([^"]*)"', figure)[1]))["lines"]
+    ]
+    assert shown == [("saved", 0), ("saved, validation", 0), ("other", 1)] and figure.count("dashed") == 1
+    assert page.index("<table") < page.index("<figure") and 'class="above"' in page
+    folded = page.partition("that not all of these methods have")[2]
+    assert "method.label_smoothing" in folded and "method.beta" in folded and "method.type" not in folded
+    assert "method.type" in page.partition("Settings that differ")[2].partition("that not all of these methods")[0]
+
+
+def test_every_step_has_its_total_and_the_columns_begin_with_the_result(viewer):
+    (viewer.root / "saved/training.log").write_text("x INFO step 2/2  loss 1  ETA 0s\n")
+    page = str(attempt(runs_page, viewer, "?"))
+    assert "2 / 2" in page and "2 / 2" in str(attempt(run_page, viewer, "?run=saved"))
+    columns = [re.sub("<[^>]*>", "", one).strip("↓ ") for one in re.findall(r"<th[^>]*>(.*?)</th>", page)]
+    assert columns[1:4] == ["name", "state", "result"]
+
+
+def test_without_runs_the_page_says_how_to_make_the_first(tmp_path):
+    viewer = Viewer(tmp_path / "my runs", tmp_path / "cache")
+    page = str(attempt(runs_page, viewer, "?"))
+    assert "There are no runs yet" in page and 'href="/new"' in page
+    assert "posttrain quickstart --output-dir &#x27;" in page and not viewer.root.exists()
+    assert "0 runs" in where(viewer) and str(tmp_path / "my runs") in where(viewer)
+
+
+def test_where_counts_the_runs_by_state(viewer):
+    shutil.copytree(SAVED, viewer.root / "cut")
+    (viewer.root / "cut/run.json").write_text("{")
+    assert "2 runs: 1 finished, 1 damaged" in where(viewer)
+
+
+def test_shares_fill_their_bars_by_the_largest(viewer):
+    page = str(attempt(rollouts_page, viewer, "?run=saved&step=2"))
+    widths = [float(width) for width in re.findall(r'<rect width="([\d.]+)"', page)]
+    assert max(widths) == 60 and len(set(widths)) > 1
 
 
 def test_tags_and_notes_are_shown_and_found(viewer):
@@ -416,6 +470,7 @@ def test_evaluations_are_listed_compared_and_shown_item_by_item(viewer):
         "high": 0.8,
         "classes": classes,
         "graded": 6,
+        "partial": "24 of 1,319 items",
         "groups": {"easy": {"value": 1.0, "items": 2}},
     }
     for name, scores in (("a", [1, 1, 0, 0, 1, 0]), ("b", [1, 0, 1, 1, 1, 0])):
@@ -426,6 +481,7 @@ def test_evaluations_are_listed_compared_and_shown_item_by_item(viewer):
     (viewer.root / "cut/answers.jsonl").touch()
     page = attempt(evaluations_page, viewer, "?")
     assert "saved/a" in page and "0.200 to 0.800" in page and "cut" in page
+    assert "24 of 1,319 items" in page and "24 of 1,319 items" in attempt(evaluations_page, viewer, "?of=saved/a")
     page = attempt(evaluations_page, viewer, "?of=saved/a&verdict=wrong")
     assert "3  (50%)" in page and "<script" not in page and page.count("<article") == 3 and "easy" in page
     page = attempt(evaluations_page, viewer, "?of=saved/a&of=saved/b")

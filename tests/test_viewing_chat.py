@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.base.errors import EngineError, RunError
-from posttrain.config import DataConfig
+from posttrain.base.errors import DataError, EngineError, RunError
+from posttrain.config import DataConfig, RunConfig
 from posttrain.data import prepare
+from posttrain.data.prepare import prepare_run
 from posttrain.serving.client import ScoredToken, together
 from posttrain.ui.viewer import Viewer, models_below
 from posttrain.ui.votes import cells, token_map, write_vote
@@ -109,13 +110,78 @@ def test_a_vote_names_the_models_that_answered(tmp_path):
     asked = [{"role": "user", "content": "Who?"}]
     sides = [[*asked, {"role": "assistant", "content": name}] for name in ("Tim", "Tom")]
     controls = chat.Controls("one", "two", "", "Be brief.", "auto", 0.7, 1, 8, None)
-    said = chat._voted(tmp_path, 1, controls, *sides)
+    votes = tmp_path / "votes.jsonl"
+    said = chat._voted(votes, "B is better", controls, *sides)
     assert "1 preference, training data" in said
     row = json.loads((tmp_path / "votes.jsonl").read_text())
     assert (row["chosen_model"], row["rejected_model"]) == ("two", "one") and row["prompt"][0]["content"] == "Be brief."
-    assert "Ask two models first" in chat._voted(tmp_path, 0, None, *sides)
-    assert "Ask two models first" in chat._voted(tmp_path, 0, replace(controls, model_b=""), *sides)
+    assert "Ask two models first" in chat._voted(votes, "A is better", None, *sides)
+    assert "Ask two models first" in chat._voted(votes, "A is better", replace(controls, model_b=""), *sides)
     assert replace(controls, model_a="").models == []
+
+
+def test_ties_both_bad_and_undo(shared, tmp_path):
+    """Votes that no preference method learns from are dropped and counted; equal replies cannot be voted on."""
+    from posttrain.ui import chat
+
+    votes = tmp_path / "votes.jsonl"
+    asked = [{"role": "user", "content": "Who?"}]
+    sides = [[*asked, {"role": "assistant", "content": name}] for name in ("Tim", "Tom")]
+    controls = chat.Controls("one", "two", "", "", "auto", 0.7, 1, 8, None)
+    assert "Both replies are the same" in chat._voted(votes, "A is better", controls, sides[0], sides[0])
+    assert "is not a vote on these replies" in chat._voted(votes, "Undo vote", controls, *sides)
+    assert not votes.exists()
+    for count, vote in enumerate(("A is better", "Tie", "Both bad"), 1):
+        assert f"{count} preference" in chat._voted(votes, vote, controls, *sides)
+    assert [json.loads(line).get("tie") for line in votes.read_text().splitlines()] == [None, True, True]
+    other = [[*asked, {"role": "assistant", "content": name}] for name in ("Lily", "Tom")]
+    assert "is not a vote on these replies" in chat._voted(votes, "Undo vote", controls, *other)
+    assert "2 preferences left" in chat._voted(votes, "Undo vote", controls, *sides)
+    assert len(votes.read_text().splitlines()) == 2
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def prepared(method: str):
+        values = {
+            "models": [{"path": "x"}],
+            "method": {"type": method},
+            "data": {"source": str(votes), "template": "chat"},
+        }
+        return prepare_run(RunConfig.model_validate(values), tokenizer)
+
+    data = prepared("dpo")
+    assert len(data.train) == data.report.used == 1
+    assert any("1 tie among 2 pairs dropped" in line for line in data.report.lines())
+    assert len(prepared("reward").train) == 2
+    same = [{"role": "assistant", "content": "Tim"}]
+    with votes.open("a") as file:
+        file.write(json.dumps({"prompt": asked, "chosen": same, "rejected": same}) + "\n")
+    data = prepared("dpo")
+    assert (len(data.train), data.report.identical, data.report.malformed) == (1, 1, ())
+    assert "1 row (33%) whose chosen and rejected are the same, dropped" in data.report.lines()
+    votes.write_text("".join(votes.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(DataError, match="no row can be used: train: 1 tie among 1 pair dropped"):
+        prepared("dpo")
+
+
+def test_the_lists_hold_models_that_can_do_what_they_are_for(tmp_path):
+    from posttrain.ui import chat
+
+    files = {
+        "sft/final/config.json": {"architectures": ["LlamaForCausalLM"]},
+        "reward/final/config.json": {"architectures": ["LlamaForSequenceClassification"]},
+        "lora/final/adapter_config.json": {"task_type": "CAUSAL_LM"},
+        "scorer/final/adapter_config.json": {"task_type": "SEQ_CLS"},
+        "odd/final/config.json": [],
+    }
+    for name, facts in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(facts))
+        (file.parent.parent / "run.json").write_text("{}")
+    models = chat.Models(Viewer(tmp_path, tmp_path / "cache"), None)
+    a, b, rewards = (sorted(choices) for choices in models.choices())
+    assert a == b == ["lora/final", "odd/final", "sft/final"] and rewards == ["reward/final", "scorer/final"]
 
 
 def test_texts_of_a_chatbot_are_those_of_the_model():

@@ -1,5 +1,6 @@
 """What the page New run makes of an address: fields, messages, the settings file, and the processes it starts."""
 
+import re
 import sys
 import time
 
@@ -9,7 +10,7 @@ from posttrain.base.errors import ConfigError
 from posttrain.config import load
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.ui.commands import Commands, Launches, Output
-from posttrain.ui.new_page import draft, fields_of, new_page, start
+from posttrain.ui.new_page import draft, fields_of, in_reach, new_page, start
 from posttrain.ui.parts import Query, address, parse
 from posttrain.ui.viewer import Viewer, attempt
 
@@ -61,10 +62,53 @@ def test_every_method_has_a_form_of_its_settings(tmp_path):
     for method in METHOD_NAMES:
         page = new_page(viewer, asked(**{"method.type": method}))
         for setting in fields_of(method):
-            assert page.count(f'name="{setting.path}"') == 1, setting.path
+            path = "rewards.0.type" if setting.path == "rewards" else setting.path
+            assert page.count(f'name="{path}"') == 1, path
+        for shown in re.findall(r'placeholder="([^"]*)"|<option[^>]*>([^<]*)<', page):
+            assert "null" not in "".join(shown), shown
         assert "Still needed: " in page and 'value="start"' not in page
     hostile = new_page(viewer, asked(**{"name": '"><script>x</script>', "model.path": "<img src=x>", "evil": "1"}))
     assert "<script" not in hostile and "<img" not in hostile and "evil" not in hostile
+
+
+def test_rewards_have_fields_of_their_own(tmp_path):
+    """By type; a type that is empty removes a reward, and settings of another type go with it."""
+    viewer = Viewer(tmp_path, tmp_path / "cache")
+    typed = {
+        "rewards.0.type": "math", "rewards.0.target": "9", "rewards.0.weight": "2", "rewards.2.type": "length",
+        "rewards.2.target": "12", "rewards.1.weight": "3", "rewards.4.type": "python", "rewards.4.function": "a:b",
+        "rewards.5.type": "nonsense",
+    }  # fmt: skip
+    own = {**WHOLE, "method.type": "grpo"}
+    made = draft(asked(**own, **typed), tmp_path)
+    assert made.config is not None, made.problems
+    assert [reward.type for reward in made.config.rewards] == ["math", "length", "python"]
+    assert made.config.rewards[0].weight == 2 and made.config.rewards[1].target == 12
+    page = new_page(viewer, asked(**own, **typed))
+    assert page.count('name="rewards.3.type"') == 1 and 'name="rewards.3.weight"' not in page
+    assert re.search(r'name="rewards.1.target" value="12"', page) and 'name="rewards.0.target"' not in page
+    again = draft(asked(**own, rewards="[{type: length, target: 5, name: 'a b, c'}, math]"), tmp_path)
+    assert again.config is not None
+    assert [(reward.type, reward.name) for reward in again.config.rewards] == [("length", "a b, c"), ("math", None)]
+    judge = {"rewards.0.type": "judge", "rewards.0.model": "judge-1", "rewards.0.base_url": "http://127.0.0.1:9/v1"}
+    [reward] = draft(asked(**own, **judge), tmp_path).config.rewards
+    assert reward.model == "judge-1" and 'name="rewards.0.model"' in new_page(viewer, asked(**own, **judge))
+    wrong = new_page(viewer, asked(**own, **{"rewards.0.type": "length", "rewards.0.target": "no"}))
+    assert "rewards.0.target is" in wrong and "must be" in wrong
+    assert "rewards.0.target is missing" in new_page(viewer, asked(**own, **{"rewards.0.type": "length"}))
+
+
+def test_models_and_files_in_reach_are_offered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("rows.jsonl", "data/more.csv", "models/tiny/config.json", "models/tiny/rows.json", "a/b/c/deep.jsonl",
+                 ".hidden/x.jsonl", "runs/r/rows.jsonl", "data/notes.md"):  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert in_reach(tmp_path / "runs") == (["models/tiny"], ["rows.jsonl", "data/more.csv"])
+    page = new_page(Viewer(tmp_path / "runs", tmp_path / "cache"), asked(**{"method.type": "distill"}))
+    assert '<option value="rows.jsonl">' in page and '<option value="models/tiny">' in page
+    for setting, offered in (("data.source", "sources"), ("model.path", "models"), ("method.teacher", "models")):
+        assert re.search(rf'name="{setting}"[^>]* list="{offered}"', page), setting
 
 
 def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
@@ -86,8 +130,9 @@ def test_a_run_is_a_process_of_its_own_and_starts_once(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="a run named one already exists"):
         launches.start("one", "method: sft\n")
     try:
-        assert launch.file.read_text() == "method: sft\n" and not launch.ended
-        _until(lambda: launch.log.read_text() == f"['train', '{launch.file}'] True\n")
+        file = launch.log.with_suffix(".yaml")
+        assert file.read_text() == "method: sft\n" and not launch.ended
+        _until(lambda: launch.log.read_text() == f"['train', '{file}'] True\n")
     finally:
         launch.process.kill()
         launch.process.wait()

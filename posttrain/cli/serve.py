@@ -242,7 +242,7 @@ def ui(
 ) -> None:
     """Show runs in a browser: curves, rollouts down to the token, evaluations. Ctrl-C stops the server.
 
-    The pages follow runs in progress and change nothing in them. They are served only to this machine
+    The pages follow runs in progress, and change a run only if you press a button. They are served only to this machine
     (http://127.0.0.1:7860); to see them from elsewhere, forward the port (ssh -L 7860:127.0.0.1:7860 HOST), or give
     --host and a --token. Nothing is loaded from, or sent to, any other host.
     """

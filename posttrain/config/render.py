@@ -79,7 +79,7 @@ def starter(method: str, everything: bool = False) -> str:
         value = values.get(setting.path, setting.default)
         lines += _entry(setting, value, off=off if inside else None)
         indent = "  " * setting.path.count(".")
-        if everything and (entries := _entry_models(setting)):
+        if everything and (entries := entry_models(setting)):
             lines += [f"{indent}# {line}" for line in _wrapped(_of_entries(entries), WIDTH - 2 - len(indent))]
         if setting.path == "model.lora" and value is None and not everything:
             lines.append("  # lora: {r: 16, alpha: 32, dropout: 0.05, target_modules: auto}")
@@ -100,7 +100,7 @@ def _usual(method: str, setting: Setting) -> bool:
     return setting.path in STARTER and reads(method, setting) and (_class_of(method).samples_completions or not online)
 
 
-def _entry_models(setting: Setting) -> list[type[BaseModel]]:
+def entry_models(setting: Setting) -> list[type[BaseModel]]:
     """The groups of settings that a list setting accepts as entries."""
     lists = [option for option in options(setting.annotation) if get_origin(option) is tuple]
     return [model for option in lists for model in models_in(get_args(option)[0])]

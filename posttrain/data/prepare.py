@@ -104,15 +104,26 @@ def prepare_run(
     )
     prepared = prepare(config.data, tokenizer, kind, options)
     if not method.learns_ties:
-        for name, dataset in {"train": prepared.train, **prepared.validation}.items():
-            if ties := int(dataset.ties.sum()):
-                raise DataError(
-                    f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties; "
-                    f"{method.type} needs one reply to be better. Remove these rows"
-                )
+        prepared = _without_ties(prepared, method.type)
     if config.samples and not kind.samples:
         return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, options))
     return prepared
+
+
+def _without_ties(prepared: Prepared, method: str) -> Prepared:
+    """The data without ties, which are counted in the reports. Raises DataError if a set has nothing else."""
+    sets, reports = {"train": prepared.train, **prepared.validation}, dict(prepared.reports)
+    for name, dataset in sets.items():
+        if ties := int(dataset.ties.sum()):
+            what = f"{name}: {counted(ties, 'tie')} among {counted(len(dataset), 'pair')} dropped: only reward models "
+            what += f"learn from ties; {method} needs one reply to be better"
+            if ties == len(dataset):
+                raise DataError(f"no row can be used: {what}")
+            own = name if name in reports else "train"
+            used = reports[own].used - ties
+            reports[own] = replace(reports[own], used=used, notes=(*reports[own].notes, what))
+            sets[name] = dataset.without_ties()
+    return replace(prepared, train=sets.pop("train"), validation=sets, reports=reports)
 
 
 def prompts_with_system(

@@ -26,7 +26,16 @@ from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, OVERLONG, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import VARIABLES, Row, RowError, UntrainedError, variables_of, with_system, without_think
+from posttrain.data.rows import (
+    VARIABLES,
+    IdenticalError,
+    Row,
+    RowError,
+    UntrainedError,
+    variables_of,
+    with_system,
+    without_think,
+)
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.table import Array, Dataset, Fitted, Limits, Table
 from posttrain.data.tasks import Compose
@@ -216,6 +225,8 @@ class Reader:
                     try:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
+                    except IdenticalError:
+                        reading.identical += 1
                     except RowError as error:
                         reading.malformed.append(malformed_of(record, error))
                     except DataError as error:
@@ -276,7 +287,7 @@ class Reader:
             rejected = None if row.rejected is None else without_think(row.rejected)
             row = replace(row, chosen=without_think(row.chosen), rejected=rejected)
         if row.rejected is not None and row.rejected == row.chosen and row.rejected_prompt is None:
-            raise RowError("chosen and rejected are the same")
+            raise IdenticalError("chosen and rejected are the same")
         if not row.prompt and not row.chosen:
             raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
         row = self.kind.target(row, layout.name == "text")
@@ -317,6 +328,7 @@ def _report(
         max_length=limits.max_length,
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
+        identical=sum(reading.identical for reading in readings),
         untrained=sum(reading.untrained for reading in readings),
         unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
         dropped=tuple(dict(zip(OVERLONG, row, strict=True)) for row in fitted.dropped[:MOST_LISTED].tolist()),

@@ -68,6 +68,7 @@ class Reading:
     malformed: list[Malformed] = field(default_factory=list)
     duplicates: int = 0
     shifted: int = 0
+    identical: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # number of rows by the column or key that is not read
     untrained: int = 0  # rows whose messages all have the loss weight 0
     unwritten: dict[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
@@ -97,6 +98,7 @@ class Report:
     max_length: int
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
+    identical: int = 0  # pairs whose two replies are the same; they are dropped
     untrained: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict)  # number of rows by the part that the template omits
     dropped: tuple[dict[str, int], ...] = field(default=())  # OVERLONG of the first of `overlong_dropped`
@@ -120,10 +122,8 @@ class Report:
             (self.overlong_split, "documents over the length limit, split into chunks"),
             (self.duplicates, "duplicates of an earlier row, used"),
             (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
-            (
-                self.users,
-                "whose user turns are trained on, too (method.assistant_only_loss=true: only the assistant's)",
-            ),
+            (self.users, "whose user turns are trained on, too, unless method.assistant_only_loss is true"),
+            (self.identical, "whose chosen and rejected are the same, dropped"),
             (self.untrained, "with the loss weight 0 for everything to train on, dropped"),
             (len(self.malformed), "malformed, dropped"),
         )

@@ -44,6 +44,10 @@ class RowError(Exception):
     """The reason why a row cannot be used; it is counted as malformed."""
 
 
+class IdenticalError(RowError):
+    """The two replies of a pair are the same; such rows are counted separately."""
+
+
 class UntrainedError(RowError):
     """All messages of a row have the loss weight 0; such rows are counted separately."""
 

@@ -1,6 +1,9 @@
 """Tokenised rows as columns of memory-mapped Arrow tables, and the length limits."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,7 +56,7 @@ class Limits:
     overlong: str
     note: str = ""
 
-    def shortened(self, max_prompt_length: int | None) -> "Limits":
+    def shortened(self, max_prompt_length: int | None) -> Limits:
         """The limits with prompts of at most `max_prompt_length` tokens."""
         known = [limit for limit in (max_prompt_length, self.max_prompt_length) if limit is not None]
         return replace(self, max_prompt_length=min(known, default=None))
@@ -231,3 +234,8 @@ class Dataset:
         """Whether each example is a tie; only pairs can be."""
         tie = self._table.numbers.get("tie")
         return np.zeros(len(self), bool) if tie is None else tie[self.view[:, 0]]
+
+    def without_ties(self) -> Dataset:
+        less = copy(self)
+        less.view, less.lengths = self.view[~self.ties], self.lengths[~self.ties]
+        return less

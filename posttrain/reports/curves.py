@@ -1,9 +1,10 @@
 """The curves of a run: `curves.png`, and the panels, which group the metrics that share a chart on pages and plots."""
 
+import functools
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,16 +30,17 @@ class Panel:
     metrics: tuple[str, ...]
     share: bool = False  # the values lie between 0 and 1
     small: bool = False  # the values are numbers such as 1e-6
+    same: bool = False  # methods log the same quantity under these names
 
 
 PANELS = (
     Panel("Loss", ("loss",)),
     Panel("Reward", ("reward",)),
     Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
-    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
-    Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
+    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True, same=True),
+    Panel("Margin: chosen − rejected", ("rewards/margins", "margin"), same=True),
     Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("KL, or the baseline of rewards", ("kl", "delta")),
+    Panel("KL, baseline of rewards", ("kl", "delta")),
     Panel("Groups without spread, truncated completions",
           ("frac_reward_zero_std", "completions/clipped_ratio"), share=True),
     Panel("Completion length", ("completions/mean_length",)),
@@ -51,6 +53,22 @@ PANELS = (
     Panel("Learning rate", ("learning_rate",), small=True),
 )  # fmt: skip
 KNOWN = {name for panel in PANELS for name in panel.metrics}
+
+
+@functools.cache
+def single_panels() -> tuple[Panel, ...]:
+    """The panels, divided so that each shows one quantity, with a title that names it."""
+    single = []
+    for panel in PANELS:
+        titles = panel.title.split(", ")
+        if panel.same or len(panel.metrics) == 1:
+            single.append(panel)
+        elif len(titles) != len(panel.metrics):
+            titles = [f"{panel.title}: {name.rpartition('/')[2].replace('_', ' ')}" for name in panel.metrics]
+        if panel not in single:
+            pairs = zip(titles, panel.metrics, strict=True)
+            single += [replace(panel, title=title[:1].upper() + title[1:], metrics=(name,)) for title, name in pairs]
+    return tuple(single)
 
 
 def lines_of(panel: Panel, series: Series, axis: str) -> Iterator[Line]:

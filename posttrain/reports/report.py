@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.base.words import counted
 from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.curves import PANELS, SMOOTH_FROM, lines_of
+from posttrain.reports.curves import PANELS, SMOOTH_FROM, lines_of, single_panels
 from posttrain.reports.drawing import Drawing
 from posttrain.reports.markup import Markup, el, join, number
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
@@ -22,7 +22,7 @@ from posttrain.reports.series import FACTS, Series
 from posttrain.runs.checks import advice
 from posttrain.runs.files import flat, is_regular, open_regular, read_regular
 from posttrain.runs.finding import find_runs
-from posttrain.runs.metrics import LABELS, NAME, of_method
+from posttrain.runs.metrics import NAME, of_method
 from posttrain.runs.progress import duration
 from posttrain.runs.summary import CONFIG, NOTES, RESULTS, SETTINGS, STATE, RunSummary
 
@@ -276,7 +276,8 @@ def overlaid(runs: Sequence[ReportedRun]) -> Iterator[Drawing]:
     shares = {name for panel in PANELS if panel.share for name in panel.metrics}
     for kind, having in shown:
         bare = kind.removeprefix("eval_")
-        title = LABELS.get(bare, bare) + (", validation" if kind != bare else "")
+        title = next((panel.title for panel in single_panels() if bare in panel.metrics), bare)
+        title += ", validation" if kind != bare else ""
         lines = [
             Line(run.name, *run.series.points(kind), runs.index(run) % COLOURS, runs.index(run) >= COLOURS)
             for run in having

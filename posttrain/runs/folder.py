@@ -8,9 +8,11 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.base.errors import RunError
 from posttrain.base.files import LEFTOVER
-from posttrain.base.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
+from posttrain.base.system import BINARY, IS_LINUX, NOFOLLOW, NONBLOCK, fcntl
 from posttrain.base.terminal import escaped
 from posttrain.runs.atomic import writing
 from posttrain.runs.checkpoint import saved_step
-from posttrain.runs.files import load_json, save_json
+from posttrain.runs.files import load_json, read_regular, save_json
 from posttrain.runs.metrics import last_metrics
 
 if TYPE_CHECKING:  # lists of runs need no settings
@@ -106,6 +108,40 @@ def _lock(descriptor: int) -> bool | None:
         log.warning("this file system does not support locks: run only one process in a folder")
         return None
     return True
+
+
+def interrupt(folder: Path) -> None:
+    """Send SIGINT, as Ctrl-C does, to the process that runs in a folder.
+
+    A process id may have been given to another program meanwhile. So the signal is sent only to a process of this host
+    that has the lock file open. Raises RunError if there is none, or if that cannot be verified.
+    """
+    path = folder / LOCK
+    if is_locked(folder) is False:
+        raise RunError(f"no process runs in {folder}")
+    try:
+        holder = read_regular(path).decode(errors="replace")
+        if (match := re.fullmatch(r"process (\d{1,9}) on (.*)", holder)) is None:
+            raise RunError(f"{path} does not name the process that runs in {folder}")
+        process, host = int(match[1]), match[2]
+        by_hand = f"stop it there with Ctrl-C or kill -INT {process}"
+        if host != platform.node():
+            raise RunError(f"{folder} is in use by {escaped(holder)}, which is not this machine: {by_hand}")
+        if not IS_LINUX:
+            raise RunError(f"this system cannot verify that process {process} is the run: {by_hand}")
+        handle = os.pidfd_open(process)  # of this process, even if it ends and its id is given to another
+        try:
+            wanted, found = path.stat(), False
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    found = found or os.path.samestat(descriptor.stat(), wanted)
+            if not found:
+                raise RunError(f"process {process} is not the run in {folder}: the run's process has ended")
+            signal.pidfd_send_signal(handle, signal.SIGINT)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise RunError(f"the process in {folder} cannot be stopped: {error.strerror}") from error
 
 
 def check_run_folder(folder: Path) -> None:

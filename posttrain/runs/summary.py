@@ -283,8 +283,8 @@ class RunSummary:
 
     @property
     def total(self) -> int | None:
-        """The planned number of steps of a run that is not finished; None if its log does not have it."""
-        return None if self.state == "finished" else self._progress[0]
+        """The planned number of steps; None if the run's log does not have it."""
+        return self._progress[0]
 
     @property
     def eta(self) -> str:

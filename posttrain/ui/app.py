@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from posttrain.base.errors import ConfigError
 from posttrain.base.system import is_loopback
 from posttrain.base.terminal import say
-from posttrain.reports.markup import el
+from posttrain.reports.markup import Markup, el
 from posttrain.runs.files import is_regular
 from posttrain.serving.listening import bounded_server, listen
 from posttrain.ui.data_page import check, data_page, read
@@ -28,9 +28,9 @@ from posttrain.ui.guard import Guard
 from posttrain.ui.new_page import new_page, plan, start
 from posttrain.ui.parts import FAVICON, POLICY, Query, framed, parse
 from posttrain.ui.rollouts_page import rollouts_page
-from posttrain.ui.run_page import run_page
-from posttrain.ui.runs_page import runs_page
-from posttrain.ui.viewer import Act, Render, Viewer, attempt
+from posttrain.ui.run_page import remove, resume, run_page, save, stop
+from posttrain.ui.runs_page import clear, runs_page
+from posttrain.ui.viewer import Act, Render, Viewer, attempt, where
 
 SWITCH_S = 0.0005  # seconds between thread switches: a page must not wait for the index's thread at every database row
 READING_S = 10.0  # seconds to read runs before the first page is served; the rest is read meanwhile
@@ -46,8 +46,8 @@ REPORT_POLICY = (
 
 # Path -> the function that renders the page, the seconds between refreshes, and the actions of its buttons by name.
 PAGES: dict[str, tuple[Render, int, dict[str, Act]]] = {
-    "/": (runs_page, 3, {}),
-    "/run": (run_page, 3, {}),
+    "/": (runs_page, 3, {"clear": clear}),
+    "/run": (run_page, 3, {"stop": stop, "resume": resume, "save": save, "delete": remove}),
     "/rollouts": (rollouts_page, 5, {}),
     "/evaluations": (evaluations_page, 10, {}),
     "/data": (data_page, 2, {"read": read, "check": check}),
@@ -98,15 +98,17 @@ def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
         if act is None:
             return PlainTextResponse("This page has no such action.", 400)
         address = Query((*parse(address).pairs, *fields.pairs)).but(path, act=None)
-        error = attempt(act, viewer, address)
+        done = attempt(act, viewer, address)
+        error, address = (done, address) if isinstance(done, Markup) else (None, done or address)
         if error is None and seen is None:
             return RedirectResponse(address, 303)
         headers["Content-Location"] = address
     content = attempt(render, viewer, address)
-    version = str(hash(content))
+    above = where(viewer)
+    version = str(hash(above + content))
     if seen == version and request.method != "POST":
         return Response(status_code=204)
-    shown = el("div", None if error == content else error, content, class_="shown", data_version=version)
+    shown = el("div", above, None if error == content else error, content, class_="shown", data_version=version)
     html = framed(path, shown, seconds) if seen is None else shown
     return HTMLResponse(html.encode(errors="backslashreplace"), headers=headers)
 
@@ -114,13 +116,11 @@ def _answer(viewer: Viewer, path: str, request: Request, form: str) -> Response:
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
     """Serve the pages until Ctrl-C; with `browser`, open `page` in the web browser.
 
-    Raises ConfigError if there is no such folder, if other machines could reach the pages without a token, or if the
+    Raises ConfigError if the folder is a file, if other machines could reach the pages without a token, or if the
     address cannot be used.
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: give the folder that contains the runs")
-    if not root.exists():
-        raise ConfigError(f"there is no folder {root}: give the folder of the runs (output_dir in the settings)")
     local = is_loopback(host)
     if not local and not token:
         raise ConfigError(
@@ -137,7 +137,8 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     app = application(viewer, token or None, local)
     reading.join(READING_S)
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}{page}"
-    say(f"The runs in {root}: {address}   (Ctrl-C stops)")
+    nothing = "" if root.exists() else ", which does not exist yet"
+    say(f"The runs in {root}{nothing}: {address}   (Ctrl-C stops)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
     server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # pages keep event streams open

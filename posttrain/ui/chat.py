@@ -19,10 +19,14 @@ from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client, ModelServers, Talk, together
 from posttrain.ui.guard import CHAT
 from posttrain.ui.parts import HEAD, STYLE, bar
-from posttrain.ui.viewer import Viewer, models_below
-from posttrain.ui.votes import COLOURS, cells, token_map, write_vote
+from posttrain.ui.viewer import Viewer, is_reward_model, models_below, where
+from posttrain.ui.votes import COLOURS, cells, token_map, undo_vote, write_vote
 
 VOTES = "votes.jsonl"  # in the folder of runs
+# Button of a vote -> columns of its row; only reward models learn from ties.
+VOTED = {"A is better": {}, "B is better": {}, "Tie": {"tie": True}, "Both bad": {"tie": True, "bad": True}}
+UNDO = "Undo vote"
+ASK = "Choose model A: the model of a run, a folder, or a hub id."
 IN_MEMORY = 3  # models in memory: two that reply, and one that scores
 ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
@@ -67,12 +71,12 @@ class Models:
         options = ["--template", template] if template in TEMPLATES[1:] else []
         return self.servers.client(path, options)
 
-    def named(self, query: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The current models of the runs, and the values of A, B and the reward model in an address (/chat?a=MODEL)."""
-        choices = list(models_below(self.viewer))
-        named = [str(query.get(name, "")) for name in "abr"]
-        named[0] = named[0] or (choices[0] if choices else "")
-        return choices, named
+    def choices(self) -> list[list[str]]:
+        """The current models of the runs that can be A, B and the reward model."""
+        models = models_below(self.viewer)
+        rewards = [name for name, folder in models.items() if is_reward_model(folder)]
+        replying = [name for name in models if name not in rewards]
+        return [replying, replying, rewards]
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ def mount(app: FastAPI, viewer: Viewer) -> None:
     """Add the chat page to an application. Gradio's other services are switched off."""
     with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
         gr.HTML(bar(CHAT), apply_default_css=False, padding=False)
+        gr.HTML(partial(where, viewer), apply_default_css=False, padding=False, elem_classes=["view"])
         page(Models(viewer, ModelServers(IN_MEMORY)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Gradio warns if no Node server renders its pages
@@ -140,7 +145,7 @@ def page(models: Models) -> None:
     """The page's components and their events."""
     controls = _controls(models)
     with gr.Row():
-        sides = [_chatbot("Model A"), _chatbot("Model B", visible=False)]
+        sides = [_chatbot("Model A", placeholder=ASK), _chatbot("Model B", visible=False)]
     status = _view()
     with gr.Row():
         question = gr.Textbox(
@@ -151,7 +156,7 @@ def page(models: Models) -> None:
         stop = gr.Button("Stop", scale=1, min_width=90)
     with gr.Row():
         again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Undo", "Clear"))
-        better = [gr.Button(f"{name} is better", size="sm", min_width=90, visible=False) for name in "AB"]
+        votes = [gr.Button(name, size="sm", min_width=90, visible=False) for name in (*VOTED, UNDO)]
     _panels(models, controls, sides)
     answered = gr.State(None)  # the controls at the last replies, for a vote; they may have changed since
     given, changed = [*controls, *sides, question], [*sides, question, status, answered]
@@ -160,10 +165,16 @@ def page(models: Models) -> None:
     stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **QUIET)
     back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **QUIET)
     clear.click(lambda: ([], [], "", None), None, [*sides, status, answered], **QUIET)
-    for number, button in enumerate(better):
-        button.click(partial(_voted, models.viewer.root, number), [answered, *sides], status, **QUIET)
-    model_b = controls[1]
-    model_b.change(lambda name: [gr.update(visible=bool(name))] * 3, model_b, [sides[1], *better], **QUIET)
+    for button in votes:
+        vote = partial(_voted, models.viewer.root / VOTES, button.value)
+        button.click(vote, [answered, *sides], status, **QUIET)
+    controls[0].change(
+        lambda name: gr.update(label=name or "Model A", placeholder="" if name else ASK), controls[0], sides[0], **QUIET
+    )
+    controls[1].change(
+        lambda name: [gr.update(label=name, visible=bool(name)), *[gr.update(visible=bool(name))] * len(votes)],
+        controls[1], [sides[1], *votes], **QUIET,
+    )  # fmt: skip
 
 
 def _controls(models: Models) -> list[Any]:
@@ -189,11 +200,12 @@ def _controls(models: Models) -> list[Any]:
 
     def listed(request: gr.Request) -> list[Any]:
         """The lists, including the selected values: Gradio shows a value that is not in the list, but sends another."""
-        choices, named = models.named(request.query_params)
-        return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
+        lists = zip(selected(request), models.choices(), strict=True)
+        return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value, choices in lists]
 
     def selected(request: gr.Request) -> list[str]:
-        return models.named(request.query_params)[1]
+        """The values of A, B and the reward model in the address (/chat?a=MODEL)."""
+        return [str(request.query_params.get(name, "")) for name in "abr"]
 
     gr.on(None, listed, None, chosen, **QUIET).then(selected, None, chosen, **QUIET)
     return [*chosen, *settings]
@@ -219,10 +231,11 @@ def _view() -> gr.HTML:
     return gr.HTML(apply_default_css=False, elem_classes=["view"])
 
 
-def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
+def _chatbot(label: str, visible: bool = True, placeholder: str = "") -> gr.Chatbot:
     return gr.Chatbot(
-        label=label, height=460, min_width=320, visible=visible, editable="all", buttons=["copy"], placeholder="",
-        render_markdown=False, sanitize_html=True, latex_delimiters=[], allow_tags=False, feedback_options=None,
+        label=label, height=460, min_width=320, visible=visible, editable="all", buttons=["copy"],
+        placeholder=placeholder, render_markdown=False, sanitize_html=True, latex_delimiters=[], allow_tags=False,
+        feedback_options=None,
     )  # fmt: skip
 
 
@@ -285,17 +298,21 @@ def _guarded(work: Callable[..., str]) -> Callable[..., str]:
 
 
 @_guarded
-def _voted(root: Path, better: int, answered: Controls | None, *histories: History | None) -> str:
+def _voted(file: Path, vote: str, answered: Controls | None, *histories: History | None) -> str:
     a, b = ([*map(dict, turns_of(history or []))] for history in histories)
     replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
     if answered is None or len(answered.models) < 2 or not replied:
         return message("Ask two models first: a vote compares their last replies.", "warning")
     if a[:-1] != b[:-1]:
         return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
-    replies, models = (a[-1]["content"], b[-1]["content"]), answered.models
-    facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
-    file = root / VOTES
-    count = write_vote(file, [*answered.system_turns, *a[:-1]], replies[better], replies[1 - better], facts)
+    prompt, replies, models = [*answered.system_turns, *a[:-1]], (a[-1]["content"], b[-1]["content"]), answered.models
+    if vote == UNDO:
+        return message(f"Removed from {file}: {counted(undo_vote(file, prompt, replies), 'preference')} left.")
+    if replies[0] == replies[1]:
+        return message("Both replies are the same: there is nothing to prefer.", "warning")
+    better = int(vote == "B is better")
+    facts = {"chosen_model": models[better], "rejected_model": models[1 - better]} | VOTED[vote]
+    count = write_vote(file, prompt, replies[better], replies[1 - better], facts)
     return message(
         f"Written to {file}: {counted(count, 'preference')}, training data for `posttrain train --method dpo`."
     )

@@ -22,6 +22,7 @@ LONGEST = 4_000_000  # maximum characters of an output
 LONGEST_ERROR = 20_000  # maximum characters of an error
 COLUMNS = 58  # line width of errors
 SECRETS = ("POSTTRAIN_UI_TOKEN",)  # environment variables that only the UI server needs
+LOG_END = 3_000  # characters shown of the end of a log
 CONFIGS = "configs"  # in the folder of runs: settings and output of the runs started from the UI
 
 
@@ -97,9 +98,8 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A training process: the file and text of its settings, and the file with its output."""
+    """A training process: the text of its settings (empty if it resumes a run), and the file with its output."""
 
-    file: Path
     log: Path
     text: str
     process: subprocess.Popen[bytes]
@@ -108,9 +108,14 @@ class Launch:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
+    @property
+    def output(self) -> str:
+        """The end of what the process printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if self.log.is_file() else ""
+
 
 class Launches:
-    """Runs started from the UI, by name. They continue after the UI server stops."""
+    """Runs started or resumed from the UI, by name. They continue after the UI server stops."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -123,23 +128,35 @@ class Launches:
     def start(self, name: str, text: str) -> Launch:
         """Start `posttrain train configs/NAME.yaml`. Raises ConfigError if the run exists or cannot be started."""
         with self._lock:
-            before = self._started.get(name)
-            if (self.root / name).exists() or (before is not None and not before.ended):
+            if (self.root / name).exists() or self._is_starting(name):
                 raise ConfigError(f"a run named {name} already exists: give another name")
-            folder = self.root / CONFIGS
-            try:
-                folder.mkdir(exist_ok=True)
-                file, log = folder / f"{name}.yaml", folder / f"{name}.log"
-                put_file(file, text)
-                with log.open("wb") as output:
-                    process = subprocess.Popen(
-                        command(["train", str(file)]), stdin=subprocess.DEVNULL, stdout=output,
-                        stderr=subprocess.STDOUT, env=environment(), start_new_session=True,
-                    )  # fmt: skip
-            except OSError as error:
-                raise ConfigError(f"the run cannot be started from {folder}: {error.strerror or error}") from error
-            launch = self._started[name] = Launch(file, log, text, process)
-            return launch
+            return self._launch(name, text, ["train", str(self.root / CONFIGS / f"{name}.yaml")])
+
+    def resume(self, name: str, folder: Path) -> Launch:
+        """Start `posttrain train --resume FOLDER` for a run. Raises ConfigError if it is being started."""
+        with self._lock:
+            if self._is_starting(name):
+                raise ConfigError(f"{name} is being resumed already")
+            return self._launch(name, "", ["train", "--resume", str(folder.resolve())])
+
+    def _is_starting(self, name: str) -> bool:
+        return name in self._started and not self._started[name].ended
+
+    def _launch(self, name: str, text: str, arguments: Sequence[str]) -> Launch:
+        log = self.root / CONFIGS / f"{name.replace('/', ' ')}.log"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            if text:
+                put_file(log.with_suffix(".yaml"), text)
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    env=environment(), start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"the run cannot be started from {log.parent}: {error.strerror or error}") from error
+        launch = self._started[name] = Launch(log, text, process)
+        return launch
 
 
 def command(arguments: Sequence[str]) -> list[str]:

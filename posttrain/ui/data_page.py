@@ -128,7 +128,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _cards(shown: Mapping[str, Any]) -> Markup:
     report, sets = shown["reports"]["train"], shown["sets"]
     facts = {"rows read": report["read"]} | {f"{name} examples": part["examples"] for name, part in sets.items()}
-    dropped = len(report["malformed"]) + report["overlong_dropped"]
+    dropped = len(report["malformed"]) + report["identical"] + report["overlong_dropped"]
     facts |= {"rows dropped": dropped, "train tokens": sets["train"]["total"]}
     shape = f"Read as {', '.join(dict.fromkeys(report['formats']))}."
     return join([el("p", shape, class_="quiet"), cards({name: number(value) for name, value in facts.items()})])
@@ -158,6 +158,7 @@ def _dropped(name: str, report: Mapping[str, Any]) -> list[Markup]:
         f"over the length limit ({limit}), truncated": report["overlong_truncated"],
         f"documents over the length limit ({limit}), split into chunks": report["overlong_split"],
         "malformed, dropped": len(report["malformed"]),
+        "whose chosen and rejected are the same, dropped": report["identical"],
         "duplicates of an earlier row, used": report["duplicates"],
         "whose prompt is tokenised differently with its completion than alone": report["shifted"],
     }

@@ -62,8 +62,9 @@ def _summary_cells(key: str, facts: Mapping[str, Any]) -> list[object]:
     value, low, high = (facts.get(name) for name in ("value", "low", "high"))
     answers, graded = facts.get("answers"), facts.get("graded")
     missing = answers - graded if isinstance(answers, int) and isinstance(graded, int) else None
+    suite = [key, el("small", " ", facts["partial"]) if facts.get("partial") else None]
     return [
-        key, str(facts.get("metric", "")), number(value, 3), interval(_float(low), _float(high)),
+        suite, str(facts.get("metric", "")), number(value, 3), interval(_float(low), _float(high)),
         interval_bar(_float(value), _float(low), _float(high)), number(answers), number(missing),
     ]  # fmt: skip
 
@@ -115,6 +116,7 @@ def _facts(facts: Mapping[str, Any]) -> Markup:
     shown = {str(facts.get("metric", "mean")): number(facts.get("value"), 3), "95 % interval": interval(low, high)}
     counts = ("items", "answers", "graded", "truncated")
     shown |= {name: number(facts[name]) for name in counts if facts.get(name) is not None}
+    shown |= {"items": facts["partial"]} if facts.get("partial") else {}
     ungraded = facts.get("ungraded") or {}
     missing = [f"{reason}: {count:,}" for reason, count in ungraded.items()] if isinstance(ungraded, dict) else []
     return join([cards(shown), message(f"Not graded: {'; '.join(missing)}", "warning") if missing else None])

@@ -1,37 +1,46 @@
 """The New run page: a form with all settings, the resulting settings file and command, the plan, and the start."""
 
 import itertools
+import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.base.errors import ConfigError
 from posttrain.config import RunConfig, load
-from posttrain.config.reading.fields import Setting, all_settings, choices
-from posttrain.config.reading.files import write_yaml
+from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, settings_in
+from posttrain.config.reading.files import parse_value, write_yaml
 from posttrain.config.reading.interpolation import escaped
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.load import FlagText
-from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, flow, reads
+from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, entry_models, flow, reads
 from posttrain.config.schema.datasets import KNOWN
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, link, message
+from posttrain.runs.finding import is_model
 from posttrain.ui.commands import CONFIGS, Launch
 from posttrain.ui.parts import SHOW, Query, act, address, choice
+from posttrain.ui.run_page import launched
 from posttrain.ui.viewer import Viewer, models_below
 
 PATH, FORM = "/new", "draft"
 METHOD, NAME, OUTPUT = "method.type", "name", "output_dir"
 # Group of settings that has no field in the form -> the field that shows the group's messages.
 SHOWN_AT = {"models": "model.path", "data": "data.source", "method": METHOD}
+REWARDS = next(setting for setting in all_settings() if setting.path == "rewards")
 ESSENTIAL = (
     NAME, "model.path", "model.lora", "data.source", "data.validation.ratio", "rewards", "training.learning_rate",
     "training.max_steps", "training.num_train_epochs", "training.batch_size",
 )  # fmt: skip
-HINTS = {"rewards": "[{type: math}]", "training.learning_rate": "the method's", "data.validation.ratio": "0.05"}
-LOG_END = 3_000  # characters shown of the end of a log
+MODELS, SOURCES = ("method.ref_model", "method.teacher"), ("data.source", "data.validation.source")
+REWARD = re.compile(r"rewards\.(\d{1,2})\.(\w+)")  # a field of a reward: `rewards.0.weight`
+MEANING = re.compile(r"null: ([^;.]+)")  # what a setting without a value means, in its description
+ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")
+DEPTH, MOST = 2, 200  # levels below the current folder that are searched for models and rows; the most of each
+HINTS = {"training.learning_rate": "the method's", "data.validation.ratio": "0.05"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ def draft(query: Query, root: Path) -> Draft:
     method = query.choice(METHOD, METHOD_NAMES)
     known = [setting.path for setting in fields_of(method)]
     given = {path: value for path in known if (value := query.one(path).strip())}
+    if "rewards" in known and (rewards := _rewards(query)):
+        given["rewards"] = flow([{key: _parsed(value) for key, value in reward.items()} for reward in rewards])
     name = given.get(NAME) or ""
     values = {METHOD: method, OUTPUT: flow(escaped(str(root))), **given}
     config, notes, lines = _checked(values)
@@ -88,6 +99,34 @@ def draft(query: Query, root: Path) -> Draft:
         elsewhere=tuple(elsewhere),
         notes=tuple(notes),
     )
+
+
+def _rewards(query: Query) -> list[dict[str, str]]:
+    """The rewards as typed: in their fields, otherwise in `rewards`, a YAML list. A reward without a type, and settings
+    that its type lacks, are dropped."""
+    typed: dict[int, dict[str, str]] = {}
+    for name, value in query.pairs:
+        if (match := REWARD.fullmatch(name)) and value.strip():
+            typed.setdefault(int(match[1]), {})[match[2]] = value.strip()
+    rewards = [typed[at] for at in sorted(typed)]
+    if not typed and isinstance(listed := _parsed(query.one("rewards")), list):
+        listed = [each if isinstance(each, dict) else {"type": each} for each in listed]
+        rewards = [{key: flow(value) for key, value in each.items()} for each in listed]
+    kinds = [(each, {setting.path for setting in _settings_of(each.get("type", ""), ".")}) for each in rewards]
+    return [{key: value for key, value in each.items() if f".{key}" in known} for each, known in kinds if known]
+
+
+def _settings_of(kind: str, prefix: str) -> list[Setting]:
+    """The settings of a type of reward; none for an unknown type."""
+    models = (model for model in entry_models(REWARDS) if kind in kinds_of(model))
+    return [setting for model in models for setting in settings_in(model, prefix)]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return parse_value(text, "rewards").values["value"]
+    except ConfigError:
+        return text
 
 
 def _checked(values: Mapping[str, str]) -> tuple[RunConfig | None, list[str], list[str]]:
@@ -141,7 +180,7 @@ def new_page(viewer: Viewer, query: Query) -> Markup:
     made = draft(query, viewer.root)
     title = el("h1", "New run")
     about = el("p", "Empty fields use the default shown. docs/config.md lists all settings.", class_="quiet")
-    return join([title, about, el("div", _form(viewer, made), _made(viewer, made), class_="drafting")])
+    return join([title, about, el("div", _form(viewer, made, query), _made(viewer, made), class_="drafting")])
 
 
 def plan(viewer: Viewer, query: Query) -> None:
@@ -162,8 +201,8 @@ def _complete(viewer: Viewer, query: Query) -> Draft:
     return made
 
 
-def _form(viewer: Viewer, made: Draft) -> Markup:
-    fields = fields_of(made.method)
+def _form(viewer: Viewer, made: Draft, query: Query) -> Markup:
+    fields, (models, files) = fields_of(made.method), in_reach(viewer.root)
     essential = [
         setting
         for setting in fields
@@ -175,13 +214,44 @@ def _form(viewer: Viewer, made: Draft) -> Markup:
     sections = [(heading, [s for s in others if s.section == section]) for section, heading in HEADINGS.items()]
     parts = [
         choice(METHOD, "method", METHOD_NAMES, made.method),
-        el("div", *(_field(setting, made) for setting in essential), class_="fields"),
+        el("div", *(_field(setting, made) for setting in essential if setting != REWARDS), class_="fields"),
+        _reward_fields(made, query) if REWARDS in essential else None,
         el("h2", "All other settings"),
         *(_section(heading, settings, made) for heading, settings in sections if settings),
-        _list("models", list(models_below(viewer).values())),
-        _list("sources", [*KNOWN, "builtin:arithmetic"]),
+        _list("models", [*models_below(viewer).values(), *models]),
+        _list("sources", [*files, *KNOWN, "builtin:arithmetic"]),
     ]
     return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
+
+
+def _reward_fields(made: Draft, query: Query) -> Markup:
+    """The fields of each reward, and a list of types that adds another."""
+    problem = made.problems.get("rewards")
+    rewards, parts = _rewards(query), []
+    for at, reward in enumerate([*rewards, {}]):
+        prefix = f"rewards.{at}."
+        own = replace(made, given={prefix + key: value for key, value in reward.items()})
+        kinds = [kind for model in entry_models(REWARDS) for kind in kinds_of(model)]
+        about = "Empty: this reward is removed." if reward else "Type of a further reward."
+        kind = Setting(f"{prefix}type", Literal[*kinds], None, False, about)
+        settings = [kind, *(s for s in _settings_of(reward.get("type", ""), prefix) if s.path != kind.path)]
+        parts.append(el("div", *(_field(setting, own) for setting in settings), class_="fields reward"))
+    needed = el("p", "needed" if "rewards" in made.missing else problem, class_="wrong") if problem else None
+    return el("section", el("h2", "Rewards"), needed, *parts)
+
+
+def in_reach(root: Path) -> tuple[list[str], list[str]]:
+    """The folders of models and the files of rows in the current folder and DEPTH levels below, outside `root`."""
+    models, files = [], []
+    for path, folders, names in os.walk("."):
+        here = Path(path)
+        if is_model(here):
+            models.append(str(here))
+            names, folders[:] = [], []
+        files += [str(here / name) for name in sorted(names) if name.endswith(ROWS)]
+        deep = len(here.parts) >= DEPTH or len(files) > MOST
+        folders[:] = sorted(name for name in folders if not deep and name[0] != "." and name != root.name)
+    return models[:MOST], files[:MOST]
 
 
 def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup:
@@ -193,7 +263,8 @@ def _section(heading: str, settings: Sequence[Setting], made: Draft) -> Markup:
 def _field(setting: Setting, made: Draft) -> Markup:
     missing = setting.path in made.missing
     problem = None if missing else made.problems.get(setting.path)
-    about = el("span", described(setting), class_="about")
+    about = setting.description if choices(setting.annotation) else described(setting)  # a list shows its choices
+    about = el("span", about if setting.default is not None else about.replace("null: ", "empty: "), class_="about")
     note = el("span", "needed" if missing else problem, class_="wrong") if missing or problem else None
     label = el("span", setting.path, class_="label")
     look = "field invalid" if problem else "field"
@@ -203,11 +274,13 @@ def _field(setting: Setting, made: Draft) -> Markup:
 def _control(setting: Setting, made: Draft) -> Markup:
     path, value = setting.path, made.given.get(setting.path, "")
     words = ["true", "false"] if setting.switch and not choices(setting.annotation) else choices(setting.annotation)
-    default = "" if setting.required else flow(setting.default)
+    meaning = found[1] if (found := MEANING.search(setting.description)) else "none"
+    default = "" if setting.required else meaning if setting.default is None else flow(setting.default)
     invalid = "true" if path in made.problems and path not in made.missing else None
     if words:
         values = ["", *words] if value in ("", *words) else ["", value, *words]
-        options = [el("option", word or f"{default} (default)", value=word, selected=word == value) for word in values]
+        labels = {"": f"{default} (default)", "null": meaning}
+        options = [el("option", labels.get(word, word), value=word, selected=word == value) for word in values]
         return el("select", *options, name=path, aria_invalid=invalid)
     if path == NAME:
         hint = made.name
@@ -215,7 +288,7 @@ def _control(setting: Setting, made: Draft) -> Markup:
         hint = f"e.g. {EXAMPLES[made.method][path]}"
     else:
         hint = HINTS.get(path, default)
-    offered = {"model.path": "models", "data.source": "sources"}.get(path)
+    offered = "models" if path in MODELS or path.endswith(".path") else "sources" if path in SOURCES else None
     return el("input", type="search", name=path, value=value, placeholder=hint, maxlength=400, spellcheck="false",
               list=offered, aria_invalid=invalid)  # fmt: skip
 
@@ -259,18 +332,12 @@ def _state(viewer: Viewer, made: Draft) -> Markup:
 
 def _launched(viewer: Viewer, name: str, launch: Launch) -> Markup:
     run = viewer.runs.find(name)
-    if run is not None:
-        broken = run.state in ("failed", "damaged", "killed")
-        running = f" is running: kill -INT {launch.process.pid} saves a checkpoint and stops it"
-        now = f" {run.state}" if launch.ended else running
-        why = f": {run.explanation}" if run.explanation else None
-        look = "message error" if broken else "message"
-        return el("p", link(name, address("/run", run=name)), now, why, class_=look, role="status")
-    if not launch.ended:
-        return message(f"{name} is starting: its output is in {launch.log}.")
-    output = launch.log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if launch.log.is_file() else ""
-    problem = message(f"{name} did not start (exit status {launch.process.returncode}):", "error")
-    return join([problem, el("pre", output), el("p", act("start", "Start again", FORM))])
+    if run is None and launch.ended:
+        return join([launched(viewer, name), el("p", act("start", "Start again", FORM))])
+    now = f" is {run.state}" if run is not None else f" is starting: its output is in {launch.log}"
+    why = f": {run.explanation}" if run is not None and run.explanation else None
+    look = "error" if run is not None and run.state in ("failed", "damaged", "killed") else ""
+    return el("p", link(name, address("/run", run=name)), now, why, class_=f"message {look}", role="status")
 
 
 def _plan(viewer: Viewer, made: Draft) -> Markup:

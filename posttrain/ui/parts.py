@@ -148,9 +148,9 @@ def _labelled(label: str, control: Markup, class_: str = "") -> Markup:
 
 
 def bar(path: str) -> Markup:
-    """Links to the pages; the page at `path` is marked."""
+    """The product's name and links to the pages; the page at `path` is marked."""
     links = (el("a", title, href=at, aria_current="page" if at == path else None) for at, title in BAR.items())
-    return el("nav", *links, class_="pages", aria_label="pages")
+    return el("nav", el("b", "posttrain"), *links, class_="pages", aria_label="pages")
 
 
 def framed(path: str, shown: Markup, seconds: int) -> str:

@@ -40,11 +40,11 @@ LOGPROBS = (
 def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> Markup:
     """The step's metrics and groups. The group with the largest push comes first."""
     groups = step_receipt(stored, step)
-    whole = sum(group.push for group in groups)
+    whole, most = sum(group.push for group in groups), max((group.push for group in groups), default=0.0)
     rows = [
         [
             link(f"prompt {group.prompt}", address(PATH, run=run.name, step=step, prompt=group.prompt)),
-            share_bar(group.push, whole),
+            share_bar(group.push, whole, most),
             *_mean_and_spread(group.rewards),
             str(group.clipped),
             f"{group.furthest_ratio:.3f}",
@@ -61,13 +61,14 @@ def step_view(stored: StoredRun, series: Series, run: RunSummary, step: int) -> 
 def group_view(stored: StoredRun, run: RunSummary, step: int, prompt: int) -> Markup:
     """The completions of a group with the parts of their rewards. The completion with the largest push comes first."""
     group = group_receipt(stored, step, prompt)
+    most = max((completion.push for completion in group.completions), default=0.0)
     rows = [
         [
             link(
                 f"completion {completion.rollout}",
                 address(PATH, run=run.name, step=step, prompt=prompt, rollout=completion.rollout),
             ),
-            share_bar(completion.push, group.push),
+            share_bar(completion.push, group.push, most),
             number(completion.reward),
             signed(completion.advantage),
             *(_part(completion.parts.get(name)) for name in group.part_names),
@@ -119,7 +120,7 @@ def completion_view(stored: StoredRun, run: RunSummary, step: int, prompt: int, 
 
 def _turns(completion: CompletionReceipt, query: Query) -> Markup:
     """The turns of an episode, each with a link to its first token."""
-    shown = []
+    shown, most = [], max(completion.of_turn(turn)[1] for turn in completion.turns)
     for number_of, turn in enumerate(completion.turns):
         advantage, push = completion.of_turn(turn)
         place = link(f"turn {number_of}", query.but(PATH, token=turn.start)) if turn.stop > turn.start else "turn"
@@ -128,7 +129,7 @@ def _turns(completion: CompletionReceipt, query: Query) -> Markup:
             facts += [f"advantage {signed(advantage)}"] + (
                 [] if turn.reward is None else [f"reward {number(turn.reward)}"]
             )
-        bar = share_bar(push, completion.push) if turn.author == "model" and completion.push else None
+        bar = share_bar(push, completion.push, most) if turn.author == "model" and completion.push else None
         shown.append(said(turn, place, " · ".join(facts), bar))
     return el("section", el("h3", "Turns"), *shown, class_="turns")
 
@@ -194,7 +195,7 @@ def _responsible(
     completion: CompletionReceipt, texts: Sequence[str], pushed: Sequence[int], chosen: int | None, query: Query
 ) -> Markup:
     numbers, columns = completion.numbers, completion.numbers.columns
-    rows = []
+    rows, most = [], float(np.abs(numbers.push).max(initial=0.0))
     for at in [*([] if chosen is None or chosen in pushed else [chosen]), *pushed]:
         values = {name: float(each[at]) for name, each in columns.items()}
         cells = [signed(value) if name == "advantage" else number(value) for name, value in values.items()]
@@ -202,7 +203,7 @@ def _responsible(
         note = "clipped" if numbers.clipped[at] else ""
         if not numbers.trained[at]:
             cells, note = ["–"] * len(columns), NOT_SAMPLED
-        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), completion.push), *cells, note])
+        rows.append([str(at), label, share_bar(abs(float(numbers.push[at])), completion.push, most), *cells, note])
     if not rows:
         return message("This completion has no tokens.")
     header = ["", "token", "share of the push", *columns, ""]
@@ -259,10 +260,10 @@ def _part(part: StoredPart | None) -> str:
     return value + verdict + (f" ({short(part.extracted, 40)})" if part.extracted else "")
 
 
-def share_bar(value: float, whole: float) -> Markup:
-    """The share `value` / `whole` as a bar and a percentage."""
+def share_bar(value: float, whole: float, most: float) -> Markup:
+    """The share `value` / `whole` as a percentage, with a bar that the list's largest value, `most`, fills."""
     share = value / whole if whole > 0 else 0.0
-    filled = el("rect", width=f"{60 * share:.1f}", height=8, rx=2)
+    filled = el("rect", width=f"{60 * value / most if most > 0 else 0:.1f}", height=8, rx=2)
     bar = el("svg", filled, viewBox="0 0 60 8", class_="bar", aria_hidden="true")
     return el("span", bar, f" {share:.0%}", class_="nowrap")
 

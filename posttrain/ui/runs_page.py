@@ -1,20 +1,26 @@
 """The Runs page: a table of all runs, and a comparison of the chosen runs."""
 
 import json
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from posttrain.base.words import counted, in_units
-from posttrain.reports.chart import COLOURS, Line, chart, spark
-from posttrain.reports.curves import PANELS
-from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.chart import COLOURS, chart, spark
+from posttrain.reports.curves import lines_of, single_panels
+from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.report import differing
 from posttrain.reports.series import AXES
 from posttrain.runs.checks import advice
+from posttrain.runs.finding import folders_of, root_of
+from posttrain.runs.folder import never_stepped
+from posttrain.runs.managing.removing import delete
 from posttrain.runs.summary import RunSummary
-from posttrain.ui.parts import Query, address, choice, form, hidden, search, slider
+from posttrain.ui.parts import Query, act, address, choice, form, hidden, search, slider
 from posttrain.ui.viewer import STATES, Viewer
 
-PATH = "/"
+PATH, FORM = "/", "acts"
 SHOWN = 100  # rows of the table before "show all"
 CHOSEN = COLOURS  # maximum number of runs overlaid
 SORTS = ("latest", "name", "state", "method", "model", "result", "steps", "disk")
@@ -24,10 +30,49 @@ SMOOTH = ("0", "0.6", "0.9", "0.97")
 def runs_page(viewer: Viewer, query: Query) -> Markup:
     rows = viewer.runs.all()
     if not rows:
-        return message(f"There are no runs in {viewer.root} yet. Runs of `posttrain train` will appear here.")
+        return _first(viewer)
     chosen = [run for name in query.many("chosen") if (run := viewer.runs.find(name)) is not None][:CHOSEN]
     runs = _table(viewer, arranged(rows, query), len(rows), chosen, query)
-    return join([_controls(rows, query), _overlay(viewer, chosen, query), runs])
+    return join([_controls(rows, query), _failed(viewer), runs, _overlay(viewer, chosen, query)])
+
+
+def _first(viewer: Viewer) -> Markup:
+    """How to make the first run."""
+    tour = ["posttrain", "quickstart", "--output-dir", str(viewer.root / "quickstart")]
+    own = ["posttrain", "train", "SETTINGS.yaml", "--output-dir", str(viewer.root)]
+    ways = el("p", f"Runs in {viewer.root} appear here. Fill in ", link("New run", "/new"), ", or in a terminal:")
+    commands = el("pre", f"{shlex.join(tour)}    # a tour in minutes, without a download\n{shlex.join(own)}")
+    return join([el("h1", "There are no runs yet"), ways, commands])
+
+
+def failed_starts(viewer: Viewer) -> list[Path]:
+    """The folders of whole runs that ended before their first step, so that nothing in them is worth keeping."""
+    unused = [run for run in viewer.runs.all() if not (run.step or run.tags or run.note or run.folder == viewer.root)]
+    ended = [run.folder for run in unused if run.state in ("failed", "interrupted", "killed")]
+    early = {folder.resolve() for folder in ended if never_stepped(folder)}
+    whole = {whole_of(viewer, folder) for folder in early}
+    return sorted(folder for folder in whole if early.issuperset(folders_of(folder)))
+
+
+def whole_of(viewer: Viewer, run: Path) -> Path:
+    """The folder of the whole run, with all models and stages, if it is below the folder served; otherwise the run."""
+    whole = root_of(run)
+    return whole if viewer.root.resolve() in whole.parents else run
+
+
+def clear(viewer: Viewer, query: Query) -> None:
+    """Delete the runs that failed to start. Raises RunError if other runs need one."""
+    for folder in failed_starts(viewer):
+        delete(folder, [viewer.root])
+    viewer.runs.renew()
+
+
+def _failed(viewer: Viewer) -> Markup | None:
+    names = [folder.name for folder in failed_starts(viewer)]
+    if not names:
+        return None
+    what = f"{counted(len(names), 'run')} ended before the first step ({short(', '.join(names))}). "
+    return el("form", el("p", what, act("clear", "Delete", FORM)), id=FORM, method="post", action=PATH)
 
 
 def arranged(rows: Sequence[RunSummary], query: Query) -> list[RunSummary]:
@@ -59,7 +104,7 @@ def _controls(rows: Sequence[RunSummary], query: Query) -> Markup:
     states = [state for state in STATES if any(run.state == state for run in rows)]
     return form(
         PATH,
-        search("find", "Find", query.one("find"), "name, method, model, data, tag, note"),
+        search("find", "Find", query.one("find"), "name, method, model, data, tag, note", wide=True),
         choice("state", "State", ["", *states], query.one("state"), "all"),
         choice("method", "Method", ["", *sorted({run.method for run in rows})], query.one("method"), "all"),
         hidden(query, "chosen", "sort", "reverse", "x", "smooth"),
@@ -71,14 +116,15 @@ def _table(
 ) -> Markup:
     shown = rows if query.one("all") else rows[:SHOWN]
     names = [run.name for run in chosen]
-    columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
+    columns = ("", "name", "state", "result", "", "steps", "ETA", "method", "model", "disk", "started")
     header = [_sorter(name, query) if name in SORTS else name for name in columns]
     body = [_cells(run, viewer.runs.spark(run), names, query) for run in shown]
     count = counted(len(rows), "run") if len(rows) == total else f"{len(rows):,} of {counted(total, 'run')}"
     more = link(f"show all {len(rows):,}", query.but(PATH, all=1)) if len(shown) < len(rows) else None
     hint = " · choose some to compare them" if not chosen else None
     summary = el("p", count, hint, " · " if more else None, more, class_="quiet")
-    return join([summary, table(header, body, numbers=(5, 7, 9), class_="runs")])
+    listed = table(header, body, numbers=(5, 9), class_="runs")
+    return join([summary, el("div", listed, class_="above") if chosen else listed])
 
 
 def _sorter(name: str, query: Query) -> Markup:
@@ -106,7 +152,7 @@ def _cells(run: RunSummary, curve: Sequence[float], chosen: Sequence[str], query
         state.append(el("details", el("summary", shown), el("p", advice(alarm))))
     model = el("span", run.model, class_="clip", title=run.model)
     size = in_units(run.size)
-    return [mark, name, state, run.method, model, result, spark(curve), steps, run.eta, size, started]
+    return [mark, name, state, result, spark(curve), steps, run.eta, run.method, model, size, started]
 
 
 def toggle(name: str, at: int | None, where: str) -> Markup:
@@ -139,16 +185,16 @@ def _overlay(viewer: Viewer, chosen: Sequence[RunSummary], query: Query) -> Mark
     axis, smooth, controls = curve_controls(PATH, query, "chosen", "sort", "reverse", "find", "state", "method", "all")
     curves = [viewer.series(run.folder) for run in chosen]
     charts = []
-    for panel in PANELS:
-        name = next((m for m in panel.metrics if any(m in series.names for series in curves)), None)
-        if name is not None:
-            lines = [
-                Line(run.name, *series.points(name, axis), colour=at)
-                for at, (run, series) in enumerate(zip(chosen, curves, strict=True))
-                if name in series.names
-            ]
-            charts.append(chart(lines, name, x_label=axis, smooth=smooth, share=panel.share, keys=False))
-    keys = el("p", *(_key(run, at, chosen, query) for at, run in enumerate(chosen)), class_="keys")
+    for panel in single_panels():
+        lines = [
+            replace(line, label=f"{run.name}, {line.label}" if line.dashed else run.name, colour=at)
+            for at, (run, series) in enumerate(zip(chosen, curves, strict=True))
+            for line in lines_of(panel, series, axis)
+        ]
+        if lines:
+            charts.append(chart(lines, panel.title, x_label=axis, smooth=smooth, share=panel.share, keys=False))
+    dashed = el("span", "dashed: validation", class_="quiet")
+    keys = el("p", *(_key(run, at, chosen, query) for at, run in enumerate(chosen)), dashed, class_="keys")
     return el(
         "section",
         el("h2", f"{counted(len(chosen), 'run')} over {axis}"),
@@ -170,10 +216,16 @@ def settings_that_differ(chosen: Sequence[RunSummary]) -> Markup | None:
     if len(chosen) < 2:
         return None
     unread = [run.name for run in chosen if not run.config]
-    rows = [[el("code", name), *map(_value, values)] for name, *values in differing([run.config for run in chosen])]
+    several, common, lacked = len({run.method for run in chosen}) > 1, [], []
+    for name, *values in differing([run.config for run in chosen]):
+        of_method = several and name.startswith(("method.", "rollout.", "rewards."))
+        (lacked if of_method and "" in values else common).append([el("code", name), *map(_value, values)])
     problem = message(f"The settings of {', '.join(unread)} cannot be read.", "warning") if unread else None
-    body = table(["setting", *(run.name for run in chosen)], rows) if rows else message("Their settings are the same.")
-    return join([el("h3", "Settings that differ"), problem, body])
+    header = ["setting", *(run.name for run in chosen)]
+    body = table(header, common) if common else None if lacked else message("Their settings are the same.")
+    title = el("summary", f"{counted(len(lacked), 'setting')} that not all of these methods have")
+    folded = el("details", title, table(header, lacked)) if lacked else None
+    return join([el("h3", "Settings that differ"), problem, body, folded])
 
 
 def _value(value: object) -> str:

@@ -14,7 +14,9 @@ const load = async (address, { push = false, keep = true, timed = false, body = 
     const text = await reply.text();
     if (running !== mine) return;
     if (!reply.ok) throw new Error(text);
-    if (reply.headers.has('content-location')) history.replaceState(null, '', reply.headers.get('content-location'));
+    const place = new URL(reply.headers.get('content-location') ?? url, url);
+    if (place.pathname !== url.pathname) { location.assign(place); return; }
+    if (body) history.replaceState(null, '', place);
     if (reply.status === 200) put(text, keep);
   } catch {
     if (running === mine && !timed && !leaving) location.assign(url); // the whole page shows the error
@@ -34,15 +36,21 @@ const put = (text, keep) => {
   const made = document.createElement('template');
   made.innerHTML = text;
   const now = made.content.firstElementChild, field = document.activeElement, { value, selectionStart } = field;
+  const scrolled = [...element.querySelectorAll('.wide')].map((one) => [one.scrollLeft, one.scrollTop]);
   const open = [...element.querySelectorAll('details[open] > summary')].map((one) => one.textContent);
   for (const one of now.querySelectorAll('details > summary')) {
     if (open.includes(one.textContent)) one.parentElement.open = true;
   }
+  for (const one of element.querySelectorAll('[method=post] :is(input, textarea)')) { // what is typed is sent by a button
+    const next = now.querySelector(`[method=post] [name="${CSS.escape(one.name)}"]`);
+    if (next && one.value !== one.defaultValue) next.value = one.value;
+  }
   swap(shown(), now);
+  element.querySelectorAll('.wide').forEach((one, at) => one.scrollTo(...(scrolled[at] ?? [0, 0])));
   if (field.isConnected || !nameOf(field)) return;
-  const again = [...element.querySelectorAll('a, button, input, select')].find((one) => nameOf(one) === nameOf(field));
+  const again = [...element.querySelectorAll('a, button, input, select, textarea')].find((one) => nameOf(one) === nameOf(field));
   again?.focus({ preventScroll: true });
-  if (!keep || !/^(text|search)$/.test(again?.type)) return;
+  if (!keep || !/^(text|search|textarea)$/.test(again?.type)) return;
   again.value = value;
   again.setSelectionRange(selectionStart, selectionStart);
 };
@@ -80,10 +88,10 @@ element.addEventListener('submit', (event) => {
 });
 // Search fields are read while typing. Their change event adds nothing, and would replace a button that is being pressed.
 element.addEventListener('change', ({ target }) => {
-  if (target.isConnected && target.form && target.type !== 'search') load(addressOf(target.form), { push: true });
+  if (target.isConnected && target.form?.getAttribute('method') === 'get' && target.type !== 'search') load(addressOf(target.form), { push: true });
 });
 element.addEventListener('input', ({ target }) => {
-  if (target.type !== 'search') return;
+  if (target.type !== 'search' || target.form?.getAttribute('method') !== 'get') return;
   clearTimeout(typing);
   typing = setTimeout(() => { // by then the field may have been replaced
     const form = element.querySelector(`[name="${CSS.escape(target.name)}"]`)?.form;

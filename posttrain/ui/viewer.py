@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,13 +13,15 @@ from typing import Any, Generic, TypeVar
 
 from posttrain.base.errors import PosttrainError, message_of
 from posttrain.base.files import default_cache
+from posttrain.base.words import counted
 from posttrain.config.options import CompareOptions
 from posttrain.evaluation.comparing.differences import Comparison, compare
 from posttrain.evaluation.comparing.sources import Source, make_sides, read_source
 from posttrain.evaluation.records import ANSWERS, DATABASE, SUMMARY, read_summary
-from posttrain.reports.markup import Markup, message
+from posttrain.reports.markup import Markup, el, message
 from posttrain.reports.series import Series, sparkline
 from posttrain.runs.checkpoint import MODELS, list_checkpoints
+from posttrain.runs.files import load_json
 from posttrain.runs.finding import is_model
 from posttrain.runs.folder import NOTES
 from posttrain.runs.metrics import NAME as METRICS
@@ -71,6 +74,10 @@ class Listing(Generic[Entry]):
                 entries = self._read()
                 self._listed = time.monotonic(), entries  # the age of the list counts from the end of reading
             return self._listed[1]
+
+    def renew(self) -> None:
+        """Read the folder again at the next request."""
+        self._listed = -self._seconds, []
 
     def find(self, name: str) -> Entry | None:
         """The entry with this name. Names from addresses are only looked up, never joined to a path."""
@@ -189,6 +196,7 @@ class Viewer:
         self.evaluations = Evaluations(root)
         self.commands = Commands(self.cache / "asked")
         self.launches = Launches(root)
+        self.stopped: set[str] = set()  # the processes of runs that were asked to stop
         self._series = lru_cache(SERIES)(Series)
         self._indexes: dict[Path, Index] = {}
         self._lock = threading.Lock()
@@ -209,8 +217,17 @@ class Viewer:
         return index.refresh(PATIENCE_S)
 
 
+def where(viewer: Viewer) -> Markup:
+    """The folder that is served and its runs by state, for the top of every page."""
+    counts = Counter(run.state for run in viewer.runs.all())
+    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
+    runs = counted(counts.total(), "run") + (f": {states}" if states else "")
+    return el("p", el("span", viewer.root.absolute()), el("span", runs), class_="where quiet")
+
+
 Render = Callable[[Viewer, Query], Markup]
-Act = Callable[[Viewer, Query], None]  # the action of a button; the page shows the errors that it raises
+# The action of a button; returns the address to open, None for that of the form. The page shows errors that it raises.
+Act = Callable[[Viewer, Query], str | None]
 Result = TypeVar("Result")
 
 
@@ -224,6 +241,17 @@ def attempt(work: Callable[[Viewer, Query], Result], viewer: Viewer, address: st
     except Exception as error:  # the page must remain usable whatever error a damaged run causes
         log.exception("a page could not be shown: %s", address)
         return message(f"This cannot be shown: {type(error).__name__}. The log of posttrain ui says more.", "error")
+
+
+def is_reward_model(folder: str) -> bool:
+    """Whether a saved model is a sequence classifier, plain or as an adapter."""
+    files = [Path(folder, name) for name in ("adapter_config.json", "config.json")]
+    try:
+        facts = load_json(next(file for file in files if file.is_file()))
+        kinds = facts["task_type"] if "task_type" in facts else " ".join(facts["architectures"])
+    except (PosttrainError, KeyError, TypeError):
+        return False
+    return "SEQ_CLS" in kinds or "ForSequenceClassification" in kinds
 
 
 def models_below(viewer: Viewer) -> dict[str, str]:

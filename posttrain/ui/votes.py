@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.base.errors import RunError
 from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.runs.atomic import writing
 from posttrain.serving.client import ScoredToken
@@ -83,6 +84,20 @@ def seen(text: str) -> str:
     """The text of a token with visible line breaks; if the text is blank, also with visible spaces."""
     lines = text.replace("\n", "⏎\n")
     return lines if text.strip() else lines.replace(" ", "␣") or "∅"
+
+
+def undo_vote(file: Path, prompt: Turns, replies: Sequence[str]) -> int:
+    """Remove the last row, if it is a vote on these replies. Returns the number of rows left; raises RunError if it is
+    another's, or the file cannot be changed."""
+    with _LOCK, writing(file):
+        *lines, last = file.read_bytes().splitlines(keepends=True) if file.is_file() else [b""]
+        row = json.loads(last) if last else {}
+        texts = {reply["content"] for side in ("chosen", "rejected") for reply in row.get(side, [])}
+        if row.get("prompt") != list(prompt) or texts != set(replies):
+            raise RunError(f"The last row of {file} is not a vote on these replies: it is kept.")
+        with file.open("r+b") as rows:
+            rows.truncate(sum(map(len, lines)))
+        return len(lines)
 
 
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:

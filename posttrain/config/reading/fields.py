@@ -52,7 +52,7 @@ def all_settings() -> list[Setting]:
     kinds = Literal[*METHOD_NAMES]
     kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
     settings: dict[str, Setting] = {}
-    for setting in _settings(RunConfig, ""):
+    for setting in settings_in(RunConfig, ""):
         if setting.path == kind.path:
             settings[kind.path] = kind
             continue
@@ -72,9 +72,10 @@ def known_paths() -> dict[str, list[str]]:
     return paths_of
 
 
-def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:
+def settings_in(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:
+    """Yield the settings of a group, with a prefix before their paths; `method`: whose settings they are."""
     for name, info in model.model_fields.items():
-        path = f"{prefix}{'model' if not prefix and name == 'models' else name}"
+        path = f"{prefix}{'model' if not prefix and name == 'models' else info.alias or name}"
         inner = [ModelConfig] if path == "model" else models_in(full(info))
         optional = type(None) in options(full(info))
         if not inner or optional:
@@ -83,7 +84,7 @@ def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator
             yield Setting(path, full(info), default, info.is_required(), info.description or "", methods)
         for cls in inner:
             owner = next((name for name, owned in METHODS.items() if owned is cls), "")
-            yield from _settings(cls, f"{path}.", owner)
+            yield from settings_in(cls, f"{path}.", owner)
 
 
 def full(info: FieldInfo) -> Any:
