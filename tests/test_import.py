@@ -61,6 +61,13 @@ def test_a_trl_command(tmp_path):
     assert not draft.left and not draft.lacks
 
 
+def test_the_example_of_the_page():
+    page = (Path(__file__).parent.parent / "docs/migrating.md").read_text(encoding="utf-8")
+    example = page.partition("## An example")[2]
+    command, settings = (example.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("text", "yaml"))
+    assert written(imported(command, "train.sh")) == settings
+
+
 def test_a_trl_file_and_flags_over_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("dpo.yaml").write_text("model_name_or_path: gpt2\ndataset_name: x/y\nbeta: 0.3\nlearning_rate: 1e-5\n")
@@ -510,6 +517,15 @@ def test_names_of_other_systems(tmp_path):
         imported("group_size: 4\n", "old.yaml")
 
 
+def test_text_of_the_source_stays_text(tmp_path):
+    """Neither a reference to another setting nor a further line of YAML."""
+    odd = {"model_name_or_path": "a${b}", "foo\u2028model: evil\nname": 1, "template": "x\ny: 2", "lora_alpha": 3}
+    draft = imported(yaml.safe_dump({"stage": "sft", "dataset": "d"} | odd), "odd.yaml")
+    config = loaded(draft, tmp_path)
+    assert config.models[0].path == "a${b}" and config.models[0].lora.alpha == 3
+    assert "x y: 2 there" in written(draft)
+
+
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
@@ -526,6 +542,7 @@ def test_names_of_other_systems(tmp_path):
         ("\ntrl dpo --beta 0.1 --beta 0.2\n", "x.sh", "x.sh:2: --beta is given twice; keep one"),
         ("trl dpo --beta '0.1\n", "x.sh", "x.sh:1: not a command line"),
         ("trl dpo --beta 1\ntrl sft --seed 1\n", "x.sh", "x.sh has several commands (lines 1, 2) of a known system; give a file with one"),
+        ("trl dpo --model_name_or_path $1\n", "x.sh", "x.sh:1: $1 has no value in the file; write it out"),
         ("python -c 'print(1)'\n", "x.sh", "x.sh has no command of a known system"),
         ("trl dpo --beta true --model_name_or_path a --dataset_name b", "x.sh", "x.sh:1: beta is true; it must be a number above 0"),
     ],

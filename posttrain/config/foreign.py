@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.terminal import visible
 from posttrain.config.reading.files import parse_settings, parse_value, read_settings
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
@@ -64,8 +65,10 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 _PROGRAMS = {"trl": "trl", "llamafactory-cli": "llama-factory", "axolotl": "axolotl"}
 _COMMAND = re.compile(
-    r"^\s*(?:\$ )?(?:\w+=\S*\s+)*(?:trl|llamafactory-cli|axolotl|accelerate|torchrun|python3?)\s", re.M
+    r"^\s*(?:\$ )?(?:\w+=\S*\s+)*(?:trl|llamafactory-cli|axolotl|accelerate|torchrun|deepspeed|uv|python3?)\s", re.M
 )
+_MAPPINGS = ("chat_template_kwargs", "columns", "deepspeed", "fsdp_config", "special_tokens", "lr_scheduler_kwargs",
+             "gradient_checkpointing_kwargs")  # fmt: skip
 _WORDS = {"rm": "reward", "reward_modeling": "reward", "gkd": "distill", "distillation": "distill", "pt": "sft"}
 
 
@@ -120,9 +123,11 @@ class Draft:
 
     def put(self, path: str, value: Any, name: str = "", comment: str = "") -> None:
         """Set a setting. The comment on a default of the source says that it is one."""
+        if (other := self.names.get(path)) and other != name:
+            self.leave(other, f"{name} gives {path} too")
         default = f"default of {SYSTEMS[self.source.system]}" if name and name not in self.source.values else ""
         self.settings[path], self.names[path] = value, name
-        self.comments[path] = "; ".join(filter(None, [comment, default]))
+        self.comments[path] = " ".join(visible("; ".join(filter(None, [comment, default]))).split())
 
 
 def method_of(word: str) -> str | None:
@@ -154,10 +159,7 @@ def parse(text: str, name: str, system: str | None = None, is_yaml: bool = False
 
 def _flatten(source: Source, values: dict[str, Any], places: dict[Any, str]) -> None:
     for key, value in values.items():
-        whole = key in ("chat_template_kwargs", "columns", "deepspeed", "fsdp_config") or not (
-            hint(key) or "write"
-        ).startswith("write")
-        if isinstance(value, dict) and not whole:
+        if isinstance(value, dict) and key not in _MAPPINGS:
             _flatten(source, value, places)
         elif key in source.values:
             source.repeated.append(key)
@@ -186,8 +188,8 @@ def _command(text: str, name: str) -> Source:
     values, files = _flags(arguments, place)
     if isinstance(config := values.pop("config", None), str):
         files.append(config)
-    base = read_settings(Path(name).parent / files[0]) if files else None
-    if base is not None:
+    if files:
+        base = read_settings(Path(files[0]) if Path(files[0]).is_file() else Path(name).parent / files[0])
         _flatten(source, base.values, {path[-1]: origin for path, origin in base.origins.items()})
     source.values |= values
     source.places |= dict.fromkeys(values, place)
@@ -201,7 +203,7 @@ def _command(text: str, name: str) -> Source:
 
 def _lines(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
     """The words of each line of a script, with the number of its first line; its variables are filled in."""
-    variables: dict[str, str] = {}
+    variables = dict(re.findall(r"^\s*(?:export )?(\w+)=[\"']?([^\s\"'$]+)[\"']?\s*$", text, re.M))
     lines = text.replace("\\\r\n", "\\\n").split("\n")
     number = 0
     while number < len(lines):
@@ -210,15 +212,12 @@ def _lines(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
             number += 1
             line = f"{line[:-1]} {lines[number]}"
         number += 1
+        line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)
         try:
-            words = shlex.split(
-                re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line), comments=True
-            )
+            if _COMMAND.match(line):
+                yield first, shlex.split(line.strip().removeprefix("$ "), comments=True)
         except ValueError as error:
             raise ConfigError(f"{name}:{first}: not a command line: {error}") from error
-        if len(words) == 1 and re.fullmatch(r"\w+=.*", words[0]):
-            variables.update([words[0].split("=", 1)])
-        yield first, words
 
 
 def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
@@ -236,5 +235,7 @@ def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
             given[name].append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             files.append(word)
+    if unset := [word for words in given.values() for word in words if re.search(r"\$[\w{(]", word)]:
+        raise ConfigError(f"{place}: {unset[0]} has no value in the file; write it out")
     read = {name: [parse_value(word, place).values["value"] for word in words] for name, words in given.items()}
     return {name: (some[0] if len(some) == 1 else some or True) for name, some in read.items()}, files

@@ -58,8 +58,10 @@ def lay_data(draft: Draft) -> None:
     if described not in (None, _trl) and draft.method == "sft" and conversations and not whole:
         draft.put("method.assistant_only_loss", True, comment="the other turns are masked there")
     share, split = draft.take("val_size", "val_set_size"), draft.take("dataset_test_split")
-    if isinstance(share, int | float) and share > 0:
-        draft.put("data.validation", {"rows": int(share)} if share >= 1 else {"ratio": share})
+    if share:
+        rows = isinstance(share, int | float) and share >= 1 and share is not True
+        name = "val_size" if "val_size" in draft.source.values else "val_set_size"
+        draft.put("data.validation", {"rows": int(share)} if rows else {"ratio": share}, name)
     elif described is _trl and draft.rest.get("eval_strategy") not in (None, "no", False):
         draft.put("data.validation", {"source": draft.settings.get("data.source"), "split": split or "test"})
     elif split is not None:
@@ -87,14 +89,17 @@ def _source(draft: Draft, entry: Any) -> str:
 
 
 def _llama_factory(draft: Draft) -> Iterator[Entry]:
-    folder, beside = Path(draft.take("dataset_dir") or "data"), Path(draft.source.name).parent
+    folder, beside = Path(str(draft.take("dataset_dir") or "data")), Path(draft.source.name).parent
     most = draft.whole("max_samples")
     file = next((f for at in (folder, beside / folder, beside) if (f := at / "dataset_info.json").is_file()), None)
     infos = read_settings(file).values if file else {}
-    for name in filter(None, str(draft.take("dataset") or "").replace(" ", "").split(",")):
+    names = draft.take("dataset") or []
+    for name in map(str.strip, map(str, names) if isinstance(names, list) else str(names).split(",")):
         if file and name not in infos:
             raise ConfigError(f"{file} has no data set {name}; it has {', '.join(infos)}")
         info, source = infos.get(name, {}), name
+        if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
+            raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
         if "hf_hub_url" in info:
             source = "/".join(filter(None, (info["hf_hub_url"], info.get("subset"))))
         elif file and "file_name" in info:
@@ -108,7 +113,7 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             "max_rows": min(rows, default=None),
             **_layout(draft, info),
         }
-        if strange := set((info.get("tags") or {}).values()) - _TAGS:
+        if strange := set(info.get("tags", {}).values()) - _TAGS:
             draft.left[f"tags of {name}"] = (
                 f"{', '.join(sorted(strange))}: rename them in the data, e.g. to role, content, user"
             )
@@ -116,7 +121,7 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
 
 def _layout(draft: Draft, info: dict[str, Any]) -> Entry:
     """The format and columns of an entry of dataset_info.json."""
-    columns = info.get("columns") or {}
+    columns = info.get("columns", {})
     labelled, alpaca = "kto_tag" in columns, info.get("formatting", "alpaca") == "alpaca"
     form = "kto" if labelled else "sharegpt" if not alpaca else "preference" if info.get("ranking") else "alpaca"
     ours = {"system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}

@@ -7,11 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
+from posttrain.base.terminal import visible
 from posttrain.config.foreign import DEFAULTS, SYSTEMS, Draft, Source, method_of
 from posttrain.config.foreign_data import lay_data
 from posttrain.config.reading.explain import explain
 from posttrain.config.reading.fields import all_settings, known_paths
 from posttrain.config.reading.hints import hint, target
+from posttrain.config.reading.interpolation import escaped
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.render import WIDTH, commented, flow, wrapped
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES
@@ -39,7 +41,7 @@ def convert(source: Source, method: str | None = None) -> Draft:
     """The settings that stand for what a source says. Raises ConfigError if the method is not known, or for a value of
     the wrong type, with its place."""
     given = {name: value for name, value in source.values.items() if value is not None}
-    named = [given.pop(name) for name in ("stage", "rl") if isinstance(given.get(name), str)]
+    named = [given.pop(name) for name in ("stage", "rl", "post_training", "method") if name in given]
     told = method or source.method or next(iter(named), None) or _told_by_names(source.system, given)
     known = method_of(str(told).lower())
     if known is None:
@@ -54,6 +56,8 @@ def convert(source: Source, method: str | None = None) -> Draft:
     draft = Draft(source, known, rest | given)
     draft.put("method.type", known)
     draft.left |= dict.fromkeys(source.repeated, "several sections give it; write the one that is meant")
+    if source.system == "trl" and source.values.get("max_length", 0) is None:
+        draft.left["max_length"] = "null is no limit there; data.max_length is a number, 1024 if it is left out"
     for step in (_folders, _batch, _adapter, lay_data, _losses, _rewards, _evaluation):
         step(draft)
     for name, value in draft.rest.items():
@@ -73,7 +77,7 @@ def _told_by_names(system: str, given: dict[str, Any]) -> str | None:
 
 def _folders(draft: Draft) -> None:
     folder = draft.take("output_dir")
-    if isinstance(folder, str) and Path(folder).name:
+    if folder and Path(folder := str(folder)).name:
         draft.put("name", Path(folder).name, "output_dir", "last part of output_dir; the model is in its final/")
         draft.put("output_dir", str(Path(folder).parent), "output_dir")
         draft.left |= {
@@ -90,7 +94,12 @@ def _batch(draft: Draft) -> None:
     devices, group = draft.source.devices, draft.rest.get("num_generations")
     comment = f"{size} per device x {accumulated} accumulated x {devices} device{'s' * (devices > 1)}"
     per_device, size = size * devices, size * devices * accumulated
-    if draft.source.system in ("trl", "axolotl") and draft.method in ("grpo", "rloo") and isinstance(group, int):
+    if (
+        draft.source.system in ("trl", "axolotl")
+        and draft.method in ("grpo", "rloo")
+        and isinstance(group, int)
+        and group
+    ):
         sampled = buffer or per_device * (rounds or accumulated)
         draft.put("method.num_minibatches", max(1, sampled // size), "steps_per_generation")
         size, comment = ceil(sampled / group), f"{sampled} completions ({comment}) / {group} of each prompt"
@@ -134,8 +143,8 @@ def _losses(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     functions, weights = draft.take("reward_funcs", "reward_fn") or [], draft.take("reward_weights")
     model = draft.take("reward_model_path", "reward_model", "reward_model_name_or_path")
-    entries: list[dict[str, Any]] = [{"type": "model", "path": model}] if isinstance(model, str) else []
-    for function in [functions] if isinstance(functions, str) else functions:
+    entries: list[dict[str, Any]] = [{"type": "model", "path": str(model)}] if model else []
+    for function in functions if isinstance(functions, list) else [functions]:
         module, _, name = str(function).replace(":", ".").rpartition(".")
         if module:
             entries.append({"type": "python", "function": f"{module}:{name}", "name": name})
@@ -247,19 +256,19 @@ def _within(path: str, other: str) -> bool:
 
 def written(draft: Draft) -> str:
     """The settings file: commented settings, then what is missing, and the names that are not carried with reasons."""
-    lines = [f"# From {draft.source.name} ({SYSTEMS[draft.source.system]}), by: posttrain config import"]
+    lines = [f"# From {visible(draft.source.name)} ({SYSTEMS[draft.source.system]}), by: posttrain config import"]
     above: list[str] = []
     for path, value in draft.settings.items():
         *sections, key = path.split(".")
         new = next((n for n, name in enumerate(sections) if above[n : n + 1] != [name]), len(sections))
         lines += [f"{'  ' * n}{name}:" for n, name in enumerate(sections) if n >= new]
         above, indent = sections, "  " * len(sections)
-        lines += commented(f"{indent}{key}: {flow(value)}", draft.comments[path], indent)
+        lines += commented(f"{indent}{key}: {flow(escaped(value))}", draft.comments[path], indent)
     reasons: dict[str, list[str]] = {}
     for name, reason in draft.left.items():
         reasons.setdefault(reason, []).append(name)
     not_carried = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     for heading, notes in (("Still missing", draft.lacks), ("Not carried", not_carried)):
         lines += ["", f"# {heading}:"] if notes else []
-        lines += ["# - " + "\n#   ".join(wrapped(note, WIDTH - 4)) for note in notes]
+        lines += ["# - " + "\n#   ".join(wrapped(visible(note), WIDTH - 4)) for note in notes]
     return "\n".join(lines) + "\n"
