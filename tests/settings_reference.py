@@ -110,7 +110,8 @@ SYSTEMS: dict[str, str] = {
     """,
     "An SFT-then-GRPO pipeline for maths, with Unsloth (`run_training.py`)": """
         config skip_sft skip_grpo model_name max_seq_length lora_rank lora_alpha load_in_4bit fast_inference
-        gpu_memory_utilization target_modules train_on_responses_only use_gradient_checkpointing random_state sft_dataset_name sft_dataset_split
+        train_on_responses_only
+        gpu_memory_utilization target_modules use_gradient_checkpointing random_state sft_dataset_name sft_dataset_split
         grpo_dataset_name grpo_dataset_split max_length_percentile truncate_ratio filter_numeric_only prompt
         reasoning_start reasoning_end solution_start solution_end system_prompt_template sft_training grpo_training
         per_device_train_batch_size gradient_accumulation_steps num_generations max_steps num_train_epochs learning_rate

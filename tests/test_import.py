@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,7 +25,7 @@ def imported(text, name="x.txt", **told):
     return draft
 
 
-def loaded(draft, tmp_path):
+def loaded(draft, tmp_path) -> Any:
     file = tmp_path / "imported.yaml"
     file.write_text(written(draft))
     return load(file).config
@@ -93,7 +94,8 @@ def test_scripts_and_launchers(launcher, devices):
 
 
 def test_a_shell_script_with_variables():
-    text = '#!/bin/bash\nset -x\nMODEL=gpt2\nDATA="x/y"\n\ntrl kto --model_name_or_path ${MODEL} \\\n  --dataset_name $DATA\n'
+    start = '#!/bin/bash\nset -x\nMODEL=gpt2\nDATA="x/y"\n\n'
+    text = start + "trl kto --model_name_or_path ${MODEL} \\\n  --dataset_name $DATA\n"
     draft = imported(text, "run.sh")
     assert draft.settings["model.path"] == "gpt2" and draft.settings["data.source"] == "x/y"
     assert draft.settings["data.shuffle"] is False  # KTO of TRL reads rows in their order
@@ -146,6 +148,8 @@ def test_every_default_of_trl_that_differs_here_is_written(method):
             source.values[name] = value
             draft = convert(source)
             settle(draft)
+            if draft.settings == implied:
+                continue
             both = [load(None, flags=settings).config for settings in (implied, draft.settings)]
             assert both[0] == both[1], f"{method}: {name}={value!r}"
 
@@ -532,21 +536,53 @@ def test_text_of_the_source_stays_text(tmp_path):
         ("- a\n- b\n", "x.yaml", "x.yaml contains a list; it must be a mapping"),
         ("a: [\n", "x.yaml", "x.yaml:2: not valid YAML"),
         ("stage: dpo\nstage: sft\n", "x.yaml", "x.yaml:2: stage is given twice, first on line 1"),
-        ("hello: 1\n", "x.yaml", "x.yaml has no name of a known system; say which it is with --from llama-factory|axolotl|trl"),
-        ("model: gpt2\nmethod: sft\n", "x.yaml", "x.yaml is a settings file of posttrain already; see it with: posttrain config"),
-        ("dataset_name: x\nmodel_name_or_path: y\n", "x.yaml", "x.yaml does not say its method; give one with --method"),
+        (
+            "hello: 1\n",
+            "x.yaml",
+            "x.yaml has no name of a known system; say which it is with --from llama-factory|axolotl|trl",
+        ),
+        (
+            "model: gpt2\nmethod: sft\n",
+            "x.yaml",
+            "x.yaml is a settings file of posttrain already; see it with: posttrain config",
+        ),
+        (
+            "dataset_name: x\nmodel_name_or_path: y\n",
+            "x.yaml",
+            "x.yaml does not say its method; give one with --method",
+        ),
         ("stage: pretty\n", "x.yaml", "x.yaml says 'pretty', which is no method here"),
-        ("stage: sft\nmodel_name_or_path: a\n\nlearning_rate: fast\n", "x.yaml", "x.yaml:4: learning_rate is 'fast'; it must be a number"),
-        ("stage: sft\nper_device_train_batch_size: 1.5\n", "x.yaml", "x.yaml:2: per_device_train_batch_size is 1.5; it must be a whole"),
-        ("base_model: x\nmicro_batch_size: 1\ndatasets: [a]\n", "x.yml", "x.yml:3: each entry of datasets must be a mapping"),
+        (
+            "stage: sft\nmodel_name_or_path: a\n\nlearning_rate: fast\n",
+            "x.yaml",
+            "x.yaml:4: learning_rate is 'fast'; it must be a number",
+        ),
+        (
+            "stage: sft\nper_device_train_batch_size: 1.5\n",
+            "x.yaml",
+            "x.yaml:2: per_device_train_batch_size is 1.5; it must be a whole",
+        ),
+        (
+            "base_model: x\nmicro_batch_size: 1\ndatasets: [a]\n",
+            "x.yml",
+            "x.yml:3: each entry of datasets must be a mapping",
+        ),
         ("\ntrl dpo --beta 0.1 --beta 0.2\n", "x.sh", "x.sh:2: --beta is given twice; keep one"),
         ("trl dpo --beta '0.1\n", "x.sh", "x.sh:1: not a command line"),
-        ("trl dpo --beta 1\ntrl sft --seed 1\n", "x.sh", "x.sh has several commands (lines 1, 2) of a known system; give a file with one"),
+        (
+            "trl dpo --beta 1\ntrl sft --seed 1\n",
+            "x.sh",
+            "x.sh has several commands (lines 1, 2) of a known system; give a file with one",
+        ),
         ("trl dpo --model_name_or_path $1\n", "x.sh", "x.sh:1: $1 has no value in the file; write it out"),
         ("python -c 'print(1)'\n", "x.sh", "x.sh has no command of a known system"),
-        ("trl dpo --beta true --model_name_or_path a --dataset_name b", "x.sh", "x.sh:1: beta is true; it must be a number above 0"),
+        (
+            "trl dpo --beta true --model_name_or_path a --dataset_name b",
+            "x.sh",
+            "x.sh:1: beta is true; it must be a number above 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_with_their_line(text, name, message):
     with pytest.raises(ConfigError) as caught:
         imported(text, name)

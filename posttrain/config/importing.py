@@ -1,5 +1,6 @@
 """Settings of other systems as a settings file of posttrain, with comments where a value means something else."""
 
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,13 @@ def _evaluation(draft: Draft) -> None:
         draft.put("tracking.report_to", ["wandb"], "wandb_project")
 
 
+_known_paths = cache(known_paths)  # each name of a source asks
+
+
 def _path(draft: Draft, name: str) -> tuple[str, str | None, str]:
     """The setting that a name stands for ("" if none does), the word that it takes if true, and a comment."""
-    paths = known_paths().get(name, [])
+    known = _known_paths()
+    paths = known.get(name, [])
     if name in draft.kind.model_fields:
         return f"method.{name}", None, ""
     if paths:
@@ -189,7 +194,7 @@ def _path(draft: Draft, name: str) -> tuple[str, str | None, str]:
     path, word, comment = target(name) or ("", None, "")
     if draft.method == "ppo" and path.startswith("method."):
         path = f"method.{PPO_NAMES.get(path[7:], path[7:])}"
-    return (path if path in {setting.path for setting in all_settings()} else ""), word, comment
+    return (path if path in known.get(path.rpartition(".")[2], ()) else ""), word, comment
 
 
 def _carry(draft: Draft, name: str, value: Any) -> None:
