@@ -93,6 +93,18 @@ def test_scripts_and_launchers(launcher, devices):
     assert f"8 per device x 1 accumulated x {devices} device" in draft.comments["training.batch_size"]
 
 
+def test_a_mixture_of_trl(tmp_path):
+    text = """
+    datasets: [{path: a/b, name: en, split: train}, {path: json, data_files: rows.jsonl, fraction: 0.5}]
+    model_name_or_path: gpt2
+    per_device_train_batch_size: 4
+    eval_strategy: steps
+    """
+    draft = imported(text, "sft.yaml", method="sft")
+    assert [entry.source for entry in loaded(draft, tmp_path).data.source] == ["a/b/en", "rows.jsonl"]
+    assert "of a mixture" in draft.left["eval_strategy"] and "datasets: fraction" in draft.left
+
+
 def test_a_shell_script_with_variables():
     start = '#!/bin/bash\nset -x\nMODEL=gpt2\nDATA="x/y"\n\n'
     text = start + "trl kto --model_name_or_path ${MODEL} \\\n  --dataset_name $DATA\n"
@@ -496,7 +508,8 @@ def test_more_of_axolotl(tmp_path):
     simpo = axolotl(rl="simpo", adapter=None, load_in_4bit=False)
     assert simpo.settings["method.beta"] == 0.1 and simpo.settings["method.cpo_alpha"] == 1.0
     assert axolotl(rl="kto", rl_beta=0.5, kto_desirable_weight=0.2).settings["method.desirable_weight"] == 0.2
-    assert axolotl(reward_model=True).method == "reward"
+    reward = axolotl(reward_model=True)
+    assert reward.method == "reward" and "rewards" not in reward.settings
     assert axolotl(train_on_inputs=True).settings["method.completion_only_loss"] is False
 
 

@@ -63,7 +63,11 @@ def lay_data(draft: Draft) -> None:
         name = "val_size" if "val_size" in draft.source.values else "val_set_size"
         draft.put("data.validation", {"rows": int(share)} if rows else {"ratio": share}, name)
     elif described is _trl and draft.rest.get("eval_strategy") not in (None, "no", False):
-        draft.put("data.validation", {"source": draft.settings.get("data.source"), "split": split or "test"})
+        source = draft.settings.get("data.source")
+        if isinstance(source, str):
+            draft.put("data.validation", {"source": source, "split": split or "test"})
+        else:
+            draft.left["eval_strategy"] = "of a mixture; write data.validation: {source: ..., split: ...}"
     elif split is not None:
         draft.leave("dataset_test_split", "no effect there without eval_strategy")
 

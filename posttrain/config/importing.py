@@ -81,9 +81,7 @@ def _folders(draft: Draft) -> None:
     if folder and Path(folder := str(folder)).name:
         draft.put("name", Path(folder).name, "output_dir", "last part of output_dir; the model is in its final/")
         draft.put("output_dir", str(Path(folder).parent), "output_dir")
-        draft.left |= {
-            name: "name is the last part of output_dir" for name in ("run_name", "wandb_name") if draft.take(name)
-        }
+        draft.left |= {run: "name is that of output_dir" for run in ("run_name", "wandb_name") if draft.take(run)}
 
 
 def _batch(draft: Draft) -> None:
@@ -95,12 +93,8 @@ def _batch(draft: Draft) -> None:
     devices, group = draft.source.devices, draft.rest.get("num_generations")
     comment = f"{size} per device x {accumulated} accumulated x {devices} device{'s' * (devices > 1)}"
     per_device, size = size * devices, size * devices * accumulated
-    if (
-        draft.source.system in ("trl", "axolotl")
-        and draft.method in ("grpo", "rloo")
-        and isinstance(group, int)
-        and group
-    ):
+    counts_completions = draft.source.system in ("trl", "axolotl") and draft.method in ("grpo", "rloo")
+    if counts_completions and isinstance(group, int) and group > 0:
         sampled = buffer or per_device * (rounds or accumulated)
         draft.put("method.num_minibatches", max(1, sampled // size), "steps_per_generation")
         size, comment = ceil(sampled / group), f"{sampled} completions ({comment}) / {group} of each prompt"
@@ -144,7 +138,9 @@ def _losses(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     functions, weights = draft.take("reward_funcs", "reward_fn") or [], draft.take("reward_weights")
     model = draft.take("reward_model_path", "reward_model", "reward_model_name_or_path")
-    entries: list[dict[str, Any]] = [{"type": "model", "path": str(model)}] if model else []
+    entries: list[dict[str, Any]] = (
+        [{"type": "model", "path": str(model)}] if model not in _NO and model is not True else []
+    )
     for function in functions if isinstance(functions, list) else [functions]:
         module, _, name = str(function).replace(":", ".").rpartition(".")
         if module:
