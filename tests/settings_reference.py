@@ -52,7 +52,14 @@ SYSTEMS: dict[str, str] = {
         eval_steps eval_on_start save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
         greater_is_better early_stopping logging_steps logging_strategy report_to run_name output_dir
         overwrite_output_dir resume_from_checkpoint push_to_hub hub_model_id deepspeed fsdp ddp_find_unused_parameters
-        do_eval streaming use_lora peft
+        do_eval streaming use_lora peft dataset_streaming shuffle_dataset train_sampling_strategy eval_packing
+        bnb_4bit_quant_type use_bnb_nested_quant pad_token eos_token dataloader_num_workers dataloader_pin_memory
+        dataloader_prefetch_factor remove_unused_columns lr_scheduler_kwargs gradient_checkpointing_kwargs tf32
+        local_rank ds3_gather_for_generation ld_alpha use_weighting delta top_entropy_quantile
+        off_policy_mask_threshold use_bias_correction_kl vllm_importance_sampling_clip_max
+        vllm_importance_sampling_correction vllm_importance_sampling_mode ref_model_mixup_alpha ref_model_sync_steps
+        reward_model_name_or_path multi_objective_aggregation repetition_penalty log_completions
+        num_completions_to_print save_only_model logging_first_step group_by_length
     """,
     "LLaMA-Factory (`llamafactory-cli train`)": """
         model_name_or_path adapter_name_or_path stage do_train finetuning_type lora_rank lora_alpha lora_dropout
@@ -64,7 +71,21 @@ SYSTEMS: dict[str, str] = {
         pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight ppo_epochs ppo_target ref_model
         reward_model moe_aux_loss_coef max_new_tokens temperature top_p top_k logging_steps save_steps save_total_limit
         eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir resume_from_checkpoint
-        deepspeed ddp_timeout
+        deepspeed ddp_timeout additional_target disable_shuffling ppo_whiten_rewards ppo_buffer_size pref_bco_weight
+        reward_model_type early_stopping_steps dataloader_num_workers save_only_model
+    """,
+    "axolotl (`axolotl train`)": """
+        base_model model_type tokenizer_type tokenizer_config is_llama_derived_model special_tokens tokens adapter
+        lora_model_dir lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save
+        peft_use_dora peft_use_rslora load_in_4bit load_in_8bit val_set_size test_datasets sequence_len
+        sample_packing eval_sample_packing pad_to_sequence_len group_by_length train_on_inputs chat_template
+        dataset_prepared_path dataset_processes micro_batch_size gradient_accumulation_steps eval_batch_size num_epochs
+        max_steps optimizer lr_scheduler cosine_min_lr_ratio learning_rate warmup_steps warmup_ratio weight_decay
+        max_grad_norm bf16 fp16 tf32 gradient_checkpointing gradient_checkpointing_kwargs flash_attention sdp_attention
+        xformers_attention eager_attention flex_attention loss_watchdog_threshold loss_watchdog_patience rl rl_beta
+        orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight reward_model evals_per_epoch
+        saves_per_epoch save_steps eval_steps save_total_limit save_safetensors early_stopping_patience logging_steps
+        wandb_project wandb_name output_dir seed resume_from_checkpoint hub_model_id deepspeed fsdp
     """,
     "A preference-optimisation pipeline (`src/train.py --config`)": """
         config huggingface_id trust_remote_code dataset subset split prompt_column chosen_column rejected_column
@@ -87,8 +108,9 @@ SYSTEMS: dict[str, str] = {
         n_minibatches kl_coef cliprange eos_penalty max_new_tokens temperature eval_steps eval_num_batches
         eval_num_prompts save_steps save_rollouts resume_from log_dir run_name output_dir
     """,
-    "An SFT-then-GRPO pipeline for maths (`run_training.py`)": """
+    "An SFT-then-GRPO pipeline for maths, with Unsloth (`run_training.py`)": """
         config skip_sft skip_grpo model_name max_seq_length lora_rank lora_alpha load_in_4bit fast_inference
+        train_on_responses_only
         gpu_memory_utilization target_modules use_gradient_checkpointing random_state sft_dataset_name sft_dataset_split
         grpo_dataset_name grpo_dataset_split max_length_percentile truncate_ratio filter_numeric_only prompt
         reasoning_start reasoning_end solution_start solution_end system_prompt_template sft_training grpo_training

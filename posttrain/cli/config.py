@@ -1,6 +1,7 @@
-"""`posttrain config`: starter files, presets, the resolved settings, and the schema."""
+"""`posttrain config`: starter files, imports, presets, the resolved settings, and the schema."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,17 @@ from posttrain.base.terminal import say
 from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
+from posttrain.config.foreign import SYSTEMS, parse
+from posttrain.config.importing import convert, settle, written
 from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.reading.files import read_text
 from posttrain.config.reading.load import preset_summary
 from posttrain.config.render import EXAMPLES, json_schema, starter
 from posttrain.runs.provenance import redact_yaml
 
-app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)
+app = typer.Typer(
+    help="Starter files, imports from other systems, presets, the resolved settings, the schema.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -33,18 +39,61 @@ def new(
     """Write a commented settings file to start from."""
     if method not in EXAMPLES:
         raise ConfigError(f"there is no method {method}; {did_you_mean(method, EXAMPLES)}")
-    text = starter(method, everything=full)
+    _write(starter(method, everything=full), output)
+
+
+def _write(text: str, output: Path | None, overwrite: bool = False) -> None:
     if output is None:
         say(text, end="")
         return
     try:
-        with output.open("x", encoding="utf-8") as file:
+        with output.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{output} exists; choose another name, or remove it first") from None
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
     say(f"wrote {output}; start with: posttrain train {output}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file, shell script or text with a command; -: stdin.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file, which must not exist.")
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--from", help=f"System of the file: {', '.join(SYSTEMS)}; without: told by its names."),
+    ] = None,
+    method: Annotated[str | None, typer.Option("--method", help="Method, if the file does not say it.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Number of devices that the file was used on.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
+) -> None:
+    """Write the settings file for a command or file of TRL, LLaMA-Factory, axolotl or another system.
+
+    Comments say where a value means something else here, and which values are defaults of the other system. What is
+    not carried is listed at the end, with reasons. For example:
+
+    posttrain config import train.sh -o dpo.yaml
+
+    echo "trl sft --model_name_or_path gpt2 --dataset_name trl-lib/Capybara" | posttrain config import -
+    """
+    if system is not None and system not in SYSTEMS:
+        raise ConfigError(f"--from is {system!r}; {did_you_mean(system, SYSTEMS)}")
+    text = sys.stdin.read() if str(file) == "-" else read_text(file)
+    name = "stdin" if str(file) == "-" else str(file)
+    source = parse(text, name, system, file.suffix in (".yaml", ".yml", ".json"))
+    source.devices = devices or source.devices
+    draft = convert(source, method)
+    settle(draft)
+    _write(written(draft), output, overwrite)
+    for lack in draft.lacks:
+        say(f"still missing: {lack}", error=True)
+    if draft.left:
+        say(f"{len(draft.left)} names are not carried; the end of the file says why", error=True)
 
 
 @app.command("list")

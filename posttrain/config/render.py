@@ -80,7 +80,7 @@ def starter(method: str, everything: bool = False) -> str:
         lines += _entry(setting, value, off=off if inside else None)
         indent = "  " * setting.path.count(".")
         if everything and (entries := entry_models(setting)):
-            lines += [f"{indent}# {line}" for line in _wrapped(_of_entries(entries), WIDTH - 2 - len(indent))]
+            lines += [f"{indent}# {line}" for line in wrapped(_of_entries(entries), WIDTH - 2 - len(indent))]
         if setting.path == "model.lora" and value is None and not everything:
             lines.append("  # lora: {r: 16, alpha: 32, dropout: 0.05, target_modules: auto}")
     return "\n".join(lines) + "\n"
@@ -125,10 +125,16 @@ def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str
     inner = "  " * (setting.path.count(".") - len(indent) // 2)
     key = setting.path.rsplit(".", 1)[-1]
     text = f"{indent}{'#' if off else ''}{inner}{key}:{'' if off is setting else ' ' + flow(value)}"
-    comment = described(setting)
+    return commented(text, described(setting), indent)
+
+
+def commented(text: str, comment: str, indent: str) -> list[str]:
+    """A line of YAML with its comment: on the same line, or above if it is long."""
+    if not comment:
+        return [text]
     if max(len(text), 36) + len(comment) + 4 <= WIDTH:
         return [f"{text.ljust(36)}  # {comment}"]
-    return [*(f"{indent}# {line}" for line in _wrapped(comment, WIDTH - len(indent) - 2)), text]
+    return [*(f"{indent}# {line}" for line in wrapped(comment, WIDTH - len(indent) - 2)), text]
 
 
 def described(setting: Setting) -> str:
@@ -140,7 +146,8 @@ def described(setting: Setting) -> str:
     return f"{setting.description} {'One' if words else 'Any'} of {', '.join(words or listed)}."
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text that is as wide as given at most, unless a word is wider."""
     return wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 

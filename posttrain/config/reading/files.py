@@ -103,19 +103,28 @@ def write_yaml(values: Any, flow: bool | None = False) -> str:
 def read_settings(path: Path, name: str | None = None) -> Tree:
     """Read a YAML or JSON file of settings; messages call it `name`, by default its path. Raises ConfigError if it is
     unreadable, too large, not UTF-8 or not a mapping, or has bad syntax (line and column), a tag or a repeated key."""
+    text = read_text(path)
+    remember_settings(path)
+    return parse_settings(text, name or str(path), path.suffix.lower() == ".json")
+
+
+def read_text(path: Path) -> str:
+    """The text of a settings file. Raises ConfigError if it is unreadable, too large or not UTF-8."""
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{path} is not a settings file: it has more than {MOST_BYTES:,} bytes")
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    remember_settings(path)
-    name = name or str(path)
-    if path.suffix.lower() == ".json":
+
+
+def parse_settings(text: str, name: str, is_json: bool = False) -> Tree:
+    """Read settings from the text of a YAML or JSON file. Raises ConfigError as `read_settings` does."""
+    if is_json:
         return _read_json(text, name)
     tree = _Reader(name).read(text)
     if not isinstance(tree.values, dict):

@@ -1,0 +1,241 @@
+"""Settings of other systems as they are written there: files and command lines, and the defaults of each system."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.base.errors import ConfigError
+from posttrain.base.terminal import visible
+from posttrain.config.reading.files import parse_settings, parse_value, read_settings
+from posttrain.config.reading.hints import hint
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
+from posttrain.config.schema.run import RunConfig
+
+# The name of each system, and names that tell it: the first one with a name of the file is taken.
+SYSTEMS = {"llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL", "other": "that system"}
+_MARKS = {
+    "llama-factory": "stage finetuning_type cutoff_len dataset_dir pref_beta pref_loss lora_target",
+    "axolotl": "micro_batch_size sequence_len val_set_size rl adapter sample_packing",
+    "other": "huggingface_id post_training subset_size grad_accum group_size sft_training grpo_training n_grpo_steps",
+    "trl": "dataset_name model_name_or_path use_peft reward_funcs per_device_train_batch_size",
+}
+_TRAINER = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "seed": 42, "save_total_limit": None, "eval_on_start": False,
+}  # fmt: skip
+_TRL = {**_TRAINER, "gradient_checkpointing": True}
+_TRL_PAIRS = {"learning_rate": 1e-6, "truncation_mode": "keep_start"}
+_TRL_GRPO = {"beta": 0.0, "loss_type": "dapo", "num_generations": 8, "importance_sampling_level": "token"}
+# Defaults by system, those of all methods under "": of TRL 1.16, LLaMA-Factory 0.9, axolotl 0.13 and transformers 5.
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "trl": {
+        "": _TRL,
+        "sft": {"learning_rate": 2e-5, "truncation_mode": "keep_start"},
+        "reward": {"learning_rate": 1e-4},
+        **{method: _TRL_PAIRS for method in ("dpo", "orpo", "cpo")},
+        "kto": {**_TRL_PAIRS, "train_sampling_strategy": "sequential"},
+        "grpo": {"learning_rate": 1e-6, **_TRL_GRPO},
+        "rloo": {"learning_rate": 1e-6, "num_generations": 2},
+        "distill": {"learning_rate": 2e-5, "temperature": 0.9, "lmbda": 0.5, "max_new_tokens": 128},
+    },
+    "llama-factory": {
+        "": {
+            **_TRAINER, "learning_rate": 5e-5, "cutoff_len": 2048, "truncation_mode": "keep_start",
+            "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
+            "torch_dtype": "float32", "logging_steps": 500,
+        },
+        "simpo": {"pref_beta": 0.1, "simpo_gamma": 0.5},
+        "ppo": {
+            "ppo_buffer_size": 1, "ppo_target": 6.0, "kl_coef": 0.2, "vf_coef": 0.1, "max_new_tokens": 1024,
+            "temperature": 0.95, "top_p": 0.7, "top_k": 50,
+        },
+    },
+    "axolotl": {
+        "": {
+            "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1.0, "lr_scheduler": "cosine",
+            "warmup_ratio": 0.03, "sequence_len": 512, "lora_dropout": 0.0, "seed": 42, "save_total_limit": 4,
+            "gradient_checkpointing": False,
+        },
+        "simpo": {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+        "grpo": _TRL_GRPO,
+    },
+}  # fmt: skip
+_PROGRAMS = {"trl": "trl", "llamafactory-cli": "llama-factory", "axolotl": "axolotl"}
+_COMMAND = re.compile(
+    r"^\s*(?:\$ )?(?:\w+=\S*\s+)*(?:trl|llamafactory-cli|axolotl|accelerate|torchrun|deepspeed|uv|python3?)\s", re.M
+)
+_MAPPINGS = ("chat_template_kwargs", "columns", "deepspeed", "fsdp_config", "special_tokens", "lr_scheduler_kwargs",
+             "gradient_checkpointing_kwargs")  # fmt: skip
+_WORDS = {"rm": "reward", "reward_modeling": "reward", "gkd": "distill", "distillation": "distill", "pt": "sft"}
+
+
+@dataclass(slots=True)
+class Source:
+    """What a file says: its system, the method if its command names it, and values by name, without sections."""
+
+    name: str
+    system: str
+    method: str | None
+    values: dict[str, Any]
+    places: dict[str, str]
+    devices: int = 1
+    repeated: list[str] = field(default_factory=list)  # names that several sections give
+
+
+@dataclass(slots=True)
+class Draft:
+    """Settings in the making, by dotted path, and what there is to say about them."""
+
+    source: Source
+    method: str
+    rest: dict[str, Any]  # values of the source by name, its defaults first, that are not converted yet
+    settings: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # path -> the source's name behind it, "" if there is none
+    left: dict[str, str] = field(default_factory=dict)  # names that are not carried -> the reason
+    lacks: list[str] = field(default_factory=list)  # what posttrain needs and the source does not say
+
+    @property
+    def kind(self) -> type[AnyMethod]:
+        """The settings class of the method."""
+        return METHODS["dpo" if self.method == "ipo" else self.method]
+
+    def take(self, *names: str) -> Any:
+        """Take the values of names out of the rest; the first one with a value counts."""
+        found = [self.rest.pop(name) for name in names if name in self.rest]
+        return next((value for value in found if value is not None), None)
+
+    def whole(self, *names: str) -> int | None:
+        """`take`, of a whole number of 1 or more."""
+        name, value = next((name for name in names if name in self.rest), ""), self.take(*names)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            place = self.source.places.get(name, self.source.name)
+            raise ConfigError(f"{place}: {name} is {value!r}; it must be a whole number of 1 or more")
+        return value
+
+    def leave(self, name: str, reason: str) -> None:
+        """Say why a name is not carried; defaults of the source need no reason."""
+        if name in self.source.values:
+            self.left[name] = reason
+
+    def put(self, path: str, value: Any, name: str = "", comment: str = "") -> None:
+        """Set a setting. The comment on a default of the source says that it is one."""
+        if (other := self.names.get(path)) and other != name:
+            self.leave(other, f"{name} gives {path} too")
+        default = f"default of {SYSTEMS[self.source.system]}" if name and name not in self.source.values else ""
+        self.settings[path], self.names[path] = value, name
+        self.comments[path] = " ".join(visible("; ".join(filter(None, [comment, default]))).split())
+
+
+def method_of(word: str) -> str | None:
+    """The method that a word of another system names, such as `rm` or `dpo`; None if it names none."""
+    word = _WORDS.get(word, word)
+    return word if word in METHOD_NAMES else None
+
+
+def parse(text: str, name: str, system: str | None = None, is_yaml: bool = False) -> Source:
+    """Read the text of a file or shell script. `system` is a key of SYSTEMS; None: told by the command and the names.
+    Raises ConfigError if it is neither YAML nor a command line, already a settings file, or of an unknown system."""
+    if not is_yaml and _COMMAND.search(text):
+        source = _command(text, name)
+    else:
+        tree = parse_settings(text, name, name.endswith(".json"))
+        if tree.values and tree.values.keys() <= {*RunConfig.model_fields, "model", "extends", "stages"}:
+            raise ConfigError(
+                f"{name} is a settings file of posttrain already; see it with: posttrain config show {name}"
+            )
+        source = Source(name, "", None, {}, {})
+        _flatten(source, tree.values, {path[-1]: place for path, place in tree.origins.items()})
+    names = source.values.keys()
+    known = next((kind for kind, marks in _MARKS.items() if names & set(marks.split())), None)
+    source.system = system or source.system or known or ("other" if any(map(hint, names)) else "")
+    if not source.system:
+        raise ConfigError(f"{name} has no name of a known system; say which it is with --from {'|'.join(SYSTEMS)}")
+    return source
+
+
+def _flatten(source: Source, values: dict[str, Any], places: dict[Any, str]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and key not in _MAPPINGS:
+            _flatten(source, value, places)
+        elif key in source.values:
+            source.repeated.append(key)
+        else:
+            source.values[key], source.places[key] = value, places.get(key, source.name)
+
+
+def _command(text: str, name: str) -> Source:
+    found = [
+        (number, words, index)
+        for number, words in _lines(text, name)
+        for index, word in enumerate(words)
+        if (Path(word).name in _PROGRAMS or word.endswith(".py")) and len(words) > index + 1
+    ]
+    if len({number for number, *_ in found}) != 1:
+        lines = f"several commands (lines {', '.join(str(number) for number, *_ in found)})" if found else "no command"
+        raise ConfigError(f"{name} has {lines} of a known system; give a file with one, such as trl dpo --beta 0.1")
+    number, words, index = found[0]
+    place, program, arguments = f"{name}:{number}", Path(words[index]).name, words[index + 1 :]
+    system, verb = _PROGRAMS.get(program, ""), Path(program).stem
+    if system:
+        verb, *arguments = arguments
+    source = Source(name, system, None, {}, {})
+    parts = [verb, *re.split("[_-]", verb)]
+    source.method = next(filter(None, map(method_of, parts)), None)
+    values, files = _flags(arguments, place)
+    if isinstance(config := values.pop("config", None), str):
+        files.append(config)
+    if files:
+        base = read_settings(Path(files[0]) if Path(files[0]).is_file() else Path(name).parent / files[0])
+        _flatten(source, base.values, {path[-1]: origin for path, origin in base.origins.items()})
+    source.values |= values
+    source.places |= dict.fromkeys(values, place)
+    launcher, _ = _flags(words[:index], place)
+    counts = [source.values.pop(key, launcher.get(key)) for key in ("num_processes", "nproc_per_node", "num_gpus")]
+    visible = re.search(r"CUDA_VISIBLE_DEVICES=([\d,]+)", " ".join(words[:index]))
+    listed = visible[1].strip(",").count(",") + 1 if visible else 1
+    source.devices = next((count for count in counts if isinstance(count, int)), listed)
+    return source
+
+
+def _lines(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
+    """The words of each line of a script, with the number of its first line; its variables are filled in."""
+    variables = dict(re.findall(r"^\s*(?:export )?(\w+)=[\"']?([^\s\"'$]+)[\"']?\s*$", text, re.M))
+    lines = text.replace("\\\r\n", "\\\n").split("\n")
+    number = 0
+    while number < len(lines):
+        first, line = number + 1, lines[number]
+        while line.endswith("\\") and number + 1 < len(lines):
+            number += 1
+            line = f"{line[:-1]} {lines[number]}"
+        number += 1
+        line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)
+        try:
+            if _COMMAND.match(line):
+                yield first, shlex.split(line.strip().removeprefix("$ "), comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{name}:{first}: not a command line: {error}") from error
+
+
+def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
+    """The values of flags by name, and the other words that are files. A flag without a value is true."""
+    given: dict[str, list[str]] = {}
+    files, name = list[str](), ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in given:
+                raise ConfigError(f"{place}: --{name} is given twice; keep one")
+            given[name] = [value] if equals else []
+        elif name:
+            given[name].append(word)
+        elif word.endswith((".yaml", ".yml", ".json")):
+            files.append(word)
+    if unset := [word for words in given.values() for word in words if re.search(r"\$[\w{(]", word)]:
+        raise ConfigError(f"{place}: {unset[0]} has no value in the file; write it out")
+    read = {name: [parse_value(word, place).values["value"] for word in words] for name, words in given.items()}
+    return {name: (some[0] if len(some) == 1 else some or True) for name, some in read.items()}, files
