@@ -50,6 +50,7 @@ def add_lora(
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         target_modules=targets,
+        exclude_modules=routers(model) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.CAUSAL_LM if head == "lm" else TaskType.SEQ_CLS,
         modules_to_save=saved or None,
@@ -206,4 +207,14 @@ def _refuse_ends(model: PreTrainedModel, targets: Sequence[str]) -> None:
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last component of the names of the backbone's linear layers."""
     modules = backbone_of(model).named_modules()
-    return sorted({name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)})
+    layers = {name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)}
+    return sorted(layers - {*routers(model)})
+
+
+def routers(model: nn.Module) -> list[str]:
+    """Return the last component of the names of the linear layers that route tokens to experts (Phi-MoE): they return
+    several tensors, to which PEFT cannot add an adapter's."""
+    modules = model.named_modules()
+    return sorted(
+        {n.rsplit(".", 1)[-1] for n, m in modules if isinstance(m, nn.Linear) and "Router" in type(m).__name__}
+    )

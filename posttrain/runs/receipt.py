@@ -298,7 +298,8 @@ class RunTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = [token for token in token_ids if 0 <= token < 2**32]  # a damaged store may have any
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def token_texts(tokens: Sequence[int], decoder: Decoder | None, prompt: Sequence[int] = ()) -> list[str | None]:
