@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -93,8 +94,12 @@ class TrainedRun:
         return list_checkpoints(self.folder)
 
     def metric(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which a metric was logged, and its values; both lists are empty if it was never logged."""
+        """The steps at which a metric was logged, and its values; both lists are empty if it was never logged. Raises
+        RunError for a name like that of a metric that was."""
         lines = [line for line in self.metrics if line.get(name) is not None]
+        names = {key for line in self.metrics for key in line} if not lines else ()
+        if near := get_close_matches(name, names, n=1):
+            raise RunError(f"{self.folder} has logged no {name}; did you mean {near[0]}?")
         return [line["step"] for line in lines], [line[name] for line in lines]
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

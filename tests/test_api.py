@@ -48,6 +48,8 @@ def test_a_mapping_a_file_and_checked_settings_are_the_same(settings, tmp_path):
     assert (summary.state, summary.tags, summary.note) == ("finished", ("keep",), "of the docs")
     assert summary.headline and {check.outcome for check in summary.checks} <= {"passed", "does not apply"}
     assert again == first and again.config.training.max_steps == 2 and again.metric("no such") == ([], [])
+    with pytest.raises(RunError, match="has logged no los; did you mean loss"):
+        again.metric("los")
     longer = posttrain.train(settings, overrides=["name=first", "training.max_steps=3"], resume=True)
     assert longer.results["steps"] == 3 and [path.name for path in longer.checkpoints][-1] == "checkpoint-3"
 

@@ -231,6 +231,11 @@ def test_missing_models(refused, copied, tmp_path, verb):
     assert "model ./empty: the folder has no config.json (it has nothing)" in error
     error = refused("model.path=Qwen/Qwen3-0.6B", *arguments, verb=verb)
     assert "model Qwen/Qwen3-0.6B: is neither a folder nor in the local hub cache" in error
+    (tmp_path / "runs/alpaca-lora").mkdir(parents=True, exist_ok=True)
+    assert "did you mean the run runs/alpaca-lora?" in refused("model.path=alpaca-lora", *arguments, verb=verb)
+    assert "did you mean ./empty?" in refused("model.path=./empt", *arguments, verb=verb).replace(
+        "mean empty", "mean ./empty"
+    )
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

@@ -94,6 +94,8 @@ def test_one_run(here, capsys):
     ("name", "message"),
     [
         ("nothing", "there is no run nothing; in runs there are group/a, toy"),
+        ("to", "there is no run to; did you mean toy?"),
+        ("tyo", "there is no run tyo; did you mean toy?"),
         ("group", "runs/group contains 1 run: name one, such as runs/group/a"),
         ("thesis", "thesis is not a run folder: it has no run.json"),
     ],

@@ -425,7 +425,7 @@ MALFORMED = [
     '{"prompt": "p", "chosen": 3, "rejected": "b"}',
     '{"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}',
     '{"prompt": ["p"], "chosen": "a", "rejected": "b"}',
-    '{"prompt": "p", "chosen": "same", "rejected": "same"}',
+    '{"prompt": "p", "chosen": true, "rejected": "b"}',
     '{"prompt": "p", "chosen": "nul \\u0000", "rejected": "b"}',
     '{"prompt": "p", "chosen": "lone \\ud800", "rejected": "b"}',
     '{"prompt": "p", "chosen": "a", "chosen": "twice", "rejected": "b"}',
@@ -434,7 +434,7 @@ MALFORMED = [
     "[1, 2]",
     '"text"',
     "{}",
-    '{"prompt": "", "chosen": "", "rejected": ""}',
+    '{"prompt": "p", "chosen": "a", "rejected": null}',
     '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": "much"}',
     '{"prompt": "p", "chosen": [], "rejected": []}',
     '{"prompt": "p", "chosen": [{"role": "robot", "content": "a"}], "rejected": "b"}',
@@ -471,7 +471,7 @@ def test_fifty_malformed_rows_are_counted_with_their_lines(tmp_path, figure):
     figure("malformed rows named", len(at))
     assert len(at) == 50 and len(prepared.train) == 5_000 and prepared.report.read == 5_050
     reasons = [row.reason for row in prepared.report.malformed]
-    for part in ("missing", "null", "not a number", "NUL", "surrogate", "twice", "not JSON", "the same", "not UTF-8"):
+    for part in ("missing", "null", "not a number", "NUL", "surrogate", "twice", "not JSON", "not UTF-8"):
         assert any(part in reason for reason in reasons), part
     assert max(len(reason) for reason in reasons) < 300
 

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def path_of(text: str, error: type[PosttrainError] = ConfigError) -> Path:
 def default_cache() -> Path:
     """The cache folder (tokenised data, judges' replies, …): `$POSTTRAIN_CACHE`, or by default `~/.cache/posttrain`."""
     return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
+
+
+def near(path: Path) -> str:
+    """The end of an error message for a missing path: similar names, or the folder that was searched."""
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3, cutoff=0.5)
+    return f": did you mean {' or '.join(str(folder / name) for name in names)}?" if names else f" (in {folder})"
 
 
 _settings_folders: dict[Path, None] = {}  # one list for the whole program, like `sys.path`

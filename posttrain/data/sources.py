@@ -21,7 +21,7 @@ from huggingface_hub import errors as hub
 
 from posttrain.base.console import progress
 from posttrain.base.errors import DataError
-from posttrain.base.files import path_of, put_folder, settle
+from posttrain.base.files import near, path_of, put_folder, settle
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
 from posttrain.data.readers import READERS, Record, read_files
@@ -159,18 +159,9 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
 
 
 def _not_there(source: str) -> str:
-    if near := difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6):
-        return f"{source} is neither a file or folder here nor a known data set: did you mean {near[0]}?"
-    return f"{source} does not exist{_near(path_of(source, DataError))}"
-
-
-def _near(path: Path) -> str:
-    """The end of an error message for a missing path: similar names, or the folder that was searched."""
-    folder = path.parent
-    while not folder.is_dir():
-        path, folder = folder, folder.parent
-    names = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(str(folder / name) for name in names)}?" if names else f" (in {folder})"
+    if known := difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6):
+        return f"{source} is neither a file or folder here nor a known data set: did you mean {known[0]}?"
+    return f"{source} does not exist{near(path_of(source, DataError))}"
 
 
 def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path, ...]:
@@ -251,11 +242,12 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
             f"{repo} is gated: accept its terms at https://huggingface.co/datasets/{repo} and set HF_TOKEN"
         ) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
-        near = _near(Path(source))
-        raise DataError(f"{repo} is not a data set on the hub, or it is private (set HF_TOKEN){near}") from error
+        raise DataError(
+            f"{repo} is not a data set on the hub, or it is private (set HF_TOKEN){near(Path(source))}"
+        ) from error
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError) as error:
         raise DataError(
-            f"{source} is not a file or folder here{_near(Path(source))}, and as a hub data set it is not in the "
+            f"{source} is not a file or folder here{near(Path(source))}, and as a hub data set it is not in the "
             "local cache and the hub cannot be reached: connect to the network, or download it first with "
             f"`hf download --repo-type dataset {repo}`"
         ) from error

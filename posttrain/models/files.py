@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from posttrain.base.errors import ModelError, WeightsError
+from posttrain.base.files import near
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.base.words import first_line
 from posttrain.config.schema.model import ModelConfig
@@ -155,7 +156,7 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
-        raise ModelError(f"model {path}: no such folder")
+        raise ModelError(f"model {path}: no such folder{near(folder)}")
     described = ("config.json",) if part in ("config.json", "weights") else DESCRIPTIONS
     if folder.is_dir() and not any((folder / name).is_file() for name in described):
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
@@ -166,7 +167,9 @@ def clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         yield
     except (SafetensorError, *READING) as error:
         kind = WeightsError if isinstance(error, SafetensorError) else ModelError
-        raise kind(f"model {path}: {_explain(model, part, error)}") from error
+        run = Path("runs", path)
+        meant = f"; did you mean the run {run}?" if not folder.is_dir() and run.is_dir() else ""
+        raise kind(f"model {path}: {_explain(model, part, error)}{meant}") from error
     except RuntimeError as error:
         text = str(error)
         if "ignore_mismatched_sizes" in text:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 from posttrain.base.errors import RunError
@@ -197,4 +198,7 @@ def named(run: str, output_dir: Path, whole: bool = False) -> Path:
     if folders[0].is_dir():
         raise RunError(f"{run} is not a run folder: it has no run.json")
     known = [os.path.relpath(path, output_dir) for path in runs_below(output_dir)]
+    near = [name for name in known if run in name][-3:] or get_close_matches(run, known, n=3, cutoff=0.5)
+    if near:
+        raise RunError(f"there is no run {run}; did you mean {' or '.join(near)}?")
     raise RunError(f"there is no run {run}; in {output_dir} there are {', '.join(known[-8:]) or 'none'}")
