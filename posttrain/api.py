@@ -11,7 +11,7 @@ The settings are the same as in a settings file (docs/config.md). The error clas
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -23,11 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import runner
 from posttrain.base.errors import ConfigError, RunError
+from posttrain.base.functions import give
 from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
 from posttrain.config.options import EvalOptions
 from posttrain.config.reading.explain import checked
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
+from posttrain.data.sources import give_rows
 from posttrain.evaluation.evaluate import evaluate as evaluate_suites
 from posttrain.evaluation.evaluate import evaluate_recorded
 from posttrain.evaluation.items import Items, load_items
@@ -44,6 +46,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.summary import RunSummary, read_run
 
 Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
+Rows = Iterable[Any]  # mappings of columns to values
 Suites = Sequence[str | SuiteConfig | Items]
 Options = TypeVar("Options", bound=EvalOptions)
 P = ParamSpec("P")
@@ -134,6 +137,8 @@ def train(
     settings: Settings,
     *,
     overrides: Sequence[str] = (),
+    data: Rows | Mapping[str, Rows] | None = None,
+    rewards: Sequence[Callable[..., Any]] = (),
     resume: bool | Path | str = False,
     overwrite: bool = False,
 ) -> TrainedRun:
@@ -141,9 +146,12 @@ def train(
 
     `settings`: a file, a preset, a mapping, or a RunConfig; `overrides` are strings such as "training.max_steps=10".
     `resume`: True continues the run with the name in the settings, a path the run in that folder or from that
-    checkpoint. Raises ConfigError for several models or stages (use `train_all`), and the error of a failed run.
+    checkpoint. `data`: rows in memory (mappings, or a Dataset of the library `datasets`) in place of `data.source`, or
+    the sets `train` and `validation`; `rewards`: functions, closures too, in place of the settings' rewards. Neither is
+    stored: a resumed run needs them again. Raises ConfigError for several models or stages (use `train_all`), and the
+    error of a failed run.
     """
-    stages = _stages(settings, overrides)
+    stages = _stages(settings, overrides, _given(data, rewards))
     models = stages[0].config.models
     if len(stages) > 1 or len(models) > 1:
         raise ConfigError(f"the settings have {len(stages)} stages and {len(models)} models: use train_all")
@@ -178,6 +186,23 @@ def train_all(
     return [TrainedRun(folder) for folder in runner.folders_of(stages, root, resume, skip, model_index)]
 
 
+def _given(data: Rows | Mapping[str, Rows] | None, rewards: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+    """The settings that name rows and functions in memory."""
+    given: dict[str, Any] = {}
+    if data is not None:
+        sets = data if isinstance(data, Mapping) else {"train": data}
+        if "train" not in sets or sets.keys() - {"train", "validation"}:
+            raise ConfigError(
+                f"data has the sets {', '.join(sets) or 'none'}: give train, and validation if there is one"
+            )
+        given["data.source"] = give_rows("train", sets["train"])
+        if "validation" in sets:
+            given["data.validation"] = {"source": give_rows("validation", sets["validation"])}
+    if rewards:
+        given["rewards"] = [{"type": "python", "function": give(function)} for function in rewards]
+    return given
+
+
 def load_run(folder: Path | str) -> TrainedRun:
     """The run in a folder, in any state. Raises RunError if it is not a run folder."""
     check_run_folder(Path(folder))
@@ -189,7 +214,7 @@ class EvaluateOptions(EvalOptions):
     """Options of `evaluate`: those of `posttrain eval`, and four that only the Python API accepts."""
 
     settings: Mapping[str, Any] | None = None
-    data: Mapping[str, Path | str] | None = None
+    data: Mapping[str, Path | str | Rows] | None = None
     dtype: ModelDtype = "auto"
     device: DevicesConfig | None = None
 
@@ -217,10 +242,10 @@ def evaluate(model: Model, suites: Suites, options: EvaluateOptions) -> Evaluate
 
     `model`: a run, a folder, a hub id, or a file with recorded completions in `completion_column`. `suites`: names,
     files, `lm-eval:TASK`, settings, or loaded items. `template`, `prompt`, `rule` and the values in `settings` apply to
-    every suite and replace the suite's own. `data`: local rows by suite. Several values of `temperature` or `top_p` are
-    a sweep. `reference` and `num_batches` are for suites of pairs. Records are written to `output`; by default to
-    evaluation/NAME in the run folder, or to evaluations/NAME for models and files outside a run. Raises RunError if the
-    folder has records of a different model or other settings.
+    every suite and replace the suite's own; a rule may be a function. `data`: a file or rows in memory by suite.
+    Several values of `temperature` or `top_p` are a sweep. `reference` and `num_batches` are for suites of pairs.
+    Records are written to `output`; by default to evaluation/NAME in the run folder, or to evaluations/NAME for models
+    and files outside a run. Raises RunError if the folder has records of a different model or other settings.
     """
     path, name, default = locate_model(str(model.folder if isinstance(model, TrainedRun) else model))
     folder, devices, file = Path(options.output or default), options.device or DevicesConfig(), Path(path)
@@ -259,10 +284,15 @@ def _tasks(suites: Suites, settings: Mapping[str, Any], rollout: RolloutConfig, 
 
 
 def _chosen(
-    suites: Suites, settings: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
+    suites: Suites, settings: Mapping[str, Any], data: Mapping[str, Path | str | Rows], max_rows: int | None
 ) -> list[Items]:
     """The items of each suite except lm-eval tasks. Raises ConfigError for a repeated suite, and for unused data."""
-    sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
+    sources = {
+        ALIASES.get(name, name): str(source) if isinstance(source, Path | str) else give_rows(name, source)
+        for name, source in data.items()
+    }
+    if callable(settings.get("rule")):
+        settings = {**settings, "rule": give(settings["rule"])}
     chosen: dict[str, Items] = {}
     for entry in suites:
         if _is_task(entry):
@@ -290,12 +320,14 @@ def _rollout(options: EvalOptions) -> RolloutConfig:
     return checked(RolloutConfig, common, "sampling")
 
 
-def _stages(settings: Settings, overrides: Sequence[str]) -> tuple[Stage, ...]:
+def _stages(settings: Settings, overrides: Sequence[str], given: Mapping[str, Any] | None = None) -> tuple[Stage, ...]:
     if isinstance(settings, Mapping | str | Path):
-        loaded = load(settings, overrides, imports=True)
+        loaded = load(settings, overrides, given, imports=True)
         for note in loaded.notes:
             log.warning("%s", note)
         return loaded.stages
-    if overrides:
-        raise ConfigError("overrides apply only to a file or a mapping: change the RunConfig with model_copy")
+    if overrides or given:
+        raise ConfigError(
+            "overrides apply only to a file or a mapping, as do data and rewards: change the RunConfig with model_copy"
+        )
     return (Stage("", None, settings),) if isinstance(settings, RunConfig) else tuple(settings)

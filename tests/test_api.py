@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 import posttrain
 from posttrain import runner
-from posttrain.base.errors import ConfigError, RunError
+from posttrain.base.errors import ConfigError, DataError, PosttrainError, RunError
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.evaluation.items import load_items
@@ -178,3 +179,43 @@ def test_importing_the_package_loads_no_torch():
     assert (Path(posttrain.__file__).parent / "py.typed").is_file()
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = posttrain.trian  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rows_and_functions_in_memory(scratch_model, tmp_path, monkeypatch, capsys):
+    """As a file with the same rows and a module with the same function; a resumed run needs the same rows again."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("of_file.py").write_text("def short(completions, **more):\n    return [-len(c) / 9 for c in completions]\n")
+    limit = 9
+
+    def short(completions, **more):
+        return [-len(c) / limit for c in completions]
+
+    settings = {
+        "model": str(scratch_model), "method": {"type": "grpo", "num_generations": 2}, "data": {"template": "none"},
+        "training": {"max_steps": 2, "batch_size": 2}, "rollout": {"max_completion_length": 4},
+        "checkpoint": {"save_steps": 1}, "tracking": {"logging_steps": 1},
+    }  # fmt: skip
+    named = {**settings, "rewards": [{"type": "python", "function": "of_file:short"}], "name": "named"}
+    of_file = posttrain.train(named | {"data": {"template": "none", "source": "rows.jsonl"}})
+    given = posttrain.train(settings | {"name": "given"}, data=Dataset.from_list(rows), rewards=[short])
+    assert given.metric("rewards/short/mean")[1] == of_file.metric("rewards/short/mean")[1]
+    assert given.metric("loss")[1] == of_file.metric("loss")[1]
+    saved = given.config
+    assert (saved.data.source, saved.rewards[0].model_dump()["function"]) == ("given:train", "given:short")
+    resumed = settings | {"name": "given"}
+    posttrain.train(resumed, data=rows, rewards=[short], overrides=["training.max_steps=3"], resume=True)
+    assert given.metric("loss")[0] == [1, 2, 3]
+    with pytest.raises(PosttrainError, match="data"):
+        posttrain.train(resumed, data=rows[1:], rewards=[short], overrides=["training.max_steps=4"], resume=True)
+    monkeypatch.setattr("posttrain.data.sources._given", {})
+    monkeypatch.setattr("posttrain.base.functions._given", {})
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/given", "training.max_steps=4"]) == 1
+    assert "was given to the Python API in memory: give the function again" in capsys.readouterr().err
+    with pytest.raises(DataError, match="the rows given as train are empty"):
+        posttrain.train(settings, data=[], rewards=[short])
+    with pytest.raises(ConfigError, match="data has the sets test: give train"):
+        posttrain.train(settings, data={"test": rows}, rewards=[short])
+    posttrain.train(settings | {"name": "lambda"}, data=rows, rewards=[lambda completions: [1.0] * len(completions)])

@@ -19,7 +19,17 @@ from posttrain.base.errors import RewardError
 from posttrain.base.files import settings_folders
 
 ENTRY_POINTS = "posttrain.functions"  # group of entry points in which packages offer functions
+GIVEN = "given:"  # begins the names of functions and rows that a program gives to the Python API in memory
+_given: dict[str, Callable[..., Any]] = {}
 OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
+
+
+def give(function: Callable[..., Any]) -> str:
+    """Make a function of the running program known under the returned name, `given:NAME`, for settings."""
+    own = getattr(function, "__name__", "")
+    name = GIVEN + (own if own.isidentifier() else f"function_{len(_given)}")  # a lambda has no name of its own
+    _given[name] = function
+    return name
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -29,6 +39,10 @@ def find_function(name: str) -> Callable[..., Any]:
     come from strangers, so functions of Python itself and of installed packages are rejected, unless an entry point of
     the package names them.
     """
+    if name.startswith(GIVEN):
+        if name not in _given:
+            raise RewardError(f"{name} was given to the Python API in memory: give the function again, as rewards=[…]")
+        return _given[name]
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
