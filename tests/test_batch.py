@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.batch import Example, Node, pack, physical_length, sequences
+from posttrain.config import SFTMethod
 from posttrain.optim.update import backward
 from posttrain.recipes import sft
 
@@ -148,7 +149,7 @@ def test_the_weighted_loss_is_that_of_a_dense_computation(width, weighted):
         logprob_N = table[one.target_N]
         return SimpleNamespace(logprob_N=logprob_N, entropy_N=logprob_N, top1_N=logprob_N.detach())
 
-    packs, objective = sft.objectives(SimpleNamespace(job=job, scorer=scorer))(examples)
+    packs, objective = sft.objectives(SimpleNamespace(job=job, scorer=scorer, method=SFTMethod()))(examples)
     assert len(packs) == {1000: 1, 20: 3, 9: 6}[width] and objective.count == pytest.approx(total, rel=1e-12)
     assert isinstance(objective.count, float) == weighted
     losses = backward(packs, objective)

@@ -14,6 +14,8 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from posttrain.cli import main
@@ -141,8 +143,33 @@ def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2
         ):
             assert main(command) == refused, command
             error = capsys.readouterr().err
-            assert ("this model has 32 positions, but the longest example has 6" in error) == refused
+            what = "this model has 32 positions, but the longest example has 6"
+            what = (
+                what if command[0] == "score" else "the model has 32 positions, so examples have at most as many tokens"
+            )
+            assert (what in error) == refused
             assert "IndexError" not in error
+
+
+def test_overlong_decides_about_examples_beyond_a_table_of_positions(tmp_path, short_gpt2, capsys):
+    """As beyond data.max_length; where positions are computed, a longer example is trained on and warned of."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "Once", "completion": " a" * words}) + "\n" for words in (5, 5, 60)))
+    settings = ["method=sft", f"data.source={file}", "data.template=none", f"model.path={short_gpt2}"]
+    settings += ["training.max_steps=1", "training.batch_size=1", f"output_dir={tmp_path}"]
+    for overlong, said in (("drop", "1 row (33%) over the length limit, dropped"), ("truncate", "limit, truncated")):
+        assert main(["train", *settings, f"data.overlong={overlong}", f"name={overlong}"]) == 0
+        assert said in (tmp_path / overlong / "training.log").read_text()
+    assert main(["train", *settings, "data.overlong=error", "name=error"]) == 1
+    assert "32" in capsys.readouterr().err
+    llama = tmp_path / "llama"
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=6400, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+                    max_position_embeddings=32, eos_token_id=1, bos_token_id=None)
+    ).save_pretrained(llama)  # fmt: skip
+    AutoTokenizer.from_pretrained(short_gpt2).save_pretrained(llama)
+    assert main(["train", *settings, f"model.path={llama}", "name=llama"]) == 0
+    assert "llama was trained on 32 positions" in (tmp_path / "llama/training.log").read_text()
 
 
 def test_a_reward_model_is_no_policy(tmp_path, scratch_model, capsys):
