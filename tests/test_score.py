@@ -143,10 +143,8 @@ def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2
         ):
             assert main(command) == refused, command
             error = capsys.readouterr().err
-            what = "this model has 32 positions, but the longest example has 6"
-            what = (
-                what if command[0] == "score" else "the model has 32 positions, so examples have at most as many tokens"
-            )
+            beyond = "this model has 32 positions, but the longest example has 6"
+            what = beyond if command[0] == "score" else "1 row (100%) over the length limit"
             assert (what in error) == refused
             assert "IndexError" not in error
 
@@ -168,8 +166,8 @@ def test_overlong_decides_about_examples_beyond_a_table_of_positions(tmp_path, s
                     max_position_embeddings=32, eos_token_id=1, bos_token_id=None)
     ).save_pretrained(llama)  # fmt: skip
     AutoTokenizer.from_pretrained(short_gpt2).save_pretrained(llama)
-    assert main(["train", *settings, f"model.path={llama}", "name=llama"]) == 0
-    assert "llama was trained on 32 positions" in (tmp_path / "llama/training.log").read_text()
+    assert main(["train", *settings, f"model.path={llama}", "name=of-llama"]) == 0
+    assert "llama was trained on 32 positions" in (tmp_path / "of-llama/training.log").read_text()
 
 
 def test_a_reward_model_is_no_policy(tmp_path, scratch_model, capsys):
