@@ -287,7 +287,7 @@ class OutOfMemoryError(Exception):
     ("error", "status", "message"),
     [
         (DataError("rows.jsonl:3: no column chosen"), 1, "error: rows.jsonl:3: no column chosen"),
-        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("two\nlines"), 1, "error: unexpected ValueError: two lines (run again with --debug"),
         (OutOfMemoryError("CUDA"), 1, "error: out of memory: use shorter prompts and completions, or fewer"),
         (MemoryError(), 1, "error: out of memory: use shorter prompts and completions, or fewer"),
@@ -309,7 +309,7 @@ def test_ctrl_c_in_any_command_says_so(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("posttrain.rewards.file.grade_file", interrupt)
-    assert run("grade", "rows.jsonl", "--reward", "math") == (130, "", "error: interrupted\n")
+    assert run("grade", "rows.jsonl", "--reward", "math") == (130, "", "interrupted\n")
 
 
 def test_notes_about_aliases_go_to_stderr(run):

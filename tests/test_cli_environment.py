@@ -74,7 +74,7 @@ def test_ctrl_c_is_an_interruption_whatever_a_library_makes_of_it(capsys):
         assert guarded(run, debug=False) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "error: interrupted\n"
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_version(capsys):

@@ -51,6 +51,7 @@ def test_other_columns_other_files_and_classes(tmp_path, capsys):
     names = ["--completion-column", "text", "--answer-column", "gold", "--output", str(output), "--workers", "1"]
     assert main(["grade", str(file), "--reward", "r1_zero", *names]) == 0
     assert "format and answer, 00: 0, 01: 1, 10: 1, 11: 1" in capsys.readouterr().out
+    assert [row["format_and_answer"] for row in read(output)] == ["11", "01", "10"]
     assert [row["parts"] for row in read(output)] == [
         {"format": 1.0, "answer": 1.0},
         {"format": 0.0, "answer": 1.0},

@@ -66,7 +66,7 @@ def _unexpected(error: Exception, debug: bool) -> str:
 def _report(message: str, status: int, debug: bool) -> int:
     if debug:
         say(traceback.format_exc(), end="", error=True)
-    say(f"error: {message}", error=True)
+    say(message if status == INTERRUPTED else f"error: {message}", error=True)  # Ctrl-C is no error
     return status
 
 

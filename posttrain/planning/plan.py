@@ -190,16 +190,19 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
 
 def _add_memory(table: Table, memory: Estimate, target: Target) -> None:
     of_each = " of each process" if target.ranks > 1 else ""
-    table.add_row(
-        "memory", f"about {memory.peak / 2**30:.2f} GiB at the peak{of_each}, in addition to the program's own"
-    )
+    table.add_row("memory", f"about {_binary(memory.peak)} at the peak{of_each}, in addition to the program's own")
     if target.card is not None:
         fits = "fits" if memory.peak <= SAFE * target.card else "does not fit with a margin of a quarter"
         table.add_row("", f"{fits}: {target.name} has {target.card / 2**30:.1f} GiB")
     for part, size in memory.parts.items():
-        table.add_row("", f"{part} {size / 2**30:.2f} GiB")
+        table.add_row("", f"{part} {_binary(size)}")
     if memory.host:
-        table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
+        table.add_row("", f"and {_binary(memory.host)} of CPU memory")
+
+
+def _binary(size: int) -> str:
+    """A number of bytes in GiB, or in MiB if it is small."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.3g} MiB"
 
 
 def _sampled_steps(epoch: FirstEpoch, tokens_per_pack: int) -> tuple[float, float, float]:

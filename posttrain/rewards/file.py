@@ -135,7 +135,7 @@ def _row(record: Record, grade: Grade | None, problem: str | None) -> dict[str, 
         return row | {"error": f"line {record.line}: {problem}"}
     row |= {"verdict": grade.verdict, "score": grade.score, "extracted": grade.extracted}
     row |= {"seconds": round(grade.seconds, 6)}
-    row |= {"parts": dict(grade.parts)} if grade.parts else {}
+    row |= {"parts": dict(grade.parts), "format_and_answer": grade.format_and_answer} if grade.parts else {}
     return row | ({"reason": grade.reason} if grade.reason else {})
 
 
