@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -296,7 +296,7 @@ def _adapted(
     The settings are the run's. A setting that the run leaves at its method's default, or that the other loss does not
     read, is set to the other method's default.
     """
-    group = (METHODS | OWN)[changes["type"]]
+    group = cast(type[AnyMethod], (METHODS | OWN)[changes["type"]])
     values = _carried(own, group) | dict(changes)
     read = {key: value for key, value in chosen.items() if key in group.model_fields}
     forced = {key: value for key, value in ONE_UPDATE.items() if key in group.model_fields}
