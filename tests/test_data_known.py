@@ -17,11 +17,12 @@ from test_data_sources import hub_cache
 from posttrain.base.errors import DataError
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
-from posttrain.config.schema.datasets import KNOWN, known_set
+from posttrain.config.schema.datasets import known_set, known_sets
 from posttrain.data import sources
 from posttrain.data.readers import Record
 from posttrain.data.sources import keep, layout_of, splits_of
 
+KNOWN = known_sets()
 CHAT = [{"role": "user", "content": "Q?"}]
 WORSE, BETTER = ([*CHAT, {"role": "assistant", "content": text}] for text in ("worse", "better"))
 

@@ -11,10 +11,11 @@ from posttrain.cli import main
 from posttrain.cli.flags import plain, short_names
 from posttrain.config import load
 from posttrain.config.reading.fields import all_settings, known_paths
-from posttrain.config.reading.hints import HINTS, hint
+from posttrain.config.reading.hints import hint, hints
 from posttrain.config.reading.layers import ALIASES
 
 PAGE = Path(__file__).parent.parent / "docs/migrating.md"
+HINTS = hints()
 GOOD = ["model=gpt2", "method=sft", "data.source=x"]
 PATHS = {setting.path for setting in all_settings()}
 

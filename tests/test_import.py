@@ -12,7 +12,7 @@ import yaml
 from posttrain.base.errors import ConfigError
 from posttrain.cli import main
 from posttrain.config import load
-from posttrain.config.foreign import DEFAULTS, parse
+from posttrain.config.foreign import parse, table
 from posttrain.config.importing import convert, settle, written
 
 TRL = "trl {} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized {}"
@@ -144,7 +144,7 @@ IMPLIED = {"truncation_mode"}
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "grpo", "rloo", "cpo", "orpo", "distill"])
 def test_the_table_of_defaults_is_trls(method):
     theirs = trl_defaults(method)
-    for name, value in {**DEFAULTS["trl"][""], **DEFAULTS["trl"][method]}.items():
+    for name, value in (table("trl")["defaults"] | table("trl")["by_method"][method]).items():
         assert name in IMPLIED - theirs.keys() or theirs[name] == value, (
             f"{method}: {name} is {theirs.get(name)} in TRL"
         )

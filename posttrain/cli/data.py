@@ -19,7 +19,7 @@ from posttrain.base.words import counted
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import Stage, held_out_together
 from posttrain.config.options import OVERWRITE
-from posttrain.config.schema.datasets import KNOWN, known_set, name_of
+from posttrain.config.schema.datasets import known_set, known_sets, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ def list_() -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("data.source", "on the hub", "format", "what it is"):
         table.add_column(name, no_wrap=name == "data.source", overflow="fold")
-    for name, known in KNOWN.items():
+    for name, known in known_sets().items():
         table.add_row(name, known.source, known.format, known.about)
     console = PlainConsole()
     console.print(table)

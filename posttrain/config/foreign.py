@@ -9,60 +9,13 @@ from typing import Any
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
-from posttrain.config.reading.files import parse_settings, parse_value, read_settings
+from posttrain.config.reading.files import parse_settings, parse_value, read_settings, read_table
 from posttrain.config.reading.hints import hint
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
 from posttrain.config.schema.run import RunConfig
 
-# The name of each system, and names that tell it: the first one with a name of the file is taken.
 SYSTEMS = {"llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL", "other": "that system"}
-_MARKS = {
-    "llama-factory": "stage finetuning_type cutoff_len dataset_dir pref_beta pref_loss lora_target",
-    "axolotl": "micro_batch_size sequence_len val_set_size rl adapter sample_packing",
-    "other": "huggingface_id post_training subset_size grad_accum group_size sft_training grpo_training n_grpo_steps",
-    "trl": "dataset_name model_name_or_path use_peft reward_funcs per_device_train_batch_size",
-}
-_TRAINER = {
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
-    "lr_scheduler_type": "linear", "warmup_steps": 0, "seed": 42, "save_total_limit": None, "eval_on_start": False,
-}  # fmt: skip
-_TRL = {**_TRAINER, "gradient_checkpointing": True}
-_TRL_PAIRS = {"learning_rate": 1e-6, "truncation_mode": "keep_start"}
-_TRL_GRPO = {"beta": 0.0, "loss_type": "dapo", "num_generations": 8, "importance_sampling_level": "token"}
-# Defaults by system, those of all methods under "": of TRL 1.16, LLaMA-Factory 0.9, axolotl 0.13 and transformers 5.
-DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "trl": {
-        "": _TRL,
-        "sft": {"learning_rate": 2e-5, "truncation_mode": "keep_start"},
-        "reward": {"learning_rate": 1e-4},
-        **{method: _TRL_PAIRS for method in ("dpo", "orpo", "cpo")},
-        "kto": {**_TRL_PAIRS, "train_sampling_strategy": "sequential"},
-        "grpo": {"learning_rate": 1e-6, **_TRL_GRPO},
-        "rloo": {"learning_rate": 1e-6, "num_generations": 2},
-        "distill": {"learning_rate": 2e-5, "temperature": 0.9, "lmbda": 0.5, "max_new_tokens": 128},
-    },
-    "llama-factory": {
-        "": {
-            **_TRAINER, "learning_rate": 5e-5, "cutoff_len": 2048, "truncation_mode": "keep_start",
-            "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
-            "torch_dtype": "float32", "logging_steps": 500,
-        },
-        "simpo": {"pref_beta": 0.1, "simpo_gamma": 0.5},
-        "ppo": {
-            "ppo_buffer_size": 1, "ppo_target": 6.0, "kl_coef": 0.2, "vf_coef": 0.1, "max_new_tokens": 1024,
-            "temperature": 0.95, "top_p": 0.7, "top_k": 50,
-        },
-    },
-    "axolotl": {
-        "": {
-            "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1.0, "lr_scheduler": "cosine",
-            "warmup_ratio": 0.03, "sequence_len": 512, "lora_dropout": 0.0, "seed": 42, "save_total_limit": 4,
-            "gradient_checkpointing": False,
-        },
-        "simpo": {"rl_beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
-        "grpo": _TRL_GRPO,
-    },
-}  # fmt: skip
+_TOLD = ("llama-factory", "axolotl", "other", "trl")  # the first one with a mark in a file is taken
 _PROGRAMS = {"trl": "trl", "llamafactory-cli": "llama-factory", "axolotl": "axolotl"}
 _COMMAND = re.compile(
     r"^\s*(?:\$ )?(?:\w+=\S*\s+)*(?:trl|llamafactory-cli|axolotl|accelerate|torchrun|deepspeed|uv|python3?)\s", re.M
@@ -130,6 +83,11 @@ class Draft:
         self.comments[path] = " ".join(visible("; ".join(filter(None, [comment, default]))).split())
 
 
+def table(name: str) -> dict[str, Any]:
+    """A file of posttrain/config/systems: `marks`, `defaults` and more of a system of SYSTEMS, or `values` of all."""
+    return read_table(Path(__file__).parent / "systems" / f"{name}.yaml")
+
+
 def method_of(word: str) -> str | None:
     """The method that a word of another system names, such as `rm` or `dpo`; None if it names none."""
     word = _WORDS.get(word, word)
@@ -150,7 +108,7 @@ def parse(text: str, name: str, system: str | None = None, is_yaml: bool = False
         source = Source(name, "", None, {}, {})
         _flatten(source, tree.values, {path[-1]: place for path, place in tree.origins.items()})
     names = source.values.keys()
-    known = next((kind for kind, marks in _MARKS.items() if names & set(marks.split())), None)
+    known = next((kind for kind in _TOLD if names & set(table(kind)["marks"].split())), None)
     source.system = system or source.system or known or ("other" if any(map(hint, names)) else "")
     if not source.system:
         raise ConfigError(f"{name} has no name of a known system; say which it is with --from {'|'.join(SYSTEMS)}")
@@ -204,20 +162,14 @@ def _command(text: str, name: str) -> Source:
 def _lines(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
     """The words of each line of a script, with the number of its first line; its variables are filled in."""
     variables = dict(re.findall(r"^\s*(?:export )?(\w+)=[\"']?([^\s\"'$]+)[\"']?\s*$", text, re.M))
-    lines = text.replace("\\\r\n", "\\\n").split("\n")
-    number = 0
-    while number < len(lines):
-        first, line = number + 1, lines[number]
-        while line.endswith("\\") and number + 1 < len(lines):
-            number += 1
-            line = f"{line[:-1]} {lines[number]}"
-        number += 1
-        line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)
+    for found in re.finditer(r"(?:.*\\\r?\n)*.*", text):
+        line, number = re.sub(r"\\\r?\n", " ", found[0]), text.count("\n", 0, found.start()) + 1
+        line = re.sub(r"\$\{?(\w+)\}?", lambda name: variables.get(name[1], name[0]), line)
         try:
             if _COMMAND.match(line):
-                yield first, shlex.split(line.strip().removeprefix("$ "), comments=True)
+                yield number, shlex.split(line.strip().removeprefix("$ "), comments=True)
         except ValueError as error:
-            raise ConfigError(f"{name}:{first}: not a command line: {error}") from error
+            raise ConfigError(f"{name}:{number}: not a command line: {error}") from error
 
 
 def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:

@@ -5,30 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.base.errors import ConfigError
-from posttrain.config.foreign import Draft
+from posttrain.config.foreign import Draft, table
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.data import TEMPLATES
 
-_TAGS = {
-    "from",
-    "value",
-    "role",
-    "content",
-    "human",
-    "gpt",
-    "user",
-    "assistant",
-    "system",
-    "observation",
-    "function_call",
-}
-# axolotl's types of data sets, without a template's name before a dot -> format and columns.
-_TYPES: dict[str, tuple[str, dict[str, str]]] = {
-    "alpaca": ("alpaca", {}), "completion": ("text", {}), "sharegpt": ("sharegpt", {}),
-    "chat_template": ("messages", {}),
-    "intel": ("preference", {"prompt": "question"}), "prompt_pairs": ("preference", {}), "ultra": ("auto", {}),
-}  # fmt: skip
-_READ = {"path", "type", "split", "name", "data_files", "ds_type", "message_property_mappings", "roles"}
 Entry = dict[str, Any]  # source, and where given split, max_rows, format, columns, template
 
 
@@ -117,7 +97,7 @@ def _llama_factory(draft: Draft) -> Iterator[Entry]:
             "max_rows": min(rows, default=None),
             **_layout(draft, info),
         }
-        if strange := set(info.get("tags", {}).values()) - _TAGS:
+        if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
             draft.left[f"tags of {name}"] = (
                 f"{', '.join(sorted(strange))}: rename them in the data, e.g. to role, content, user"
             )
@@ -143,13 +123,15 @@ def _layout(draft: Draft, info: dict[str, Any]) -> Entry:
 
 
 def _axolotl(draft: Draft) -> Iterator[Entry]:
+    types, read = table("axolotl")["types"], table("axolotl")["entry"].split()
     for entry in draft.take("datasets") or []:
         source, kind = _source(draft, entry), entry.get("type") or "chat_template"
         own = kind if isinstance(kind, dict) else {}
         first, *others = str(kind).split(".")
         known = others[0] if others and first in TEMPLATES else first
-        form, columns = _TYPES.get(known, ("auto", {}))
-        if not own and known not in _TYPES:
+        layout = types.get(known, {})
+        form, columns = layout.get("format", "auto"), layout.get("columns", {})
+        if not own and not layout:
             draft.left[f"type {kind}"] = "no format here has this name; write data.format and data.columns"
         fields = {key: value for key, value in (entry | own).items() if key.startswith("field") and value}
         columns = columns | {
@@ -160,5 +142,5 @@ def _axolotl(draft: Draft) -> Iterator[Entry]:
         columns = {key: value for key, value in columns.items() if key != value}
         template = first if first in TEMPLATES else None
         yield {"source": source, "split": entry.get("split"), "format": form, "columns": columns, "template": template}
-        unread = [key for key, value in entry.items() if value and key not in _READ and key not in fields]
+        unread = [key for key, value in entry.items() if value and key not in read and key not in fields]
         draft.left |= dict.fromkeys([f"datasets: {key}" for key in unread], "unknown to posttrain")

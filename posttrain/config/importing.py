@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
-from posttrain.config.foreign import DEFAULTS, SYSTEMS, Draft, Source, method_of
+from posttrain.config.foreign import SYSTEMS, Draft, Source, method_of, table
 from posttrain.config.foreign_data import lay_data
 from posttrain.config.reading.explain import explain
 from posttrain.config.reading.fields import all_settings, known_paths
@@ -20,21 +20,6 @@ from posttrain.config.render import WIDTH, commented, flow, wrapped
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES
 from posttrain.config.schema.run import RunConfig
 
-_ADAMW = dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"], "adamw")
-# Values of other systems, by the name or the setting that takes them. A value that is not listed stays as it is.
-_VALUES: dict[str, dict[Any, Any]] = {
-    "training.optimizer": _ADAMW | dict.fromkeys(["adamw_bnb_8bit", "paged_adamw_8bit"], "adamw_8bit"),
-    "training.max_steps": {-1: None},
-    "training.gradient_checkpointing": {"unsloth": True},
-    "data.overlong": {"keep_start": "truncate", True: "truncate", False: "drop"},
-    "data.shuffle": {"random": True, "sequential": False},
-    "method.scale_rewards": {True: "group", False: "none"},
-    "model.attention": {"fa2": "flash_attention_2", "disabled": "eager"},
-    "model.lora.target_modules": {"all": "all-linear"},
-    "rollout.top_k": {-1: 0},
-    "tracking.report_to": {"none": [], "all": ["tensorboard", "wandb", "trackio"]},
-    "dtype": {"float32": "auto", None: None},
-}
 _NO = (None, False, "", "no", "none")
 
 
@@ -50,8 +35,8 @@ def convert(source: Source, method: str | None = None) -> Draft:
         raise ConfigError(f"{source.name} {said}; give one with --method: {', '.join(METHOD_NAMES)}")
     if known == "dpo" and given.get("pref_loss") in ("orpo", "simpo"):
         known = given.pop("pref_loss")
-    defaults = DEFAULTS.get(source.system, {})
-    rest = {**defaults.get("", {}), **defaults.get("dpo" if known == "ipo" else known, {})}
+    system = table(source.system)
+    rest = system.get("defaults", {}) | system.get("by_method", {}).get("dpo" if known == "ipo" else known, {})
     if given.keys() & {"warmup_steps", "warmup_ratio"}:  # two names of one setting
         rest = {name: value for name, value in rest.items() if not name.startswith("warmup_")}
     draft = Draft(source, known, rest | given)
@@ -136,6 +121,7 @@ def _losses(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
+    known = table("trl")["rewards"]
     functions, weights = draft.take("reward_funcs", "reward_fn") or [], draft.take("reward_weights")
     model = draft.take("reward_model_path", "reward_model", "reward_model_name_or_path")
     entries: list[dict[str, Any]] = (
@@ -145,8 +131,8 @@ def _rewards(draft: Draft) -> None:
         module, _, name = str(function).replace(":", ".").rpartition(".")
         if module:
             entries.append({"type": "python", "function": f"{module}:{name}", "name": name})
-        elif function in _REWARDS:
-            entries.append(_REWARDS[function])
+        elif function in known:
+            entries.append(known[function])
         else:
             draft.left[str(function)] = f"no reward here has this name; {hint('reward_funcs')}"
     if isinstance(weights, list) and len(weights) == len(entries):
@@ -155,12 +141,6 @@ def _rewards(draft: Draft) -> None:
         draft.left["reward_weights"] = "not one for each reward that is carried"
     if entries:
         draft.put("rewards", entries, comment="functions are called as TRL calls them")
-
-
-_REWARDS: dict[str, dict[str, Any]] = {
-    "accuracy_reward": {"type": "math"},
-    "get_soft_overlong_punishment": {"type": "overlong", "cache": 256, "max_completion_length": 1280},
-}
 
 
 def _evaluation(draft: Draft) -> None:
@@ -203,8 +183,8 @@ def _carry(draft: Draft, name: str, value: Any) -> None:
         return
     if word is not None:
         value = {"true": True, "false": False}.get(word, word)
-    for values in (_VALUES.get(name, {}), _VALUES.get(path, {})):
-        value = next((new for old, new in values.items() if old == value and type(old) is type(value)), value)
+    for values in (table("values").get(name, {}), table("values").get(path, {})):
+        value = values.get(flow(value), value)
     if name == "max_tool_calling_iterations" and isinstance(value, int):
         value += 1
     draft.put(path, value, name, comment)

@@ -24,7 +24,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import near, path_of, put_folder, settle
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
-from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
+from posttrain.config.schema.datasets import KnownSet, known_set, known_sets, name_of
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
@@ -147,7 +147,7 @@ def layout_of(source: str) -> KnownSet | None:
     path = path_of(source, DataError)
     if path.is_dir():
         manifest = read_manifest(path)
-        return KNOWN.get(str(manifest["known"])) if manifest else None
+        return known_sets().get(str(manifest["known"])) if manifest else None
     return None if path.is_file() else known_set(source)
 
 
@@ -195,7 +195,7 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
 
 
 def _not_there(source: str) -> str:
-    if known := difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6):
+    if known := difflib.get_close_matches(source, known_sets(), n=1, cutoff=0.6):
         return f"{source} is neither a file or folder here nor a known data set: did you mean {known[0]}?"
     return f"{source} does not exist{near(path_of(source, DataError))}"
 

@@ -17,7 +17,7 @@ from posttrain.config.reading.interpolation import escaped
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.load import FlagText
 from posttrain.config.render import EXAMPLES, HEADINGS, STARTER, described, entry_models, flow, reads
-from posttrain.config.schema.datasets import KNOWN
+from posttrain.config.schema.datasets import known_sets
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.reports.markup import Markup, el, join, link, message
 from posttrain.runs.finding import is_model
@@ -219,7 +219,7 @@ def _form(viewer: Viewer, made: Draft, query: Query) -> Markup:
         el("h2", "All other settings"),
         *(_section(heading, settings, made) for heading, settings in sections if settings),
         _list("models", [*models_below(viewer).values(), *models]),
-        _list("sources", [*files, *KNOWN, "builtin:arithmetic"]),
+        _list("sources", [*files, *known_sets(), "builtin:arithmetic"]),
     ]
     return el("form", SHOW, *parts, action=PATH, method="get", id=FORM, autocomplete="off")
 
