@@ -1,4 +1,4 @@
-"""Settings of other systems as they are written there: files and command lines, and the defaults of each system."""
+"""Settings of other systems as they are written there: files, command lines and descriptions of data sets."""
 
 import re
 import shlex
@@ -11,11 +11,13 @@ from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
 from posttrain.config.reading.files import parse_settings, parse_value, read_settings, read_table
 from posttrain.config.reading.hints import hint
-from posttrain.config.schema.methods import METHOD_NAMES, METHODS, AnyMethod
+from posttrain.config.schema.data import TEMPLATES
+from posttrain.config.schema.methods import METHOD_NAMES, AnyMethod, class_of
 from posttrain.config.schema.run import RunConfig
 
 SYSTEMS = {"llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL", "other": "that system"}
 _TOLD = ("llama-factory", "axolotl", "other", "trl")  # the first one with a mark in a file is taken
+Entry = dict[str, Any]  # source, and where given split, max_rows, format, columns, template
 _PROGRAMS = {"trl": "trl", "llamafactory-cli": "llama-factory", "axolotl": "axolotl"}
 _COMMAND = re.compile(
     r"^\s*(?:\$ )?(?:\w+=\S*\s+)*(?:trl|llamafactory-cli|axolotl|accelerate|torchrun|deepspeed|uv|python3?)\s", re.M
@@ -54,7 +56,7 @@ class Draft:
     @property
     def kind(self) -> type[AnyMethod]:
         """The settings class of the method."""
-        return METHODS["dpo" if self.method == "ipo" else self.method]
+        return class_of(self.method)
 
     def take(self, *names: str) -> Any:
         """Take the values of names out of the rest; the first one with a value counts."""
@@ -129,20 +131,19 @@ def _command(text: str, name: str) -> Source:
     found = [
         (number, words, index)
         for number, words in _lines(text, name)
-        for index, word in enumerate(words)
-        if (Path(word).name in _PROGRAMS or word.endswith(".py")) and len(words) > index + 1
+        for index, word in enumerate(words[:-1])
+        if Path(word).name in _PROGRAMS or word.endswith(".py")
     ]
     if len({number for number, *_ in found}) != 1:
         lines = f"several commands (lines {', '.join(str(number) for number, *_ in found)})" if found else "no command"
         raise ConfigError(f"{name} has {lines} of a known system; give a file with one, such as trl dpo --beta 0.1")
     number, words, index = found[0]
     place, program, arguments = f"{name}:{number}", Path(words[index]).name, words[index + 1 :]
-    system, verb = _PROGRAMS.get(program, ""), Path(program).stem
-    if system:
+    verb = Path(program).stem
+    if program in _PROGRAMS:
         verb, *arguments = arguments
-    source = Source(name, system, None, {}, {})
-    parts = [verb, *re.split("[_-]", verb)]
-    source.method = next(filter(None, map(method_of, parts)), None)
+    method = next(filter(None, map(method_of, [verb, *re.split("[_-]", verb)])), None)
+    source = Source(name, _PROGRAMS.get(program, ""), method, {}, {})
     values, files = _flags(arguments, place)
     if isinstance(config := values.pop("config", None), str):
         files.append(config)
@@ -153,9 +154,9 @@ def _command(text: str, name: str) -> Source:
     source.places |= dict.fromkeys(values, place)
     launcher, _ = _flags(words[:index], place)
     counts = [source.values.pop(key, launcher.get(key)) for key in ("num_processes", "nproc_per_node", "num_gpus")]
-    visible = re.search(r"CUDA_VISIBLE_DEVICES=([\d,]+)", " ".join(words[:index]))
-    listed = visible[1].strip(",").count(",") + 1 if visible else 1
-    source.devices = next((count for count in counts if isinstance(count, int)), listed)
+    if listed := re.search(r"CUDA_VISIBLE_DEVICES=([\d,]+)", " ".join(words[:index])):
+        counts.append(listed[1].strip(",").count(",") + 1)
+    source.devices = next((count for count in counts if isinstance(count, int)), 1)
     return source
 
 
@@ -191,3 +192,121 @@ def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"{place}: {unset[0]} has no value in the file; write it out")
     read = {name: [parse_value(word, place).values["value"] for word in words] for name, words in given.items()}
     return {name: (some[0] if len(some) == 1 else some or True) for name, some in read.items()}, files
+
+
+def lay_data(draft: Draft) -> None:
+    """Lay the sources, layout, template and validation rows of the data."""
+    system = draft.source.system
+    described = {"trl": _trl, "llama-factory": _llama_factory, "axolotl": _axolotl}.get(system)
+    entries = [
+        {key: value for key, value in entry.items() if value} for entry in (described(draft) if described else ())
+    ]
+    layouts = [{key: entry.pop(key) for key in ("format", "columns", "template") if key in entry} for entry in entries]
+    if entries:
+        for key, value in (({"source": entries} if len(entries) > 1 else entries[0]) | layouts[0]).items():
+            draft.put(f"data.{key}", value, comment="of each data set, as there" if key == "max_rows" else "")
+    if any(layout != layouts[0] for layout in layouts):
+        draft.left["columns"] = "the data sets differ in their layouts; convert them to that of the first"
+    template = draft.take("template", "chat_template")
+    if template is not None:
+        own = {"empty": "none", "alpaca": "alpaca", "chatml": "chatml"}.get(str(template), "chat")
+        comment = f"{template} there; chat is the tokenizer's own" if own == "chat" else ""
+        draft.put("data.template", own, comment=comment)
+    whole = any(draft.rest.get(name) for name in ("train_on_prompt", "mask_history", "train_on_inputs"))
+    conversations = draft.settings.get("data.format") not in ("text", "alpaca")
+    if system in ("llama-factory", "axolotl") and draft.method == "sft" and conversations and not whole:
+        draft.put("method.assistant_only_loss", True, comment="the other turns are masked there")
+    share, split = draft.take("val_size", "val_set_size"), draft.take("dataset_test_split")
+    if share:
+        rows = isinstance(share, int | float) and share >= 1 and share is not True
+        name = "val_size" if "val_size" in draft.source.values else "val_set_size"
+        draft.put("data.validation", {"rows": int(share)} if rows else {"ratio": share}, name)
+    elif system == "trl" and draft.rest.get("eval_strategy") not in (None, "no", False):
+        source = draft.settings.get("data.source")
+        if isinstance(source, str):
+            draft.put("data.validation", {"source": source, "split": split or "test"})
+        else:
+            draft.left["eval_strategy"] = "of a mixture; write data.validation: {source: ..., split: ...}"
+    elif split is not None:
+        draft.leave("dataset_test_split", "no effect there without eval_strategy")
+
+
+def _trl(draft: Draft) -> Iterator[Entry]:
+    named = {"path": draft.take("dataset_name"), "name": draft.take("dataset_config")}
+    named["split"] = draft.take("dataset_train_split")
+    for entry in draft.take("datasets") or ([named] if named["path"] else []):
+        yield {"source": _source(draft, entry), "split": entry.get("split")}
+        draft.left |= {f"datasets: {key}": "not supported" for key in ("columns", "fraction") if entry.get(key)}
+    if (text := draft.take("dataset_text_field")) not in (None, "text"):
+        draft.put("data.columns", {"text": text})
+
+
+def _source(draft: Draft, entry: Any) -> str:
+    """The file or hub id of an entry in a list of data sets."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{draft.source.places['datasets']}: each entry of datasets must be a mapping with a path")
+    files = entry.get("data_files")
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    return files if isinstance(files, str) else "/".join(filter(None, (entry.get("path"), entry.get("name"))))
+
+
+def _llama_factory(draft: Draft) -> Iterator[Entry]:
+    folder, beside = Path(str(draft.take("dataset_dir") or "data")), Path(draft.source.name).parent
+    most = draft.whole("max_samples")
+    file = next((f for at in (folder, beside / folder, beside) if (f := at / "dataset_info.json").is_file()), None)
+    infos = read_settings(file).values if file else {}
+    names = draft.take("dataset") or []
+    for name in map(str.strip, map(str, names) if isinstance(names, list) else str(names).split(",")):
+        if file and name not in infos:
+            raise ConfigError(f"{file} has no data set {name}; it has {', '.join(infos)}")
+        info, source = infos.get(name, {}), name
+        if not all(isinstance(part, dict) for part in (info, info.get("columns", {}), info.get("tags", {}))):
+            raise ConfigError(f"{file}: {name} must be a mapping, with columns and tags that are mappings")
+        if "hf_hub_url" in info:
+            source = "/".join(filter(None, (info["hf_hub_url"], info.get("subset"))))
+        elif file and "file_name" in info:
+            source = str(file.parent / info["file_name"])
+        else:
+            draft.left[f"dataset {name}"] = f"no dataset_info.json in {folder} or {beside} says its file or hub id"
+        rows = min(filter(None, (info.get("num_samples"), most)), default=None)
+        yield {"source": source, "split": info.get("split"), "max_rows": rows} | _layout(draft, info)
+        if strange := set(info.get("tags", {}).values()) - set(table("llama-factory")["tags"].split()):
+            words = ", ".join(sorted(strange))
+            draft.left[f"tags of {name}"] = f"{words}: rename them in the data, e.g. to role, content, user"
+
+
+def _layout(draft: Draft, info: dict[str, Any]) -> Entry:
+    """The format and columns of an entry of dataset_info.json."""
+    columns, turns = info.get("columns", {}), info.get("formatting", "alpaca") != "alpaca"
+    form = "kto" if "kto_tag" in columns else "sharegpt" if turns else "preference" if info.get("ranking") else "alpaca"
+    if draft.source.values.get("stage") == "pt":
+        form = "text"
+    elif form in ("kto", "preference") and not turns:
+        columns = {"prompt": "instruction"} | columns
+    ours = table("llama-factory")["layouts"]["kto of turns" if form == "kto" and turns else form]
+    named = {ours[name]: column for name, column in columns.items() if ours.get(name, column) != column}
+    unread = [name for name in columns if name not in ours]
+    draft.left |= dict.fromkeys(unread, f"a column that format {form} does not have; posttrain trains text models")
+    return {"format": form, "columns": named}
+
+
+def _axolotl(draft: Draft) -> Iterator[Entry]:
+    known = table("axolotl")
+    for entry in draft.take("datasets") or []:
+        source, kind = _source(draft, entry), entry.get("type") or "chat_template"
+        own = kind if isinstance(kind, dict) else {}
+        first, *others = str(kind).split(".")
+        template = first if first in TEMPLATES else None
+        layout = known["types"].get(others[0] if others and template else first, {})
+        if not own and not layout:
+            draft.left[f"type {kind}"] = "no format here has this name; write data.format and data.columns"
+        fields = {key: value for key, value in (entry | own).items() if key.startswith("field") and value}
+        named = {key.removeprefix("field_").replace("field", "text"): value for key, value in fields.items()}
+        form, columns = layout.get("format", "auto"), layout.get("columns", {}) | named
+        if form == "messages" and draft.kind.kind == "pair":
+            form, columns = "preference", {"prompt": columns.pop("messages", "messages"), **columns}
+        columns = {key: value for key, value in columns.items() if key != value}
+        yield {"source": source, "split": entry.get("split"), "format": form, "columns": columns, "template": template}
+        unread = [key for key, value in entry.items() if value and key not in [*known["entry"].split(), *fields]]
+        draft.left |= dict.fromkeys([f"datasets: {key}" for key in unread], "unknown to posttrain")

@@ -1,6 +1,5 @@
 """Settings of other systems as a settings file of posttrain, with comments where a value means something else."""
 
-from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,14 @@ from pydantic import ValidationError
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import visible
-from posttrain.config.foreign import SYSTEMS, Draft, Source, method_of, table
-from posttrain.config.foreign_data import lay_data
+from posttrain.config.foreign import SYSTEMS, Draft, Source, lay_data, method_of, table
 from posttrain.config.reading.explain import explain
 from posttrain.config.reading.fields import all_settings, known_paths
 from posttrain.config.reading.hints import hint, target
 from posttrain.config.reading.interpolation import escaped
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.render import WIDTH, commented, flow, wrapped
-from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, class_of
 from posttrain.config.schema.run import RunConfig
 
 _NO = (None, False, "", "no", "none")
@@ -36,7 +34,7 @@ def convert(source: Source, method: str | None = None) -> Draft:
     if known == "dpo" and given.get("pref_loss") in ("orpo", "simpo"):
         known = given.pop("pref_loss")
     system = table(source.system)
-    rest = system.get("defaults", {}) | system.get("by_method", {}).get("dpo" if known == "ipo" else known, {})
+    rest = system.get("defaults", {}) | system.get("by_method", {}).get(class_of(known).name(), {})
     if given.keys() & {"warmup_steps", "warmup_ratio"}:  # two names of one setting
         rest = {name: value for name, value in rest.items() if not name.startswith("warmup_")}
     draft = Draft(source, known, rest | given)
@@ -149,19 +147,15 @@ def _evaluation(draft: Draft) -> None:
             draft.left[name] = f"{strategy}: not supported; intervals are numbers of steps"
     best, metric = draft.take("load_best_model_at_end"), draft.take("metric_for_best_model")
     if best or metric:
-        draft.put(
-            "checkpoint.best_metric", f"eval_{str(metric or 'loss').removeprefix('eval_')}", "metric_for_best_model"
-        )
+        metric = f"eval_{str(metric or 'loss').removeprefix('eval_')}"
+        draft.put("checkpoint.best_metric", metric, "metric_for_best_model")
     if draft.rest.get("wandb_project"):
         draft.put("tracking.report_to", ["wandb"], "wandb_project")
 
 
-_known_paths = cache(known_paths)  # each name of a source asks
-
-
 def _path(draft: Draft, name: str) -> tuple[str, str | None, str]:
     """The setting that a name stands for ("" if none does), the word that it takes if true, and a comment."""
-    known = _known_paths()
+    known = known_paths()
     paths = known.get(name, [])
     if name in draft.kind.model_fields:
         return f"method.{name}", None, ""
@@ -184,7 +178,7 @@ def _carry(draft: Draft, name: str, value: Any) -> None:
     if word is not None:
         value = {"true": True, "false": False}.get(word, word)
     for values in (table("values").get(name, {}), table("values").get(path, {})):
-        value = values.get(flow(value), value)
+        value = values.get(flow(value), value) if isinstance(value, str | int) else value
     if name == "max_tool_calling_iterations" and isinstance(value, int):
         value += 1
     draft.put(path, value, name, comment)
@@ -206,11 +200,12 @@ def settle(draft: Draft) -> None:
     """Keep what posttrain takes: other values move to `left`; what is missing is in `lacks`. Raises ConfigError for a
     value of the wrong type, with its place."""
     known = {s.path: s.default for s in all_settings() if not s.methods or draft.kind.name() in s.methods}
-    order = list(known)
-    for path in sorted(draft.settings, key=lambda path: order.index(path) if path in known else len(order)):
-        value, name = draft.settings.pop(path), draft.names[path]
-        if not name or name in draft.source.values or path not in known or value != known[path]:
-            draft.settings[path] = value
+    order, said = {path: number for number, path in enumerate(known)}, {"", *draft.source.values}
+    draft.settings = {
+        path: value
+        for path, value in sorted(draft.settings.items(), key=lambda item: order.get(item[0], len(order)))
+        if draft.names[path] in said or (path, value) not in known.items()
+    }
     while True:
         layers, taken = Layers(), draft.settings.items()
         override(layers, [(path, flow(value) if isinstance(value, str) else value, "") for path, value in taken])
@@ -220,7 +215,12 @@ def settle(draft: Draft) -> None:
         except ValidationError as error:
             problems = [line.split(" ", 1) for line in explain(error, layers.values, {})]
         draft.lacks = [f"{at} {text}" for at, text in problems]
-        wrong = {path: text for at, text in problems for path in draft.settings if _within(path, at)}
+        wrong = {
+            path: text
+            for at, text in problems
+            for path in draft.settings
+            if f"{path}.".startswith(f"{at}.") or f"{at}.".startswith(f"{path}.")
+        }
         if not wrong:
             return
         for path, text in wrong.items():
@@ -229,10 +229,6 @@ def settle(draft: Draft) -> None:
                 raise ConfigError(f"{draft.source.places.get(name, draft.source.name)}: {name} {text}")
             draft.leave(name, f"{path} {text}")
             del draft.settings[path]
-
-
-def _within(path: str, other: str) -> bool:
-    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def written(draft: Draft) -> str:

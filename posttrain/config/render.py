@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from posttrain.config.reading.fields import Setting, all_settings, choices, kinds_of, list_choices, models_in, options
 from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.layers import ALIASES, ON_OFF
-from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES, AnyMethod, class_of
 from posttrain.config.schema.run import RunConfig
 from posttrain.config.schema.types import FUNCTION
 
@@ -22,10 +22,6 @@ HEADINGS = {
 }  # fmt: skip
 
 
-def _class_of(method: str) -> type[AnyMethod]:
-    return METHODS["dpo" if method == "ipo" else method]
-
-
 def _example(method: type[AnyMethod]) -> dict[str, Any]:
     """Example values for the settings of a starter file that have no default."""
     model, source = method.example
@@ -34,7 +30,7 @@ def _example(method: type[AnyMethod]) -> dict[str, Any]:
     return values | ({"method.teacher": "Qwen/Qwen3-4B"} if "teacher" in method.model_fields else {})
 
 
-EXAMPLES = {name: _example(_class_of(name)) for name in METHOD_NAMES}
+EXAMPLES = {name: _example(class_of(name)) for name in METHOD_NAMES}
 _STARTER = {
     "": "rewards",
     "model.": "path lora",
@@ -54,7 +50,7 @@ def starter(method: str, everything: bool = False) -> str:
     Groups that are off, such as model.lora, are commented out; uncommenting a group turns it on with its defaults."""
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
-        best = "eval_reward" if _class_of(method).samples_completions else "eval_loss"
+        best = "eval_reward" if class_of(method).samples_completions else "eval_loss"
         values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
     wanted = [s for s in all_settings() if (reads(method, s) if everything else _usual(method, s))]
     article = "an" if method in ("sft", "orpo", "ipo") else "a"
@@ -90,14 +86,14 @@ def reads(method: str, setting: Setting) -> bool:
     """Whether a method (or `ipo`) reads a setting."""
     if method == "ipo" and setting.path == "method.loss_type":
         return False  # `type: ipo` implies it
-    if setting.path.startswith(("rewards", "rollout.")) and _class_of(method).head == "reward":
+    if setting.path.startswith(("rewards", "rollout.")) and class_of(method).head == "reward":
         return False  # a reward model generates no completions
-    return not setting.methods or _class_of(method).name() in setting.methods
+    return not setting.methods or class_of(method).name() in setting.methods
 
 
 def _usual(method: str, setting: Setting) -> bool:
     online = setting.path.startswith(("rewards", "rollout."))
-    return setting.path in STARTER and reads(method, setting) and (_class_of(method).samples_completions or not online)
+    return setting.path in STARTER and reads(method, setting) and (class_of(method).samples_completions or not online)
 
 
 def entry_models(setting: Setting) -> list[type[BaseModel]]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -62,6 +63,7 @@ def all_settings() -> list[Setting]:
     return list(settings.values())
 
 
+@cache
 def known_paths() -> dict[str, list[str]]:
     """Last part of a path -> the dotted paths of all settings that end in it."""
     paths_of: dict[str, list[str]] = {}

@@ -40,6 +40,11 @@ METHODS: dict[str, type[AnyMethod]] = {method.name(): method for method in get_a
 METHOD_NAMES = (*METHODS, "ipo")
 
 
+def class_of(name: str) -> type[AnyMethod]:
+    """The settings class of a method of METHOD_NAMES."""
+    return METHODS["dpo" if name == "ipo" else name]
+
+
 class UnreadMethod(MethodSettings):
     """A method of the user's, whose class `type` names, before that is imported: its settings are not checked."""
 
