@@ -19,7 +19,7 @@ from posttrain.base.words import counted
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import Stage, held_out_together
 from posttrain.config.options import OVERWRITE
-from posttrain.config.schema.datasets import known_set, known_sets, name_of
+from posttrain.config.schema.datasets import known_set, known_sets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,5 +150,5 @@ def save(
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed dropped" if done.malformed else ""
         say(f"{done.name}: {counted(done.rows, 'row')}, {done.bytes / 2**20:.1f} MiB{left_out}")
-    name = name_of(known_set(source))
-    say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))
+    known = known_set(source)
+    say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {known.name})" if known else ""))

@@ -24,7 +24,7 @@ from posttrain.base.errors import DataError
 from posttrain.base.files import near, path_of, put_folder, settle
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
-from posttrain.config.schema.datasets import KnownSet, known_set, known_sets, name_of
+from posttrain.config.schema.datasets import KnownSet, known_set, known_sets
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
@@ -173,7 +173,7 @@ def _on_hub(source: str) -> tuple[KnownSet, str]:
     known = known_set(source)
     if known is None and not HUB_ID.fullmatch(source):
         raise DataError(_not_there(source))
-    known = known or KnownSet(source, "", format="auto")
+    known = known or KnownSet("", source, "", format="auto")
     return known, source if source.count("/") == 2 else known.source
 
 
@@ -347,7 +347,7 @@ def keep(
                 raise DataError(f"the split {name} has no readable row")
             done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": sha256_of(file)}
-        facts = {"source": source, "known": name_of(known), "repo": known.repo if known else None}
+        facts = {"source": source, "known": known and known.name, "repo": known and known.repo}
         manifest = {"format": MANIFEST_FORMAT, **facts, "splits": entries}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if folder.exists():  # created meanwhile: `put_folder` would replace it

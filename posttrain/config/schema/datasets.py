@@ -9,12 +9,14 @@ from posttrain.config.reading.files import read_table
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A data set on the hub. `source` is its hub id: owner/name or owner/name/subset, with the default subset.
+    """A data set on the hub, and its short name. `source` is its hub id: owner/name or owner/name/subset, with the
+    default subset.
 
     `columns` maps the fields of `format` to the data's columns, and `splits` maps train and test to the data set's
     splits. `files` lists the files of a split if the repository does not.
     """
 
+    name: str
     source: str
     about: str
     columns: dict[str, str] = field(default_factory=dict)
@@ -36,12 +38,7 @@ class KnownSet:
 @cache
 def known_sets() -> dict[str, KnownSet]:
     """The known sets of datasets.yaml by short name."""
-    return {name: KnownSet(**entry) for name, entry in read_table(Path(__file__).with_suffix(".yaml")).items()}
-
-
-def name_of(known: KnownSet | None) -> str | None:
-    """The short name of a known set; None for None."""
-    return next((name for name, entry in known_sets().items() if entry == known), None)
+    return {name: KnownSet(name, **entry) for name, entry in read_table(Path(__file__).with_suffix(".yaml")).items()}
 
 
 def known_set(source: str) -> KnownSet | None:
