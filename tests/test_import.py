@@ -83,6 +83,7 @@ def test_a_trl_file_and_flags_over_it(tmp_path, monkeypatch):
     [
         ("python", 1),
         ("accelerate launch --config_file cfg.yaml --num_processes 4", 4),
+        ("accelerate launch --num_processes 4 -m", 4),
         ("torchrun --nproc-per-node=2", 2),
         ("CUDA_VISIBLE_DEVICES=0,1,2 python", 3),
     ],
@@ -608,7 +609,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["config", "import", "-", "-o", "dpo.yaml"]) == 0
     out, error = capsys.readouterr()
     assert "wrote dpo.yaml; start with: posttrain train dpo.yaml" in out
-    assert "2 names are not carried; the end of the file says why" in error
+    assert "not carried: 2 names; the end of the file says why" in error
     assert load("dpo.yaml").config.method.type == "dpo"
     Path("run.sh").write_text(TRL.format("sft", ""))
     assert main(["config", "import", "run.sh", "-o", "dpo.yaml"]) == 1

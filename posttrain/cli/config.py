@@ -12,6 +12,7 @@ from rich.table import Table
 from posttrain.base.console import PlainConsole
 from posttrain.base.errors import ConfigError
 from posttrain.base.terminal import say
+from posttrain.base.words import counted
 from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
@@ -93,7 +94,7 @@ def import_(
     for lack in draft.lacks:
         say(f"still missing: {lack}", error=True)
     if draft.left:
-        say(f"{len(draft.left)} names are not carried; the end of the file says why", error=True)
+        say(f"not carried: {counted(len(draft.left), 'name')}; the end of the file says why", error=True)
 
 
 @app.command("list")

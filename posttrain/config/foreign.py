@@ -184,6 +184,8 @@ def _flags(words: list[str], place: str) -> tuple[dict[str, Any], list[str]]:
             if name in given:
                 raise ConfigError(f"{place}: --{name} is given twice; keep one")
             given[name] = [value] if equals else []
+        elif re.fullmatch("-[A-Za-z]", word):  # of a launcher, such as -m
+            name = ""
         elif name:
             given[name].append(word)
         elif word.endswith((".yaml", ".yml", ".json")):

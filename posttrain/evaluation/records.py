@@ -34,15 +34,7 @@ DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json
 FORMAT = 1
 CONFIDENCE = 0.95
 BUSY_S = 30.0  # seconds to wait for another program's lock
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS evaluations (key TEXT PRIMARY KEY, facts TEXT, summary TEXT);
-CREATE TABLE IF NOT EXISTS answers (
-    key TEXT, position INTEGER, sample INTEGER, suite TEXT, setting TEXT, item TEXT, "group" TEXT, prompt TEXT,
-    gold TEXT, completion TEXT, extracted TEXT, verdict TEXT, score REAL, format_and_answer TEXT, tokens INTEGER,
-    finish_reason TEXT, seconds REAL, reason TEXT, episode TEXT,
-    PRIMARY KEY (key, position, sample)
-) WITHOUT ROWID;
-"""
+SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,12 +34,7 @@ FEWEST_FAILURES = 4  # minimum of consecutive failures, each after all retries, 
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 NAME = "judge.sqlite"
 BUSY_S = 30.0  # seconds to wait for another program's lock on the file
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS replies (
-    key TEXT PRIMARY KEY, model TEXT, content TEXT, finish_reason TEXT, prompt_tokens INTEGER,
-    completion_tokens INTEGER, seconds REAL, created REAL
-) WITHOUT ROWID
-"""
+SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
 
 Message = dict[str, str]
 
