@@ -27,20 +27,7 @@ from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
-HELP = """↑ ↓ Page Home End   choose a run          enter   show it
-/                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears it
-o                   sort by the next of time, name, state, method, model, step, result, size; O reverses the order
-t                   edit the tags, separated by spaces
-n                   edit the note
-r                   rename; the settings of other runs that refer to it are updated
-d                   delete, after confirmation
-p                   prune: delete all checkpoints except the newest intact one, after confirmation
-s                   snapshot: a full copy in .snapshots, which pruning and deleting do not affect
-R                   read the folder again
-q                   quit
-
-A run in progress is never changed, and a run that other runs need is neither deleted nor pruned:
-posttrain runs rm --force deletes it."""
+HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
 
 
 class TextScreen(ModalScreen[None]):
@@ -98,16 +85,7 @@ class RunsApp(App[None]):
 
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    DataTable { height: 1fr; }
-    #filter { display: none; border: tall $accent; }
-    #filter.open { display: block; }
-    #status { height: auto; color: $text-muted; padding: 0 1; }
-    TextScreen, InputScreen, ConfirmScreen { align: center middle; }
-    .page { width: 90%; height: 90%; border: round $accent; padding: 1 2; background: $surface; }
-    .dialog { width: 80%; max-width: 100; height: auto; max-height: 80%; border: round $accent; padding: 1 2;
-              background: $surface; }
-    """
+    CSS_PATH = "screen.tcss"
     BINDINGS: ClassVar = [
         Binding("enter", "show", "show"),
         Binding("slash", "filter", "filter", key_display="/"),
