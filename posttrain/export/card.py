@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment
 
 from posttrain import __version__
 from posttrain.base.files import read_yaml
@@ -22,6 +21,7 @@ from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
+from posttrain.export.templates import from_template
 from posttrain.models.files import found_file
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
@@ -50,7 +50,10 @@ def card(
     which `of` names the model, if it is another one."""
     config = source.config
     variables = config.data.chat_template_kwargs if config is not None else {}
-    text = TEMPLATES.from_string((Path(__file__).parent / "card.md.jinja").read_text(encoding="utf-8")).render(
+    filters = {"short": _number, "interval": _interval, "public": public}
+    text = from_template(
+        "card.md.jinja",
+        filters,
         source=source,
         written=written,
         name=name,
@@ -192,7 +195,3 @@ def _adapter(source: Source) -> str:
     if model is None or model.lora is None:
         return ""
     return f"LoRA, r {model.lora.r}, alpha {model.lora.alpha:g}" + (", on a 4-bit base" if model.load_in_4bit else "")
-
-
-TEMPLATES = Environment(trim_blocks=True, keep_trailing_newline=True)
-TEMPLATES.filters |= {"short": _number, "interval": _interval, "public": public}
