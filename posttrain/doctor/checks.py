@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.files import default_cache
+from posttrain.base.files import default_cache, read_yaml
 from posttrain.base.imports import installing
 
-HERE = "posttrain.doctor"
-TORCH_S = 120.0  # deadline for the first import of torch from a slow disk, or for a kernel's first compilation
 # Packages that no other check calls.
 NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")
 State = Literal["ok", "limited", "absent", "broken"]
@@ -71,44 +69,13 @@ class Finding:
 
 
 def all_checks(output_dir: Path) -> list[Check]:
-    """Every check; `output_dir` is where runs are written."""
-    torch, light, services = "torch", "light", "services"
-    return [
-        Check("python", f"{HERE}.checks:python", light, True),
-        Check("platform", f"{HERE}.machine:platform_limits", light),
-        Check("cores", f"{HERE}.machine:cores", light),
-        Check("run folder", f"{HERE}.machine:run_folder", light, True, (str(output_dir),)),
-        Check("hub cache", f"{HERE}.machine:hub_cache", light),
-        Check("packages", f"{HERE}.checks:packages", light, True),
-        Check("torch", f"{HERE}.machine:torch_works", torch, True, deadline=TORCH_S, fix="pip install torch"),
-        _library("transformers", torch, deadline=TORCH_S),
-        _library("peft", torch, deadline=TORCH_S),
-        _library("datasets", torch),
-        Check("data cache", f"{HERE}.machine:cache_folder", light, arguments=(str(default_cache()),)),
-        _library("safetensors", light),
-        _library("matplotlib", light, deadline=TORCH_S),
-        Check("graders", f"{HERE}.services:graders", services, True, deadline=TORCH_S),
-        Check("isolation", f"{HERE}.services:isolation", services, deadline=TORCH_S),
-        Check("GPU", f"{HERE}.machine:gpu", torch, deadline=TORCH_S),
-        Check("Triton", f"{HERE}.machine:triton", torch, deadline=TORCH_S),
-        Check("FlexAttention", f"{HERE}.machine:flex_attention", torch, deadline=TORCH_S),
-        _library("bitsandbytes", torch, required=False, deadline=TORCH_S),
-        _library("flash-attn", torch, required=False, deadline=TORCH_S),
-        _library("liger-kernel", torch, "liger", required=False, deadline=TORCH_S),
-        _library("vllm", "vllm", required=False, deadline=TORCH_S),
-        Check("hub", f"{HERE}.services:hub", light),
-        Check("hub token", f"{HERE}.services:hub_token", light),
-        Check("server", f"{HERE}.services:server", services),
-        Check("pages", f"{HERE}.services:pages", services),
-        Check("tensorboard", f"{HERE}.services:tensorboard", torch),
-        Check("wandb", f"{HERE}.services:wandb", services),
-        Check("trackio", f"{HERE}.services:trackio", services),
-    ]
-
-
-def _library(package: str, lane: str, function: str = "", required: bool = True, deadline: float = 30.0) -> Check:
-    target = f"{HERE}.libraries:{function or package.replace('-', '_')}"
-    return Check(package, target, lane, required, deadline=deadline, fix=f"pip install --force-reinstall {package}")
+    """Every check in `checks.yaml`; `output_dir` is where runs are written."""
+    folders = {"output_dir": str(output_dir), "data_cache": str(default_cache())}
+    rows = read_yaml(Path(__file__).with_name("checks.yaml").read_text(encoding="utf-8"))
+    for row in rows:
+        row["target"] = f"posttrain.doctor.{row['target']}"
+        row["arguments"] = tuple(folders[name] for name in row.get("arguments", ()))
+    return [Check(**row) for row in rows]
 
 
 def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:

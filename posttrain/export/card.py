@@ -1,12 +1,12 @@
 """The model card, README.md: what the model is, how to load it, how it was trained, and its results.
 
-It contains no secrets, and no local paths, host name or user name.
+It contains no secrets, and no local paths, host name or user name. Its text is in `card.md.jinja`.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from posttrain.base.words import model_name
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
+from posttrain.export.templates import from_template
 from posttrain.models.files import found_file
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
@@ -47,19 +48,26 @@ def card(
 ) -> str:
     """The text of README.md. `address`: the argument of `from_pretrained`. `evaluations`: contents of summary.json, in
     which `of` names the model, if it is another one."""
-    parts = [_header(source, written.merged), f"# {name}", _about(source, written)]
-    parts += ["## Use", _use(source, address, written.merged, written.chat)]
-    if source.run is not None:
-        parts += ["## Training", _training(source)]
-    if results := list(_results(source)):
-        parts += ["## Results", *results]
-    for summary in evaluations:
-        parts += ["## Evaluation", _evaluation(summary)]
-    if source.config is not None:
-        settings = write_yaml(redact(public(source.config.model_dump(mode="json")))).rstrip()
-        parts += ["## Settings", "<details><summary>All settings of the run</summary>"]
-        parts += [f"```yaml\n{settings}\n```", "</details>"]
-    return redact("\n\n".join(part for part in parts if part)) + "\n"
+    config = source.config
+    variables = config.data.chat_template_kwargs if config is not None else {}
+    filters = {"short": _number, "interval": _interval, "public": public}
+    text = from_template(
+        "card.md.jinja",
+        filters,
+        source=source,
+        written=written,
+        name=name,
+        address=address,
+        evaluations=evaluations,
+        header=_header(source, written.merged),
+        about=_about(source),
+        was_in_4bit=config is not None and config.models[0].load_in_4bit and source.quantised is None,
+        license=license_of(start_of(source)),
+        defaults=", ".join(f"`{key}={json.dumps(value, ensure_ascii=False)}`" for key, value in variables.items()),
+        training=_training(source),
+        settings=config and write_yaml(redact(public(config.model_dump(mode="json")))).rstrip(),
+    )
+    return redact(text)
 
 
 def public(data: Any) -> Any:
@@ -117,10 +125,11 @@ def _header(source: Source, merged: bool) -> str:
     header["tags"] = [tag for tag in ("posttrain", method, "reward-model" if source.reward else None) if tag]
     if sets := [name for name in _sources(source) if HUB_ID.fullmatch(name) and not Path(name).exists()]:
         header["datasets"] = sets
-    return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---"
+    return yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
 
 
-def _about(source: Source, written: WrittenModel) -> str:
+def _about(source: Source) -> str:
+    """What the model is and what it was made from, as a sentence."""
     start, method = start_of(source), _method(source)
     what = "A reward model" if source.reward else "A language model"
     name = origin(start)
@@ -129,56 +138,14 @@ def _about(source: Source, written: WrittenModel) -> str:
     if source.run is None:
         made = f"the adapter `{source.name}` on {base}" if source.adapter else base
         made += ", exported"
-    lines = [
-        f"{what}, {made} by posttrain {__version__}. Weights: {written.dtype}. {written.check}".rstrip(),
-        *written.notes,
-    ]
-    if source.config is not None and source.config.models[0].load_in_4bit and source.quantised is None:
-        lines.append(
-            "The adapter was trained on its base in 4 bits. Here the base has full precision, so outputs differ from "
-            "those in training, where the base was rounded to 4 bits."
-        )
-    if not license_of(start):
-        lines.append("The licence of the base model is unknown.")
-    return "\n\n".join(lines)
+    return f"{what}, {made} by posttrain {__version__}."
 
 
-def _use(source: Source, address: str, merged: bool, chat: bool) -> str:
-    """Example code that loads and calls the model."""
-    reward = source.reward
-    stops = not merged and not reward  # plain PEFT does not read the adapter's generation_config.json
-    auto = f"Auto{'' if merged else 'Peft'}ModelFor{'SequenceClassification' if reward else 'CausalLM'}"
-    lines = [f"from transformers import {auto}, AutoTokenizer"]
-    if not merged:
-        names = "AutoTokenizer, GenerationConfig" if stops else "AutoTokenizer"
-        lines = [f"from peft import {auto}", f"from transformers import {names}"]
-    lines += ["", f'tokenizer = AutoTokenizer.from_pretrained("{address}")']
-    lines.append(f'model = {auto}.from_pretrained("{address}", dtype="auto")')
-    if chat:
-        reply = ', {"role": "assistant", "content": "…"}' if reward else ""
-        lines.append(f'messages = [{{"role": "user", "content": "…"}}{reply}]')
-        generate = "" if reward else ", add_generation_prompt=True"
-        call = f'apply_chat_template(messages{generate}, return_dict=True, return_tensors="pt")'
-        lines.append(f"inputs = tokenizer.{call}")
-    else:
-        lines.append('inputs = tokenizer("…", return_tensors="pt")')
-    if stops:
-        lines.append(f'stops = GenerationConfig.from_pretrained("{address}").eos_token_id')
-    completion = f"completion = model.generate(**inputs, max_new_tokens=256{', eos_token_id=stops' * stops})"
-    lines.append("reward = model(**inputs).logits[0, 0]" if reward else completion)
-    variables = source.config.data.chat_template_kwargs if source.config is not None else {}
-    defaults = ", ".join(f"`{name}={json.dumps(value, ensure_ascii=False)}`" for name, value in variables.items())
-    note = (
-        f"\n\nThe model was trained with {defaults} in the chat template, and these are the template's defaults. To "
-        "change them, pass arguments to `apply_chat_template`, or `chat_template_kwargs` in requests to a server."
-    )
-    return "```python\n" + "\n".join(lines) + "\n```" + note * bool(defaults and chat)
-
-
-def _training(source: Source) -> str:
-    assert source.run is not None
+def _training(source: Source) -> dict[str, Any]:
+    if source.run is None:
+        return {}
     provenance, config = source.run.provenance, source.config
-    rows = {
+    return {
         "method": _method(source),
         "data": ", ".join(f"`{public(name)}`" for name in _sources(source)),
         "fingerprint of the data": _code(provenance.get("dataset_fingerprint")),
@@ -190,8 +157,6 @@ def _training(source: Source) -> str:
         "versions": ", ".join(f"{name} {value}" for name, value in (provenance.get("versions") or {}).items() if value),
         "posttrain commit": _code(provenance.get("git_commit")),
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value not in ("", None)]
-    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def _steps(source: Source) -> str:
@@ -201,38 +166,9 @@ def _steps(source: Source) -> str:
     return " of ".join(numbers) if source.step is not None else ""
 
 
-def _results(source: Source) -> Iterator[str]:
-    """A table of the run's metrics before and after training. Empty unless these are the weights at the run's end."""
-    start, final = source.results.get("start") or {}, source.results.get("final") or {}
-    if not final or not source.is_last:
-        return
-    lines = [
-        f"| {name} | {_number(start.get(name))} | {_number(value)} |"
-        for name, value in final.items()
-        if isinstance(value, int | float)
-    ]
-    if source.quantised is not None:
-        yield "Before quantisation:"
-    yield "\n".join(["| metric | first | last |", "|---|---|---|", *lines])
-    for name, value in (source.results.get("best") or {}).items():
-        yield f"Best `{name}` of the run: {_number(value)}."
-
-
-def _evaluation(summary: Mapping[str, Any]) -> str:
-    """A table of the suites in one summary.json."""
-    lines = [f"Evaluated model: `{summary['of']}`", ""] if "of" in summary else []
-    lines += ["| suite | metric | value | interval | items |", "|---|---|---|---|---|"]
-    remarks = []
-    for key, suite in summary["suites"].items():
-        low, high, confidence = suite.get("low"), suite.get("high"), suite.get("confidence")
-        interval = f"{_number(low)} to {_number(high)} ({confidence:.0%})" if low is not None and confidence else ""
-        cells = (key, suite.get("metric", ""), _number(suite.get("value")), interval, suite.get("items", ""))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-        if suite.get("partial"):
-            remarks.append(f"{key}: {suite['partial']}.")
-        if ungraded := sum((suite.get("ungraded") or {}).values()):
-            remarks.append(f"{key}: {ungraded:,} answers are not graded.")
-    return "\n".join(lines) + "".join(f"\n\n{public(remark)}" for remark in remarks)
+def _interval(suite: Mapping[str, Any]) -> str:
+    low, high, confidence = suite.get("low"), suite.get("high"), suite.get("confidence")
+    return f"{_number(low)} to {_number(high)} ({confidence:.0%})" if low is not None and confidence else ""
 
 
 def _code(value: str | None) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.base.errors import ModelError
 from posttrain.data.render import Message, Renderer, RenderRequest, rendered, rendering
+from posttrain.export.templates import from_template
 
 FILES = {"ollama": "Modelfile", "llama.cpp": "llama.cpp.sh", "vllm": "vllm.sh"}
 MOST_CONTEXT = 8192  # maximum context in tokens, for engines that reserve memory for the whole context
@@ -213,27 +214,13 @@ def modelfile(served: EngineFacts) -> str:
     Raises InexpressibleError for a chat template, system prompt or stop string that a Modelfile cannot express.
     """
     template, notes = ollama_template(served)
-    lines = [
-        "# For ollama. Run in this folder, with llama.cpp's sources in $LLAMA_CPP and their requirements installed:",
-        f"#   python $LLAMA_CPP/convert_hf_to_gguf.py . --outfile {served.gguf} --outtype {GGUF_TYPES[served.dtype]}",
-        f"#   ollama create {served.name} -f Modelfile && ollama run {served.name}",
-        *(f"# Differs from training: {note}." for note in notes),
-        f"FROM ./{served.gguf}",
-        f"TEMPLATE {_quoted(template, 'the chat template')}",
-    ]
-    if served.system_prompt and served.chat:
-        lines.append(f"SYSTEM {_quoted(served.system_prompt, 'the system prompt')}")
     tokens = [str(served.tokenizer.convert_ids_to_tokens(id)) for id in served.stop_token_ids]
-    lines += [f"PARAMETER stop {_quoted(text, 'a stop string')}" for text in dict.fromkeys([*tokens, *served.stop])]
     sampling = {name: served.sampling[name] for name in PLAIN}
     sampling["repeat_penalty"] = served.sampling.get("repetition_penalty", 1.0)
-    lines += [
-        f"# At most {served.positions:,} tokens; a longer context takes more memory." if served.positions else "",
-        f"PARAMETER num_ctx {served.context}",
-        f"# Sampling: {served.sampling_from}",
-        *(f"PARAMETER {name} {value:g}" for name, value in sampling.items()),
-    ]
-    return "\n".join(line for line in lines if line) + "\n"
+    return from_template(
+        "Modelfile.jinja", {"quoted": _quoted}, served=served, type=GGUF_TYPES[served.dtype], notes=notes,
+        template=template, stops=dict.fromkeys([*tokens, *served.stop]), sampling=sampling,
+    )  # fmt: skip
 
 
 def ollama_template(served: EngineFacts) -> tuple[str, list[str]]:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from posttrain.base.console import counter, progress
+from posttrain.base.files import read_yaml
 from posttrain.config import DataConfig, ModelConfig, TagsConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered
@@ -47,18 +48,9 @@ def make_model(folder: Path, seed: int) -> int:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            num_hidden_layers=3,
-            intermediate_size=256,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short sequences
-            initializer_range=0.05,  # larger than usual, because such a small model learns faster
-            tie_word_embeddings=True,
             pad_token_id=tokenizer.get_vocab()[PAD],
             eos_token_id=tokenizer.get_vocab()[STOP],
+            **read_yaml(Path(__file__).with_name("model.yaml").read_text(encoding="utf-8")),
         )
     )
     model.save_pretrained(folder)

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.base.files import read_yaml
 from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
 from posttrain.reports.chart import Interval, chart, intervals
@@ -24,24 +25,8 @@ from posttrain.runs.progress import duration
 
 LONGEST = 60  # maximum characters shown of a reply
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
-WHAT = """\
-A model with random weights learned arithmetic. Three of four demonstrations show the working; the fourth only states \
-the answer. SFT imitates both. Then the model answered problems several times, and right replies were paired with \
-wrong replies to the same problem. From these pairs, a reward model learned to score replies, and DPO learned to \
-prefer the better ones. PPO sampled replies and was trained on the reward model's scores. GRPO sampled several \
-replies per problem and was rewarded by a rule for right answers. No label says that showing the working helps."""
-HOW = """\
-Replies are sampled at temperature 1, like those in the pairs; greedy takes the most likely token each time. A share \
-is followed by its 95 % interval (Wilson). Working: the reply shows its working; format: the reply follows the format. \
-Reward: the mean score by the reward model; only differences are meaningful."""
-# Stage -> title of its plot, and the plotted metric
-STAGES = {
-    "sft": ("1. SFT: loss", "loss"),
-    "reward": ("2. Reward model: pairs in the right order", "accuracy"),
-    "dpo": ("3. DPO: pairs in the right order", "rewards/accuracies"),
-    "ppo": ("4. PPO: the reward model's reward", "reward"),
-    "grpo": ("5. GRPO: the rule's reward", "reward"),
-}
+TEXTS = read_yaml(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+STAGES = TEXTS["stages"]  # title of the plot, and the plotted metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +51,8 @@ def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     curves = list(figures(outcome))
     write_drawings(folder / "curves.svg", curves, columns=3)
     sections = [
-        page.Text("What happened", WHAT),
-        page.Table("Results", ["", *COLUMNS], rows(outcome.measured), HOW),
+        page.Text("What happened", TEXTS["what"].strip()),
+        page.Table("Results", ["", *COLUMNS], rows(outcome.measured), TEXTS["how"].strip()),
         page.Text("In short", in_short(outcome)),
         page.charts("Curves", curves),
         page.Table("Examples", ["problem", "answer", *SHOWN], examples(outcome), "Working, then solution."),
@@ -191,10 +176,4 @@ def readable(reply: str) -> str:
 def next_steps(folder: Path) -> list[tuple[str, str]]:
     """Commands to try next, each with its purpose."""
     sft, dpo = (shlex.quote(str(folder / name)) for name in ("sft.yaml", "dpo.yaml"))
-    return [
-        (f"posttrain explore {sft}", "show which tokens are trained, in colour"),
-        (f"posttrain train {dpo} name=ipo method.loss_type=ipo", "try another preference loss"),
-        (f"posttrain train {sft} name=longer training.max_steps=4000", "train longer, for a better start"),
-        (f"posttrain plan {dpo} model.lora=true", "show the memory and steps of a run, here with LoRA"),
-        ("posttrain config new dpo", "print a commented settings file for your own model and data"),
-    ]
+    return [(command.format(sft=sft, dpo=dpo), why) for command, why in TEXTS["next"]]

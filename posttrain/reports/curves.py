@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.base.files import read_yaml
 from posttrain.reports.chart import Line, usual
 from posttrain.reports.design import LIGHT
 from posttrain.reports.series import Series
@@ -33,25 +34,10 @@ class Panel:
     same: bool = False  # methods log the same quantity under these names
 
 
-PANELS = (
-    Panel("Loss", ("loss",)),
-    Panel("Reward", ("reward",)),
-    Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
-    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True, same=True),
-    Panel("Margin: chosen − rejected", ("rewards/margins", "margin"), same=True),
-    Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("KL, baseline of rewards", ("kl", "delta")),
-    Panel("Groups without spread, truncated completions",
-          ("frac_reward_zero_std", "completions/clipped_ratio"), share=True),
-    Panel("Completion length", ("completions/mean_length",)),
-    Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
-    Panel("Explained variance of the returns", ("explained_variance",)),
-    Panel("Token accuracy", ("mean_token_accuracy",), share=True),
-    Panel("Entropy", ("entropy",)),
-    Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
-    Panel("Gradient norm", ("grad_norm",)),
-    Panel("Learning rate", ("learning_rate",), small=True),
-)  # fmt: skip
+PANELS = tuple(
+    Panel(**{**panel, "metrics": tuple(panel["metrics"])})
+    for panel in read_yaml(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))
+)
 KNOWN = {name for panel in PANELS for name in panel.metrics}
 
 

@@ -1,8 +1,8 @@
 """The design of all pages and plots: colours, type, spacing, and one style sheet for pages.
 
-Plain constants for the report, the comparison page, the plots and the browser pages; the rules are in `parts.css` and
-`page.css`. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
-distances of the series colours for readers with normal sight, deuteranopia and protanopia.
+Constants for the report, the comparison page, the plots and the browser pages; the colours are in `palette.yaml`, the
+rules in `parts.css` and `page.css`. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines)
+and the distances of the series colours for readers with normal sight, deuteranopia and protanopia.
 
 The design is calm on purpose: one accent colour, hairlines instead of boxes, colour only for data and states, system
 fonts. Colour never carries meaning by itself: lines also differ in dashes and labels, states in words.
@@ -11,27 +11,10 @@ fonts. Colour never carries meaning by itself: lines also differ in dashes and l
 from pathlib import Path
 from types import SimpleNamespace
 
-# Name: on a light and on a dark background. Text colours are readable on `ground`, `raised` and their own ground
-# (`bad_ground` for `bad`).
-PALETTE = {
-    "ground": ("#ffffff", "#15181d"),  # the page
-    "raised": ("#f5f6f8", "#1d2229"),  # cards, code, hovered rows
-    "line": ("#dfe3e8", "#333b46"),  # hairlines and grids
-    "ink": ("#1d2229", "#dfe3e8"),  # text
-    "quiet": ("#5b6472", "#9aa4b2"),  # labels and notes
-    "accent": ("#1560a8", "#7cb8f2"),  # links, focus
-    "good": ("#146c43", "#6fcf9a"),
-    "warn": ("#8a5300", "#e8b45a"),
-    "bad": ("#b3261e", "#f28b82"),
-    "good_ground": ("#e6f3ec", "#16301f"),
-    "warn_ground": ("#fbf0dc", "#352a12"),
-    "bad_ground": ("#fbe9e7", "#3a1d1b"),
-    "mark_ground": ("#dceafa", "#1f3a57"),  # the part of a completion that a rule matched
-    "series": (  # lines and dots, in this order; blue, orange, green … after Okabe and Ito
-        ("#2490e2", "#cf6c14", "#1f9a8b", "#7c3c61", "#265fb5", "#9d4b01", "#440d60", "#493002"),
-        ("#71a8fd", "#ef972b", "#76c0ad", "#a1557c", "#3a7ad4", "#ae6f00", "#aae6fd", "#baf090"),
-    ),
-}
+from posttrain.base.files import read_yaml
+
+# Name -> the colour on a light and on a dark background.
+PALETTE = read_yaml(Path(__file__).with_name("palette.yaml").read_text(encoding="utf-8"))
 LIGHT, DARK = (SimpleNamespace(**{name: pair[at] for name, pair in PALETTE.items()}) for at in (0, 1))
 # For values from -1 to 1 (cosines, advantages), through white; colour-blind readers tell the ends apart equally well.
 DIVERGING = ("#0f5592", "#ffffff", "#a85a00")

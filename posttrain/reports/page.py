@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from posttrain.reports.chart import HOVER
@@ -35,6 +36,7 @@ def digest(source: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
+DOCUMENT = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 SCRIPT = script_in("document.body", HOVER)
 POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {digest(SCRIPT)}"
 
@@ -136,22 +138,8 @@ def _page(title: str, numbers: Mapping[str, str], sections: Sequence[Section], l
 
 def document(title: str, body: Markup, style: str, script: str, head: Markup, class_: str = "") -> str:
     """A complete HTML page with its style sheet and script."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-{head}
-{el("title", title)}
-<style>{style}</style>
-</head>
-<body class="{class_}">
-{body}
-<script>{script}</script>
-</body>
-</html>
-"""
+    shown = {"title": el("title", title), "head": head, "style": style, "script": script, "look": class_}
+    return DOCUMENT.substitute(shown, body=body)
 
 
 def _section(name: str, section: Section, limit: int) -> Markup:

@@ -13,6 +13,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from posttrain.base.errors import PosttrainError, message_of
+from posttrain.base.files import read_yaml
 from posttrain.base.words import counted
 from posttrain.reports import design
 from posttrain.reports.markup import el, message, text
@@ -32,29 +33,8 @@ ALTERNATIVES = 5
 TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
-# Colour of the palette -> Gradio's variables. They are the same in light and dark mode, because the palette changes.
-THEME = {
-    "ground": """
-        body_background_fill background_fill_primary block_background_fill input_background_fill
-        button_primary_text_color button_primary_text_color_hover checkbox_label_background_fill
-        table_even_background_fill table_odd_background_fill""",
-    "ink": """
-        body_text_color block_title_text_color button_secondary_text_color checkbox_label_text_color
-        table_text_color""",
-    "quiet": """
-        body_text_color_subdued block_label_text_color block_info_text_color input_placeholder_color""",
-    "raised": """
-        background_fill_secondary block_label_background_fill button_secondary_background_fill color_accent_soft
-        checkbox_label_background_fill_selected panel_background_fill code_background_fill""",
-    "line": """
-        border_color_primary block_border_color input_border_color button_secondary_background_fill_hover
-        button_secondary_border_color panel_border_color table_border_color""",
-    "accent": """
-        input_border_color_focus button_primary_background_fill button_primary_background_fill_hover
-        button_primary_border_color link_text_color link_text_color_hover link_text_color_active
-        link_text_color_visited color_accent border_color_accent checkbox_background_color_selected
-        checkbox_border_color_selected checkbox_border_color_focus slider_color stat_background_fill""",
-}
+# Colour of the palette -> Gradio's variables, separated by spaces.
+THEME = read_yaml(Path(__file__).with_name("theme.yaml").read_text(encoding="utf-8"))
 QUIET: Any = {"show_progress": "hidden", "api_visibility": "private"}  # options of all events
 History = list[dict[str, Any]]
 

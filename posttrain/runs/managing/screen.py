@@ -15,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Static
 
 from posttrain.base.errors import PosttrainError, RunError
+from posttrain.base.files import read_yaml
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted, in_units
 from posttrain.runs.folder import Notes, read_notes, write_notes
@@ -27,20 +28,8 @@ from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
-HELP = """↑ ↓ Page Home End   choose a run          enter   show it
-/                   filter: words, state=failed, step>100, size>1GB, tag=keep, age>30d; Esc clears it
-o                   sort by the next of time, name, state, method, model, step, result, size; O reverses the order
-t                   edit the tags, separated by spaces
-n                   edit the note
-r                   rename; the settings of other runs that refer to it are updated
-d                   delete, after confirmation
-p                   prune: delete all checkpoints except the newest intact one, after confirmation
-s                   snapshot: a full copy in .snapshots, which pruning and deleting do not affect
-R                   read the folder again
-q                   quit
-
-A run in progress is never changed, and a run that other runs need is neither deleted nor pruned:
-posttrain runs rm --force deletes it."""
+KEYS = Path(__file__).with_name("keys.yaml")
+HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
 
 
 class TextScreen(ModalScreen[None]):
@@ -98,32 +87,8 @@ class RunsApp(App[None]):
 
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    DataTable { height: 1fr; }
-    #filter { display: none; border: tall $accent; }
-    #filter.open { display: block; }
-    #status { height: auto; color: $text-muted; padding: 0 1; }
-    TextScreen, InputScreen, ConfirmScreen { align: center middle; }
-    .page { width: 90%; height: 90%; border: round $accent; padding: 1 2; background: $surface; }
-    .dialog { width: 80%; max-width: 100; height: auto; max-height: 80%; border: round $accent; padding: 1 2;
-              background: $surface; }
-    """
-    BINDINGS: ClassVar = [
-        Binding("enter", "show", "show"),
-        Binding("slash", "filter", "filter", key_display="/"),
-        Binding("o", "order", "order"),
-        Binding("O", "reverse", "reverse", show=False),
-        Binding("t", "tags", "tags"),
-        Binding("n", "note", "note"),
-        Binding("r", "rename", "rename"),
-        Binding("d", "delete", "delete"),
-        Binding("p", "prune", "prune"),
-        Binding("s", "snapshot", "snapshot"),
-        Binding("R", "read", "read again", show=False),
-        Binding("escape", "clear", "clear", show=False),
-        Binding("question_mark", "help", "help", key_display="?"),
-        Binding("q", "quit", "quit"),
-    ]
+    CSS_PATH = "screen.tcss"
+    BINDINGS: ClassVar = [Binding(**key) for key in read_yaml(KEYS.read_text(encoding="utf-8"))]
 
     def __init__(self, root: Path):
         super().__init__()
