@@ -7,15 +7,6 @@ from posttrain.data.table import Dataset
 from posttrain.data.tasks import arithmetic_problems
 
 __all__ = [
-    "KINDS",
-    "Dataset",
-    "Options",
-    "Prepared",
-    "Selection",
-    "arithmetic_problems",
-    "explore",
-    "longest_sequence",
-    "overview",
-    "prepare",
-    "prepare_run",
-]
+    "KINDS", "Dataset", "Options", "Prepared", "Selection", "arithmetic_problems", "explore", "longest_sequence",
+    "overview", "prepare", "prepare_run",
+]  # fmt: skip

@@ -10,17 +10,9 @@ from posttrain.engines.protocol import Completion, Engine, Finished, Sampling, s
 from posttrain.parallel.ranks import ALONE, Ranks
 
 __all__ = [
-    "Completion",
-    "EmbeddedEngine",
-    "Engine",
-    "Finished",
-    "Sampling",
-    "TransformersEngine",
-    "make_engine",
-    "seed_of",
-    "stop_token_ids",
-    "text_of",
-]
+    "Completion", "EmbeddedEngine", "Engine", "Finished", "Sampling", "TransformersEngine", "make_engine",
+    "seed_of", "stop_token_ids", "text_of",
+]  # fmt: skip
 
 
 def make_engine(

@@ -31,24 +31,9 @@ from posttrain.functional.tokens import (
 from posttrain.grading.extract import parse_gsm8k_response, parse_mmlu_response
 
 __all__ = [
-    "PackedSFTDataset",
-    "compute_entropy",
-    "compute_group_normalized_rewards",
-    "compute_grpo_clip_loss",
-    "compute_naive_policy_gradient_loss",
-    "compute_per_instance_dpo_loss",
-    "compute_policy_gradient_loss",
-    "get_packed_sft_dataset",
-    "get_response_log_probs",
-    "grpo_microbatch_train_step",
-    "iterate_batches",
-    "masked_mean",
-    "masked_normalize",
-    "parse_gsm8k_response",
-    "parse_mmlu_response",
-    "question_only_reward_fn",
-    "r1_zero_reward_fn",
-    "selective_log_softmax",
-    "sft_microbatch_train_step",
-    "tokenize_prompt_and_output",
-]
+    "PackedSFTDataset", "compute_entropy", "compute_group_normalized_rewards", "compute_grpo_clip_loss",
+    "compute_naive_policy_gradient_loss", "compute_per_instance_dpo_loss", "compute_policy_gradient_loss",
+    "get_packed_sft_dataset", "get_response_log_probs", "grpo_microbatch_train_step", "iterate_batches",
+    "masked_mean", "masked_normalize", "parse_gsm8k_response", "parse_mmlu_response", "question_only_reward_fn",
+    "r1_zero_reward_fn", "selective_log_softmax", "sft_microbatch_train_step", "tokenize_prompt_and_output",
+]  # fmt: skip

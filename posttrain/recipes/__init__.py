@@ -51,15 +51,10 @@ def check_functions(config: RunConfig) -> None:
     for term in itertools.chain.from_iterable(sets):
         if isinstance(term, PythonReward):
             RewardFunction(term.function).close()
-    method = config.method
-    match method:
-        case SFTMethod() if is_own(method.loss_type):
-            own_token_loss(method.loss_type)
-        case DPOMethod():
-            couples_batch(method.loss_type)
-        case KTOMethod() if is_own(method.loss_type):
-            own_unpaired_loss(method.loss_type)
-        case GRPOMethod():
-            policy_loss_named(method.loss_type)
-        case _:
-            pass
+    method, own = config.method, is_own(getattr(config.method, "loss_type", None))
+    if isinstance(method, DPOMethod):
+        couples_batch(method.loss_type)
+    elif own and isinstance(method, SFTMethod | KTOMethod):
+        (own_token_loss if isinstance(method, SFTMethod) else own_unpaired_loss)(method.loss_type)
+    elif own and isinstance(method, GRPOMethod):
+        policy_loss_named(method.loss_type)
