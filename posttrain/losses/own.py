@@ -17,13 +17,14 @@ def own_loss(
     settings: Mapping[str, Any],
     inputs: Sequence[Tensor],
     arguments: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors,
+    may_couple: bool = False,
 ) -> tuple[Callable[..., Any], bool]:
     """A user's loss; and whether its values for the first half of the `inputs`, for which it is tried, depend on the
     second half.
 
     The loss is called with `arguments(*inputs)` and those of the `settings` that it reads. It must return one value for
-    each entry of the first input, or a tuple that begins with these values. Raises ConfigError if it does not, and
-    RewardError if there is no such function.
+    each entry of the first input, or a tuple that begins with these values. Raises ConfigError if it does not or,
+    unless it `may_couple`, if the values depend; and RewardError if there is no such function.
     """
     function = find_function(name)
     if unknown := sorted(keywords_of(function) - settings.keys()):
@@ -53,21 +54,16 @@ def own_loss(
 
     half = len(inputs[0]) // 2
     whole, first = tried(inputs), tried([tensor[:half] for tensor in inputs])
-    return function, not torch.allclose(whole[:half], first)
-
-
-def refuse_coupling(name: str, couples: bool) -> None:
-    """Raise ConfigError for a loss whose values depend on other tokens or completions, which may be in another pack."""
-    if couples:
+    couples = not torch.allclose(whole[:half], first)
+    if couples and not may_couple:
         raise ConfigError(
             f"method.loss_type: {name} gives values that depend on others of the batch, such as a mean over it; only a "
             "loss on pairs may do that, because a batch is several packs"
         )
+    return function, couples
 
 
 @functools.cache
 def own_token_loss(name: str) -> Callable[[Tensor], Tensor]:
     """A user's loss of each token from its log-probability, [N] to [N]. Raises the errors of `own_loss`."""
-    function, couples = own_loss(name, {}, [torch.tensor([-0.1, -1.0, -4.0, -2.0])])
-    refuse_coupling(name, couples)
-    return function
+    return own_loss(name, {}, [torch.tensor([-0.1, -1.0, -4.0, -2.0])])[0]

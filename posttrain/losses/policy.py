@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.base.errors import ConfigError
 from posttrain.batch import sum_segments
 from posttrain.losses import MAX_EXPONENT, called, check_shapes
-from posttrain.losses.own import own_loss, refuse_coupling
+from posttrain.losses.own import own_loss
 
 # There is one ratio π / π_old per token, or per completion: the geometric mean over its tokens (sequence, GSPO), or the
 # product over its tokens (product, RLOO).
@@ -101,8 +101,7 @@ def policy_loss_named(name: str) -> PolicyLoss:
     settings = {"epsilon": 0.2, "epsilon_high": 0.3, "sequence_N": torch.tensor([0, 0, 1, 1])}
     settings |= {"length_S": torch.tensor([2, 2])}
     inputs = [torch.tensor(n) for n in ([-1.0, -2.0, -0.5, -3.0], [-1.1, -1.5, -0.4, -3.2], [1.0, 1.0, -0.5, -0.5])]
-    function, couples = own_loss(name, settings, inputs)
-    refuse_coupling(name, couples)
+    function, _ = own_loss(name, settings, inputs)
     average = getattr(function, "average", "rollout_tokens")
     if average not in get_args(Average):
         raise ConfigError(

@@ -254,7 +254,7 @@ def loss_named(name: str) -> PreferenceLoss:
     settings |= {"num_pairs": 4, "num_chosen_tokens": 18}
     numbers = [[-2.0, -9.0, -4.0, -7.0], [-3.0, -5.0, -8.0, -6.0], [-2.5, -8.0, -5.0, -7.5], [-2.5, -6.0, -7.0, -6.5]]
     inputs = [*map(torch.tensor, numbers), torch.tensor([3, 6, 4, 5]), torch.tensor([2, 5, 6, 4])]
-    return PreferenceLoss(*own_loss(name, settings, inputs, lambda *fields: (Pairs(*fields),)))
+    return PreferenceLoss(*own_loss(name, settings, inputs, lambda *fields: (Pairs(*fields),), may_couple=True))
 
 
 def couples_batch(loss_type: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.losses import called, check_vectors
-from posttrain.losses.own import own_loss, refuse_coupling
+from posttrain.losses.own import own_loss
 
 UNPAIRED_LOSSES = ("kto", "bco", "apo_zero_unpaired")
 
@@ -60,9 +60,7 @@ def own_unpaired_loss(name: str) -> Callable[..., Tensor]:
     """A user's loss (logratio_S, desirable_S, *, beta, shift) -> [S], where `shift` is β times the KL estimate. Raises
     the errors of `own_loss`."""
     inputs = torch.tensor([0.5, -1.0, 2.0, -0.3]), torch.tensor([True, False, False, True])
-    function, couples = own_loss(name, {"beta": 0.1, "shift": 0.05}, inputs)
-    refuse_coupling(name, couples)
-    return function
+    return own_loss(name, {"beta": 0.1, "shift": 0.05}, inputs)[0]
 
 
 @torch.no_grad()
