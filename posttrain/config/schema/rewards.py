@@ -21,7 +21,7 @@ class RewardTerm(Settings):
     loads_model: ClassVar[bool] = False
 
     weight: Float = setting(1.0, "Weight of the reward in the sum; 0: logged, not trained on.")
-    name: Label | None = setting(None, "Name in metrics and logs; null: the type.")
+    name: Label | None = setting(None, "Name in metrics and logs; null: the type, or the function's name.")
 
 
 class RuleReward(RewardTerm):
