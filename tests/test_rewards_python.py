@@ -396,7 +396,7 @@ def test_functions_of_the_users_files(tmp_path, monkeypatch):
     with pytest.raises(RewardError, match="neither in the current folder nor next to the settings file"):
         call_function("of_elsewhere:own")
     offered = SimpleNamespace(value="of_elsewhere:own")
-    monkeypatch.setattr("posttrain.base.functions.entry_points", lambda group: [offered])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [offered])
     assert call_function("of_elsewhere:own") == "elsewhere"
     (tmp_path / "here/of_beside.py").write_text("def own():\n    return 'another'\n")
     with pytest.raises(RewardError, match=r"was already imported from "):

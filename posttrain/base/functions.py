@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,8 @@ def find_function(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
+    from importlib.metadata import entry_points  # help and lists do not need it
+
     offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
     allowed = name in offered
     program = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.executable).resolve()

@@ -17,7 +17,6 @@ from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
 from posttrain.config.foreign import SYSTEMS, parse
-from posttrain.config.importing import convert, settle, written
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import read_text
 from posttrain.config.reading.load import preset_summary
@@ -82,6 +81,8 @@ def import_(
 
     echo "trl sft --model_name_or_path gpt2 --dataset_name trl-lib/Capybara" | posttrain config import -
     """
+    from posttrain.config.importing import convert, settle, written
+
     if system is not None and system not in SYSTEMS:
         raise ConfigError(f"--from is {system!r}; {did_you_mean(system, SYSTEMS)}")
     text = sys.stdin.read() if str(file) == "-" else read_text(file)
