@@ -29,7 +29,7 @@ from posttrain.config.options import EvalOptions
 from posttrain.config.reading.explain import checked
 from posttrain.config.schema.model import ModelDtype
 from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
-from posttrain.data.sources import give_rows
+from posttrain.data.given import give_rows
 from posttrain.evaluation.evaluate import evaluate as evaluate_suites
 from posttrain.evaluation.evaluate import evaluate_recorded
 from posttrain.evaluation.items import Items, load_items
@@ -192,14 +192,12 @@ def _given(data: Rows | Mapping[str, Rows] | None, rewards: Sequence[Callable[..
     if data is not None:
         sets = data if isinstance(data, Mapping) else {"train": data}
         if "train" not in sets or sets.keys() - {"train", "validation"}:
-            raise ConfigError(
-                f"data has the sets {', '.join(sets) or 'none'}: give train, and validation if there is one"
-            )
+            raise ConfigError(f"data has the sets {', '.join(sets) or 'none'}: give train, and perhaps validation")
         given["data.source"] = give_rows("train", sets["train"])
         if "validation" in sets:
             given["data.validation"] = {"source": give_rows("validation", sets["validation"])}
     if rewards:
-        given["rewards"] = [{"type": "python", "function": give(function)} for function in rewards]
+        given["rewards"] = [{"type": "python", "function": name} for name in give(rewards)]
     return given
 
 
@@ -292,7 +290,7 @@ def _chosen(
         for name, source in data.items()
     }
     if callable(settings.get("rule")):
-        settings = {**settings, "rule": give(settings["rule"])}
+        settings = {**settings, "rule": give([settings["rule"]])[0]}
     chosen: dict[str, Items] = {}
     for entry in suites:
         if _is_task(entry):

@@ -209,7 +209,7 @@ def test_rows_and_functions_in_memory(scratch_model, tmp_path, monkeypatch, caps
     assert given.metric("loss")[0] == [1, 2, 3]
     with pytest.raises(PosttrainError, match="data"):
         posttrain.train(resumed, data=rows[1:], rewards=[short], overrides=["training.max_steps=4"], resume=True)
-    monkeypatch.setattr("posttrain.data.sources._given", {})
+    monkeypatch.setattr("posttrain.data.given._given", {})
     monkeypatch.setattr("posttrain.base.functions._given", {})
     capsys.readouterr()
     assert main(["train", "--resume", "runs/given", "training.max_steps=4"]) == 1
@@ -218,4 +218,7 @@ def test_rows_and_functions_in_memory(scratch_model, tmp_path, monkeypatch, caps
         posttrain.train(settings, data=[], rewards=[short])
     with pytest.raises(ConfigError, match="data has the sets test: give train"):
         posttrain.train(settings, data={"test": rows}, rewards=[short])
-    posttrain.train(settings | {"name": "lambda"}, data=rows, rewards=[lambda completions: [1.0] * len(completions)])
+    lambdas = [lambda completions: [1.0] * len(completions), lambda completions: [2.0] * len(completions)]
+    both = posttrain.train(settings | {"name": "lambdas"}, data=rows, rewards=lambdas)
+    assert both.metric("rewards/function/mean")[1] == [1.0, 1.0] and both.metric("reward")[1] == [3.0, 3.0]
+    assert both.metric("rewards/function_1/mean")[1] == [2.0, 2.0]

@@ -49,7 +49,7 @@ server.run()
 
 def test_the_tools_of_an_mcp_server(run, tmp_path):
     """Each episode has a server of its own; what a tool raises is its result."""
-    pytest.importorskip("mcp")
+    pytest.importorskip("mcp", reason="needs the package: make test-env")
     (tmp_path / "notes.py").write_text(MCP)
     script = [
         call("note", '{"text": "a \\u00fc"}'), call("note", '{"text": "b"}'), call("read", '{"number": 1}'),
@@ -81,7 +81,7 @@ server.run()
 
 
 def test_a_server_that_hangs_in_a_tool_ends_with_its_episode(run, tmp_path):
-    pytest.importorskip("mcp")
+    pytest.importorskip("mcp", reason="needs the package: make test-env")
     (tmp_path / "slow.py").write_text(SLOW)
     file = tmp_path / "pid"
     arguments = json.dumps({"file": str(file)})
@@ -98,7 +98,7 @@ def test_a_server_that_hangs_in_a_tool_ends_with_its_episode(run, tmp_path):
     [("mcp", {"server": "/bin/sh"}), ("skyrl", {"environment": "os:system"}), ("mcp", {"server": "missing.py"})],
 )
 def test_settings_name_no_programs_of_others(run, cls, args):
-    pytest.importorskip({"mcp": "mcp", "skyrl": "skyrl_gym"}[cls])
+    pytest.importorskip({"mcp": "mcp", "skyrl": "skyrl_gym"}[cls], reason="needs the package: make test-env")
     if cls == "mcp":
         with pytest.raises(RewardError, match="is no file in the current folder"):
             run({"Row 0": []}, cls=cls, args=args)
@@ -148,7 +148,7 @@ uvicorn.run(create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8), port=in
 @pytest.fixture
 def openenv(tmp_path):
     """The address of a server."""
-    pytest.importorskip("openenv.core")
+    pytest.importorskip("openenv.core", reason="needs the package: make test-env")
     (tmp_path / "echo.py").write_text(OPENENV)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -204,7 +204,7 @@ class Hot(BaseTextEnv):
 
 def test_environments_of_skyrl_gym(run, tmp_path):
     """One that comes with it, and one of the user's own."""
-    pytest.importorskip("skyrl_gym")
+    pytest.importorskip("skyrl_gym", reason="needs the package: make test-env")
     (tmp_path / "hot_env.py").write_text(SKYRL)
     arguments = {"environment": "hot_env.py:Hot", "config": {"cost": 0.5}}
     settings = {"cls": "skyrl", "contract": "messages", "timeout": 60}
@@ -298,7 +298,7 @@ asyncio.run(play(True))
 def test_a_taskset_of_verifiers_is_recorded(calculator_home, tmp_path, monkeypatch):
     """verifiers plays and rewards, our server answers and records. The packages of its harness, which `uv` would
     download, are those installed here."""
-    pytest.importorskip("verifiers")
+    pytest.importorskip("verifiers", reason="needs the package: make test-env")
     (tmp_path / "sums.py").write_text(VERIFIERS)
     (tmp_path / "play.py").write_text(PLAYED)
     uv = tmp_path / "uv"

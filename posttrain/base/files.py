@@ -184,6 +184,11 @@ def sync_tree(folder: Path) -> None:
 MOST_DEPTH = 100  # nested lists and mappings; deeper nesting would overflow the stack of the C library
 
 
+def table_beside(module: str, name: str) -> Any:
+    """The values of a YAML file of this package, which lies beside a module (`__file__`)."""
+    return read_yaml(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
 def read_yaml(text: str) -> Any:
     """The plain values of a document. Raises ValueError if it is not YAML, is nested too deeply, or has tags or aliases
     (aliases can grow without bound). posttrain writes neither tags nor aliases."""

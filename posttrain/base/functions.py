@@ -23,12 +23,16 @@ _given: dict[str, Callable[..., Any]] = {}
 OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of this package that settings may name
 
 
-def give(function: Callable[..., Any]) -> str:
-    """Make a function of the running program known under the returned name, `given:NAME`, for settings."""
-    own = getattr(function, "__name__", "")
-    name = GIVEN + (own if own.isidentifier() else f"function_{len(_given)}")  # a lambda has no name of its own
-    _given[name] = function
-    return name
+def give(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """Make functions of the running program known under the returned names, `given:NAME`, for settings. The names
+    follow from the functions' own and their places, so that a resumed run has the same ones."""
+    names = list[str]()
+    for place, function in enumerate(functions):
+        own = getattr(function, "__name__", "")
+        name = GIVEN + (own if own.isidentifier() else "function")  # a lambda has no name of its own
+        names.append(f"{name}_{place}" if name in names else name)
+    _given.update(zip(names, functions, strict=True))
+    return names
 
 
 def find_function(name: str) -> Callable[..., Any]:

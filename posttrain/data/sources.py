@@ -25,6 +25,7 @@ from posttrain.base.files import near, path_of, put_folder, settle
 from posttrain.base.functions import GIVEN
 from posttrain.base.hub import stay_offline_without_network
 from posttrain.config.schema.datasets import KnownSet, known_set, known_sets
+from posttrain.data.given import Given, given_rows
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.streams import sha256_of
 from posttrain.data.tasks import TASKS, Compose
@@ -77,38 +78,7 @@ class Task:
             yield Record(row, self.name, row + 1, value, identity=problem)
 
 
-@dataclass(frozen=True)
-class Given:
-    """Rows that a program gives to the Python API in memory."""
-
-    name: str
-    rows: Sequence[Any]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over the rows."""
-        whole = hashlib.sha256()
-        for row in self.rows:
-            whole.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return whole.hexdigest()
-
-    def read(self) -> Iterator[Record]:
-        for row, value in enumerate(self.rows):
-            fault = None if isinstance(value, dict) else f"a {type(value).__name__}, not a mapping"
-            yield Record(row, self.name, row + 1, value if fault is None else None, fault)
-
-
 Source = Files | Task | Given  # each has a digest that changes with its content
-_given: dict[str, Given] = {}
-
-
-def give_rows(name: str, rows: Iterable[Any]) -> str:
-    """Make rows known as the source `given:NAME`, which is returned. Raises DataError if there are none."""
-    source = Given(GIVEN + name, list(rows))
-    if not source.rows:
-        raise DataError(f"the rows given as {name} are empty")
-    _given[source.name] = source
-    return source.name
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
@@ -124,9 +94,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
             raise DataError(f"{source} has the splits train and test, not {split!r}")
         return Task(source, split, max_rows or (10_000 if split == "train" else 1_000), seed, compose)
     if source.startswith(GIVEN):
-        if source not in _given:
-            raise DataError(f"{source}: these rows were given to the Python API in memory: give them again, as data=…")
-        return _given[source]
+        return given_rows(source)
     path = path_of(source, DataError)
     if path.is_file():
         return Files((path,))

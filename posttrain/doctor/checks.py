@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.base.errors import ConfigError
-from posttrain.base.files import default_cache, read_yaml
+from posttrain.base.files import default_cache, table_beside
 from posttrain.base.imports import installing
 
 # Packages that no other check calls.
@@ -71,7 +71,7 @@ class Finding:
 def all_checks(output_dir: Path) -> list[Check]:
     """Every check in `checks.yaml`; `output_dir` is where runs are written."""
     folders = {"output_dir": str(output_dir), "data_cache": str(default_cache())}
-    rows = read_yaml(Path(__file__).with_name("checks.yaml").read_text(encoding="utf-8"))
+    rows = table_beside(__file__, "checks.yaml")
     for row in rows:
         row["target"] = f"posttrain.doctor.{row['target']}"
         row["arguments"] = tuple(folders[name] for name in row.get("arguments", ()))

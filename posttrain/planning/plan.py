@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -85,11 +85,28 @@ def plan(
     for stage in stages:
         if stage.name not in skip:
             check_functions(stage.config)
-    models = stages[0].config.models
-    failed = list[str]()
+    models, failed = stages[0].config.models, list[str]()
+
+    def tables_of(index: int) -> Iterator[Table]:
+        tokenizers = StageTokenizers(index)
+        for stage in stages:
+            if stage.name in skip:
+                tokenizers.skip(stage)
+                continue
+            config, model = stage.config, stage.config.models[index]
+            data = data_of(config, model, tokenizers.of(stage))
+            target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
+            source = next((other for other in stages if other.name == stage.init_from), None)
+            continued = None if source is None else source.config.models[index].lora == model.lora is not None
+            table = _table(stage, model, data, target, continued)
+            if probed:
+                table.add_row("fits", str(probe(config, model, data, memory_limit)))
+            yield table
+
     for index in range(len(models)) if model_index is None else [model_index]:
         try:
-            _plan_model(stages, index, console, skip, probed, memory_limit, ranks, card)
+            for table in tables_of(index):
+                console.print(table)
         except PosttrainError as error:
             if len(models) == 1 or model_index is not None:
                 raise
@@ -97,33 +114,6 @@ def plan(
             log.error("%s cannot be planned: %s", failed[-1], error)
     if failed:
         raise RunError(f"{len(failed)} of {len(models)} models cannot be planned: {', '.join(failed)} (see above)")
-
-
-def _plan_model(
-    stages: Sequence[Stage],
-    index: int,
-    console: Console,
-    skip: Collection[str],
-    probed: bool,
-    memory_limit: int | None,
-    ranks: int | None,
-    card: str | None,
-) -> None:
-    """Print the plan of one model at every stage; the arguments are those of `plan`."""
-    tokenizers = StageTokenizers(index)
-    for stage in stages:
-        if stage.name in skip:
-            tokenizers.skip(stage)
-            continue
-        config, model = stage.config, stage.config.models[index]
-        data = data_of(config, model, tokenizers.of(stage))
-        target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
-        source = next((other for other in stages if other.name == stage.init_from), None)
-        continued = None if source is None else source.config.models[index].lora == model.lora is not None
-        table = _table(stage, model, data, target, continued)
-        if probed:
-            table.add_row("fits", str(probe(config, model, data, memory_limit)))
-        console.print(table)
 
 
 DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from posttrain.base.console import counter, progress
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 from posttrain.config import DataConfig, ModelConfig, TagsConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.render import RenderRequest, rendered
@@ -50,7 +50,7 @@ def make_model(folder: Path, seed: int) -> int:
             vocab_size=len(tokenizer),
             pad_token_id=tokenizer.get_vocab()[PAD],
             eos_token_id=tokenizer.get_vocab()[STOP],
-            **read_yaml(Path(__file__).with_name("model.yaml").read_text(encoding="utf-8")),
+            **table_beside(__file__, "model.yaml"),
         )
     )
     model.save_pretrained(folder)

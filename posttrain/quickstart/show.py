@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 from posttrain.quickstart.model import COLUMNS, TAGS, Measured, Problem, Reply, contrasting, paired, rows
 from posttrain.reports import page
 from posttrain.reports.chart import Interval, chart, intervals
@@ -25,7 +25,7 @@ from posttrain.runs.progress import duration
 
 LONGEST = 60  # maximum characters shown of a reply
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
-TEXTS = read_yaml(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+TEXTS = table_beside(__file__, "texts.yaml")
 STAGES = TEXTS["stages"]  # title of the plot, and the plotted metric
 
 

@@ -5,7 +5,6 @@ Recipes that learn from given completions have `objectives`. Recipes that sample
 `reference_of`; with rewards, also `surrogate`, the loss of each token, and `regraded`, advantages under new rewards.
 """
 
-import itertools
 import sys
 from types import ModuleType
 
@@ -47,8 +46,7 @@ def recipe_of(method: MethodSettings) -> ModuleType:
 def check_functions(config: RunConfig) -> None:
     """Import the user's functions that the settings name, and try them. Raises ConfigError or RewardError for one that
     does not exist or does not fit."""
-    sets = [config.rewards, *(dataset.rewards or () for dataset in config.evaluation.datasets)]
-    for term in itertools.chain.from_iterable(sets):
+    for term in (*config.rewards, *(term for dataset in config.evaluation.datasets for term in dataset.rewards or ())):
         if isinstance(term, PythonReward):
             RewardFunction(term.function).close()
     method, own = config.method, is_own(getattr(config.method, "loss_type", None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 from posttrain.reports.chart import Line, usual
 from posttrain.reports.design import LIGHT
 from posttrain.reports.series import Series
@@ -35,8 +35,7 @@ class Panel:
 
 
 PANELS = tuple(
-    Panel(**{**panel, "metrics": tuple(panel["metrics"])})
-    for panel in read_yaml(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))
+    Panel(**{**panel, "metrics": tuple(panel["metrics"])}) for panel in table_beside(__file__, "panels.yaml")
 )
 KNOWN = {name for panel in PANELS for name in panel.metrics}
 

@@ -11,10 +11,10 @@ fonts. Colour never carries meaning by itself: lines also differ in dashes and l
 from pathlib import Path
 from types import SimpleNamespace
 
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 
 # Name -> the colour on a light and on a dark background.
-PALETTE = read_yaml(Path(__file__).with_name("palette.yaml").read_text(encoding="utf-8"))
+PALETTE = table_beside(__file__, "palette.yaml")
 LIGHT, DARK = (SimpleNamespace(**{name: pair[at] for name, pair in PALETTE.items()}) for at in (0, 1))
 # For values from -1 to 1 (cosines, advantages), through white; colour-blind readers tell the ends apart equally well.
 DIVERGING = ("#0f5592", "#ffffff", "#a85a00")

@@ -13,7 +13,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from posttrain.base.errors import PosttrainError, message_of
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 from posttrain.base.words import counted
 from posttrain.reports import design
 from posttrain.reports.markup import el, message, text
@@ -34,7 +34,7 @@ TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
 # Colour of the palette -> Gradio's variables, separated by spaces.
-THEME = read_yaml(Path(__file__).with_name("theme.yaml").read_text(encoding="utf-8"))
+THEME = table_beside(__file__, "theme.yaml")
 QUIET: Any = {"show_progress": "hidden", "api_visibility": "private"}  # options of all events
 History = list[dict[str, Any]]
 

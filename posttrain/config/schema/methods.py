@@ -3,14 +3,7 @@
 import sys
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from posttrain.base.errors import ConfigError
 from posttrain.base.functions import find_function

@@ -110,10 +110,8 @@ def term_name(reward: Reward) -> str:
 
 def named_by_function(rewards: Sequence[Reward]) -> tuple[Reward, ...]:
     """The rewards, each function under its own name unless another reward has that."""
-    names = [
-        each.function.rpartition(":")[2] if isinstance(each, PythonReward) and not each.name else term_name(each)
-        for each in rewards
-    ]
+    own = (each.function.rpartition(":")[2] if isinstance(each, PythonReward) else each.type for each in rewards)
+    names = [each.name or name for each, name in zip(rewards, own, strict=True)]
     return tuple(
         each if names.count(name) > 1 else each.model_copy(update={"name": name})
         for each, name in zip(rewards, names, strict=True)

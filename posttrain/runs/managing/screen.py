@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Static
 
 from posttrain.base.errors import PosttrainError, RunError
-from posttrain.base.files import read_yaml
+from posttrain.base.files import table_beside
 from posttrain.base.terminal import visible
 from posttrain.base.words import counted, in_units
 from posttrain.runs.folder import Notes, read_notes, write_notes
@@ -28,7 +28,6 @@ from posttrain.runs.summary import DAMAGED, RunSummary, summaries_below
 
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
-KEYS = Path(__file__).with_name("keys.yaml")
 HELP = Path(__file__).with_name("screen.txt").read_text(encoding="utf-8").rstrip()
 
 
@@ -88,7 +87,7 @@ class RunsApp(App[None]):
     TITLE = "posttrain runs"
     ENABLE_COMMAND_PALETTE = False
     CSS_PATH = "screen.tcss"
-    BINDINGS: ClassVar = [Binding(**key) for key in read_yaml(KEYS.read_text(encoding="utf-8"))]
+    BINDINGS: ClassVar = [Binding(**key) for key in table_beside(__file__, "keys.yaml")]
 
     def __init__(self, root: Path):
         super().__init__()
